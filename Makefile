@@ -1,0 +1,39 @@
+# Two commands on a bare machine: `make train` and `make test`. Everything is installed into .venv first.
+VENV ?= .venv
+PYTHON ?= python3
+RUN_DIR ?= runs/first
+BIN := $(VENV)/bin
+
+.PHONY: setup train test check docs format clean
+
+setup: $(VENV)/.installed
+
+# Without Debian's python3-venv package, `python3 -m venv` cannot put pip inside: the outer pip then does.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+		($(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $@
+
+train: setup
+	$(BIN)/paceline train transformer_lm --workers 2
+
+test: setup
+	$(BIN)/python -m pytest -n 2 -q
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_size.py
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,49 @@
+"""Paceline trains any PyTorch model across whatever machines you have.
+
+Public names are loaded on first use, so that importing the package is quick and does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "paceline.data",
+    "Data": "paceline.data",
+    "Family": "paceline.registry",
+    "Group": "paceline.comm",
+    "Loader": "paceline.data",
+    "Loss": "paceline.training",
+    "Model": "paceline.training",
+    "Objective": "paceline.training",
+    "PacelineError": "paceline.errors",
+    "Replica": "paceline.training",
+    "Run": "paceline.training",
+    "Settings": "paceline.registry",
+    "join": "paceline.comm",
+    "register": "paceline.registry",
+}
+_PACKAGES = ("checkpoint", "comm", "data", "monitor", "optim", "recipes", "schedules", "sync", "training")
+
+__all__ = ["__version__", *sorted(_HOMES), *_PACKAGES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from paceline import checkpoint, comm, data, monitor, optim, recipes, schedules, sync, training
+    from paceline.comm import Group, join
+    from paceline.data import Batch, Data, Loader
+    from paceline.errors import PacelineError
+    from paceline.registry import Family, Settings, register
+    from paceline.training import Loss, Model, Objective, Replica, Run
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"paceline.{name}")
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Layer 8: measurements, as ratios within one run."""

@@ -1,0 +1,18 @@
+"""Layer 5: save and load training state: whole, verified, in a new directory each time."""
+
+from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
+from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.saver import AsyncSaver
+from paceline.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
+
+__all__ = [
+    "AsyncSaver",
+    "Checkpoint",
+    "CheckpointStore",
+    "DamagedError",
+    "SafetensorsReader",
+    "SafetensorsWriter",
+    "SavedCheckpoint",
+    "TensorSpec",
+]

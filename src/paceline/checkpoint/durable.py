@@ -1,0 +1,126 @@
+"""Files and directories that outlast a power cut, and the lock that keeps a second writer out."""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import warnings
+import weakref
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+
+MARKER_NAME = "COMMITTED"
+_OWN_FILE = re.compile(r"COMMITTED(\.part)?|manifest\.json|state\.json|tensors-\d+-\d+\.safetensors")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable, as fsync does for the content of a file."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file, durably; it must not exist yet."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_marker(directory: Path, content: bytes) -> None:
+    """Write the commit marker of `directory`: in one instant it is not there, in the next it is whole."""
+    sync_directory(directory)
+    sync_directory(directory.parent)
+    part = directory / f"{MARKER_NAME}.part"
+    write_file(part, content)
+    os.rename(part, directory / MARKER_NAME)
+    sync_directory(directory)
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint, its marker first, so that a half-removed one never looks whole.
+
+    Files that no checkpoint has are left where they are, and the directory with them.
+    """
+    (directory / MARKER_NAME).unlink(missing_ok=True)
+    sync_directory(directory)
+    for file in sorted(directory.iterdir()):
+        if _OWN_FILE.fullmatch(file.name):
+            file.unlink()
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+
+
+class WriterLock:
+    """The right to write below a directory, held by one process at a time until it ends or lets go.
+
+    It is an flock on the file ``.lock``. The kernel frees it when the holder dies, however it dies, so there
+    is nothing to clean up after a crash. Where the file system has no locks a warning says so, and nothing is
+    locked.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / ".lock"
+        self._close: weakref.finalize[[int], WriterLock] | None = None
+        _LOCKS.add(self)
+
+    def acquire(self) -> None:
+        """Take the lock, unless it is held already.
+
+        Raises:
+            CheckpointError: Another process, or another object of this one, holds it.
+        """
+        if self._close is not None:
+            return
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._lock(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise CheckpointError(
+                f"checkpoints in {self._path.parent} must have one writer, but {holder} is writing there; "
+                "stop it, or choose another directory"
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"{self._path.parent} cannot be locked ({error.strerror}), so a second run that writes "
+                "there would not be noticed; silence this with a filter for UserWarning",
+                stacklevel=4,
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go of the lock; does nothing when it is not held."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+
+
+_LOCKS: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    # A forked loader process would otherwise hold the lock for as long as it outlives a killed trainer.
+    # Closing a copy of the descriptor lets go of this process's share only.
+    for lock in list(_LOCKS):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,173 @@
+"""What a checkpoint consists of: every part with its place, its size and its digest, as JSON.
+
+    step-00000123/
+        tensors-00000-00000.safetensors   entries of one rank, <rank>-<part>
+        state.json                        the document: everything that is not a tensor
+        manifest.json                     `Manifest`
+        COMMITTED                         written last: step, and the digest of manifest.json
+
+Digests are BLAKE3. The marker holds the manifest's, the manifest holds those of every byte of all other
+files, and the marker itself must be what its step and digest spell, so that no byte can change unseen.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.checkpoint.durable import MARKER_NAME, write_file, write_marker
+from paceline.errors import CheckpointError
+
+FORMAT = 1
+DOCUMENT_NAME = "state.json"
+MANIFEST_NAME = "manifest.json"
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The dtypes a checkpoint can hold, under the names that the safetensors format gives them."""
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is incomplete, or not what was written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)  # as arguments, so that it survives the way between ranks
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} must be whole, but {self.reason}; load another one"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Chunk(_Record):
+    """A block of a tensor, stored as one entry of a file."""
+
+    offsets: tuple[int, ...]
+    """Where the block begins in the tensor, in elements along each dim."""
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    """Where its bytes begin in the file."""
+    num_bytes: int
+    digest: str
+
+
+class StoredTensor(_Record):
+    """A tensor and the blocks that tile it: its layout on the ranks that saved it."""
+
+    dtype: str
+    """A key of `DTYPES`."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class TensorFile(_Record):
+    """A safetensors file: a header, then the bytes of its chunks without a gap."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    """Length of what comes before the chunks."""
+    header_digest: str
+
+
+class Manifest(_Record):
+    """All parts of one checkpoint."""
+
+    format: int
+    step: int
+    document_bytes: int
+    document_digest: str
+    files: tuple[TensorFile, ...]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors' files and the document."""
+        return self.document_bytes + sum(file.num_bytes for file in self.files)
+
+
+def digest(content: bytes) -> str:
+    """Return the BLAKE3 digest of `content`."""
+    return blake3(content).hexdigest()
+
+
+def commit(directory: Path, manifest: Manifest) -> None:
+    """Write manifest and marker: from the end of this call on, the checkpoint in `directory` counts."""
+    content = manifest.model_dump_json().encode()
+    write_file(directory / MANIFEST_NAME, content)
+    write_marker(directory, _marker(manifest.step, digest(content)))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a committed checkpoint.
+
+    Raises:
+        DamagedError: There is no marker (the save never finished), or it and the manifest do not fit.
+    """
+    try:
+        marker = (directory / MARKER_NAME).read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(directory, "it was never finished") from None
+    except OSError as error:
+        raise DamagedError(directory, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
+    try:
+        claim = json.loads(marker)
+        version, step = claim["format"], claim["step"]
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(directory, f"{MARKER_NAME} is damaged") from None
+    if version != FORMAT:
+        raise DamagedError(
+            directory, f"{MARKER_NAME} says format {version!r}, and this version reads {FORMAT}"
+        )
+    content = read_part(directory, MANIFEST_NAME)
+    if marker != _marker(step, digest(content)):
+        raise DamagedError(directory, f"{MANIFEST_NAME} is not what {MARKER_NAME} says it is")
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise DamagedError(directory, f"{MANIFEST_NAME} cannot be understood: {error}") from error
+    if manifest.step != step:
+        raise DamagedError(directory, f"{MARKER_NAME} says step {step!r} and {MANIFEST_NAME} {manifest.step}")
+    return manifest
+
+
+def read_part(directory: Path, name: str) -> bytes:
+    """Return the content of a small file of a checkpoint."""
+    try:
+        return (directory / name).read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(directory, f"{name} is missing") from None
+    except OSError as error:
+        raise DamagedError(directory, f"{name} cannot be read: {error.strerror}") from error
+
+
+def _marker(step: int, manifest_digest: str) -> bytes:
+    return f"{json.dumps({'format': FORMAT, 'step': step, 'manifest': manifest_digest})}\n".encode()

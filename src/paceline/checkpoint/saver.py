@@ -1,0 +1,139 @@
+"""Saving while training goes on: the tensors are copied at once, and the copy is written by a thread."""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
+
+
+class AsyncSaver:
+    """Saves to a store in the background, one checkpoint at a time.
+
+    Memory: one copy of the tensors in CPU memory (pinned, for those of a GPU), made at the first save and
+    used again by the next ones, until `close`. Tensors that share memory are copied each. Hashing and writing
+    take one thread, which leaves the interpreter's lock to training nearly all of the time.
+
+    An error in the background is raised once, by whichever of `start`, `finished`, `wait` or `close` is
+    called next. A process that ends without `close` still finishes the save, and a failure is then a warning.
+    """
+
+    def __init__(self, store: CheckpointStore, process_group: ProcessGroup | None = None) -> None:
+        """Make an idle saver.
+
+        Args:
+            store: Where to save; closing it stays with the caller.
+            process_group: As for `CheckpointStore.save`. It must be one that training does not use, because
+                the background thread communicates over it at any time.
+        """
+        self._store = store
+        self._process_group = process_group
+        self._buffers: dict[str, Tensor] = {}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: list[Future[SavedCheckpoint]] = []  # one or none; shared with the finalizer
+        self._unreported: list[SavedCheckpoint] = []
+        self._finalize = weakref.finalize(self, _finish, self._executor, self._in_flight)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._finalize()  # an error of the save would hide the one that is on its way
+
+    def start(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any], step: int) -> None:
+        """Begin to save; what is saved are the values of now. A save still in flight is waited for first.
+
+        Raises:
+            CheckpointError: The save before this one failed; this one was not begun.
+        """
+        if self._in_flight:
+            self._unreported.append(self._take_result())
+        self._copy(tensors)
+        document = copy.deepcopy(dict(document))
+        self._in_flight.append(
+            self._executor.submit(self._store.save, self._buffers, document, step, self._process_group)
+        )
+
+    def finished(self) -> list[SavedCheckpoint]:
+        """Return the saves that have finished and were not reported yet, the oldest first. Never waits.
+
+        Raises:
+            CheckpointError: A save failed.
+        """
+        if self._in_flight and self._in_flight[0].done():
+            self._unreported.append(self._take_result())
+        reported, self._unreported = self._unreported, []
+        return reported
+
+    def wait(self) -> SavedCheckpoint | None:
+        """Wait for the save in flight and return it, or None; `finished` does not report it again.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        return self._take_result() if self._in_flight else None
+
+    def close(self) -> None:
+        """Wait for the save in flight and give the buffers back.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._finalize()
+            self._buffers = {}
+
+    def _take_result(self) -> SavedCheckpoint:
+        future = self._in_flight[0]
+        try:
+            return future.result()
+        finally:
+            if future.done():  # it is not, when the waiting was interrupted
+                self._in_flight.clear()
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        buffers = {}
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or not _fits(buffer, tensor):
+                buffer = torch.empty_like(
+                    tensor.detach(),
+                    device="cpu",
+                    pin_memory=tensor.is_cuda,
+                    memory_format=torch.contiguous_format,
+                )
+            buffer.copy_(tensor.detach())
+            buffers[name] = buffer
+        self._buffers = buffers
+
+
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+    is_same = (
+        buffer.shape == tensor.shape
+        and buffer.dtype == tensor.dtype
+        and type(buffer) is type(tensor.detach())
+    )
+    return is_same and getattr(buffer, "placements", None) == getattr(tensor, "placements", None)
+
+
+def _finish(executor: ThreadPoolExecutor, in_flight: list[Future[SavedCheckpoint]]) -> None:
+    executor.shutdown(wait=True)
+    for future in in_flight:
+        if error := future.exception():
+            warnings.warn(f"the last checkpoint is missing: {error}", stacklevel=2)
+    in_flight.clear()

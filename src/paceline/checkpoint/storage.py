@@ -1,0 +1,292 @@
+"""Storage of our own for the planners of torch.distributed.checkpoint, which know how to shard and reshard.
+
+A checkpoint written by any number of ranks is loaded by any other number, into tensors or DTensors. What
+torch 2.13 brings as storage is not used: it notices no changed bit, unpickles its metadata and overwrites in
+place.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from paceline.checkpoint.durable import write_file
+from paceline.checkpoint.manifest import (
+    DOCUMENT_NAME,
+    DTYPE_NAMES,
+    DTYPES,
+    FORMAT,
+    Chunk,
+    DamagedError,
+    Manifest,
+    StoredTensor,
+    TensorFile,
+    commit,
+    digest,
+    read_manifest,
+)
+from paceline.checkpoint.tensor_file import Entry, digest_range, split_entries, write_tensor_file
+from paceline.errors import CheckpointError
+
+_PathOrStr = str | os.PathLike[str] | None
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one checkpoint into an empty directory; the coordinator commits it when every rank has written.
+
+    Memory beside the tensors: one piece of 16 MiB, or a copy of the one tensor being written if it is not
+    contiguous.
+    """
+
+    def __init__(self, directory: Path, document: bytes, step: int, max_file_bytes: int = 2**30) -> None:
+        self.directory = directory
+        self.max_file_bytes = max_file_bytes
+        self._document = document
+        self._step = step
+        self._rank = 0
+
+    def reset(self, checkpoint_id: _PathOrStr = None) -> None:
+        """Do nothing: a writer writes the one checkpoint it was made for."""
+        assert checkpoint_id is None, "the directory is given to the constructor"
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this process's rank, which its files are named by."""
+        self._rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what cannot be stored, before anything is written."""
+        for item in plan.items:
+            assert item.tensor_data is not None, f"{item.index.fqn} must be a tensor"
+            properties = item.tensor_data.properties
+            if properties.layout is not torch.strided or properties.dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"tensor {item.index.fqn!r} must be dense and of a dtype that safetensors knows, but got "
+                    f"{properties.dtype} ({properties.layout}); convert it"
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans: ranks write to files of their own, so there is nothing to agree on."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, durably."""
+        entries = [_to_entry(item, planner) for item in plan.items]
+        results = []
+        for part, part_entries in enumerate(split_entries(entries, self.max_file_bytes)):
+            path = self.directory / f"tensors-{self._rank:05d}-{part:05d}.safetensors"
+            file, chunks = write_tensor_file(path, part_entries)
+            results.append(WriteResult(MetadataIndex(file.name), file.num_bytes, file))
+            for entry, chunk in zip(part_entries, chunks, strict=True):
+                results.append(WriteResult(MetadataIndex(entry.name, entry.offsets), chunk.num_bytes, chunk))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write document, manifest and commit marker, in this order."""
+        chunks = defaultdict(list)
+        files = []
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result.storage_data, TensorFile):
+                files.append(result.storage_data)
+            else:
+                chunks[result.index.fqn].append(result.storage_data)
+        tensors = {}
+        for name, tensor in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensors[name] = _join(name, tensor, chunks[name])
+        write_file(self.directory / DOCUMENT_NAME, self._document)
+        manifest = Manifest(
+            format=FORMAT,
+            step=self._step,
+            document_bytes=len(self._document),
+            document_digest=digest(self._document),
+            files=tuple(files),
+            tensors=tensors,
+        )
+        commit(self.directory, manifest)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether `checkpoint_id` could be a directory to write to: never, see `reset`."""
+        return False
+
+
+class SafetensorsReader(StorageReader):
+    """Reads a checkpoint, checking each chunk against its digest before any of it reaches a tensor.
+
+    A chunk is read whole, even where a rank needs only part of it. Memory: the largest chunk.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
+        self.directory = directory
+        self._manifest = manifest
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the checkpoint consists of; read when it is first needed."""
+        if self._manifest is None:
+            self._manifest = read_manifest(self.directory)
+        return self._manifest
+
+    def reset(self, checkpoint_id: _PathOrStr = None) -> None:
+        """Do nothing: a reader reads the one checkpoint it was made for."""
+        assert checkpoint_id is None, "the directory is given to the constructor"
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the manifest in the planners' words."""
+        tensors = {name: _to_metadata(tensor) for name, tensor in self.manifest.tensors.items()}
+        return Metadata(dict(tensors))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: every rank reads for itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and check every chunk the plan needs, once each, and copy from it what the plan asks for.
+
+        Raises:
+            DamagedError: A chunk is not what was written.
+        """
+        requests: defaultdict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR
+            assert item.storage_index.offset is not None
+            requests[item.storage_index.fqn, tuple(item.storage_index.offset)].append(item)
+        for name, tensor in self.manifest.tensors.items():
+            for chunk in tensor.chunks:
+                if items := requests.get((name, chunk.offsets)):
+                    _copy(self._read(name, chunk, DTYPES[tensor.dtype]), items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        content = torch.empty(chunk.num_bytes, dtype=torch.uint8)
+        try:
+            with open(self.directory / chunk.file, "rb", buffering=0) as file:
+                found = digest_range(file, chunk.start, chunk.num_bytes, content.numpy().data)
+        except OSError as error:
+            raise DamagedError(self.directory, f"{chunk.file} cannot be read: {error.strerror}") from error
+        if found != chunk.digest:
+            raise DamagedError(self.directory, f"tensor {name!r} in {chunk.file} does not match its digest")
+        return content.view(dtype).view(chunk.shape)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether `checkpoint_id` could be a directory to read from: never, see `reset`."""
+        return False
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], writer: StorageWriter, process_group: ProcessGroup | None
+) -> None:
+    """Save through `writer`: together with the other ranks of `process_group`, or as one process alone.
+
+    Alone, the planner's steps are called here one by one: `torch.distributed.checkpoint.save` warns every
+    time that there is no process group, and wraps a full disk into an exception that `except Exception` does
+    not catch.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if process_group is not None:
+        save(dict(tensors), storage_writer=writer, planner=planner, process_group=process_group)
+        return
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+
+
+def load_tensors(tensors: Mapping[str, Tensor], reader: StorageReader) -> None:
+    """Load into `tensors`, in place. Each rank reads for itself, so there is no process group to name."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan(plans)
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _to_entry(item: WriteItem, planner: SavePlanner) -> Entry:
+    data = item.tensor_data
+    assert data is not None
+
+    def resolve() -> Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    return Entry(
+        name=item.index.fqn,
+        dtype=data.properties.dtype,
+        offsets=tuple(data.chunk.offsets),
+        shape=tuple(data.chunk.sizes),
+        is_whole=data.chunk.sizes == data.size,
+        resolve=resolve,
+    )
+
+
+def _join(name: str, tensor: TensorStorageMetadata, chunks: Sequence[Chunk]) -> StoredTensor:
+    num_elements = sum(math.prod(chunk.shape) for chunk in chunks)
+    if num_elements != tensor.size.numel():
+        raise CheckpointError(
+            f"tensor {name!r} must be saved whole, but got {num_elements} of {tensor.size.numel()} elements; "
+            "save from all ranks that hold a shard of it, with their process group"
+        )
+    dtype = DTYPE_NAMES[tensor.properties.dtype]
+    return StoredTensor(dtype=dtype, shape=tuple(tensor.size), chunks=tuple(chunks))
+
+
+def _to_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
+    ]
+    return TensorStorageMetadata(TensorProperties(DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
+
+
+def _copy(content: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    for item in items:
+        source = content
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            source = source.narrow(dim, offset, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(source)
+        planner.commit_tensor(item, target)

@@ -1,0 +1,244 @@
+"""A directory of checkpoints: each save makes a new one, and the newest that is whole is loaded."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint
+from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.storage import SafetensorsWriter, save_tensors
+from paceline.errors import CheckpointError, SettingsError
+
+_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a finished save made."""
+
+    path: Path
+    num_bytes: int
+    duration_s: float
+    step: int
+
+
+class CheckpointStore:
+    """Checkpoints of one run: directories ``step-00000123`` (``step-00000123-2`` for a second of that step).
+
+    One process writes: the first save takes a lock that is held until `close`, or the end of the process. Any
+    number may read. Directories with other names, and foreign files inside, are never touched.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = 3) -> None:
+        """Describe the store; nothing is made or read yet.
+
+        Args:
+            directory: Where the checkpoints are.
+            keep: How many committed checkpoints stay; None for all. One that `find_newest_valid` found
+                damaged does not count, and goes when the last that counts is newer. Others are not read again
+                to be counted.
+        """
+        if keep is not None and keep < 1:
+            raise SettingsError(f"keep must be at least 1, but got {keep}; use None to keep all checkpoints")
+        self.directory = directory
+        self.keep = keep
+        self._lock = WriterLock(directory)
+        self._damaged: set[Path] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write here."""
+        self._lock.release()
+
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        document: Mapping[str, Any],
+        step: int,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> SavedCheckpoint:
+        """Write a new checkpoint; it is durable when this returns. Then remove those beyond `keep`.
+
+        Args:
+            tensors: What to save, by name; tensors that share memory are each written.
+            document: Everything else, as plain JSON values. NaN and infinities come back as they are.
+            step: The step it belongs to.
+            process_group: The ranks that hold shards of `tensors`. All of them call this, and rank 0's
+                document counts; the directory must be one that all can see. None when this process has all
+                there is.
+
+        Raises:
+            CheckpointError: It could not be written; older checkpoints are untouched, and the new one is
+            removed.
+        """
+        assert step >= 0
+        start_s = time.perf_counter()
+        is_coordinator = process_group is None or dist.get_rank(process_group) == 0
+        content = _encode(document)
+        path = self._make_directory(step, process_group)
+        writer = SafetensorsWriter(path, content, step)
+        try:
+            save_tensors(tensors, writer, process_group)
+        except (OSError, CheckpointError, CheckpointException) as error:
+            if is_coordinator:
+                with contextlib.suppress(OSError):  # the next save tries again
+                    remove_checkpoint(path)
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(
+                content
+            )
+            raise _explain(path, error, num_bytes) from error
+        num_bytes = Checkpoint.open(path).num_bytes
+        if is_coordinator:
+            self._prune(path)
+        return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
+
+    def list_checkpoints(self) -> list[Path]:
+        """Return the directories of all committed checkpoints, the newest first; nothing in them is checked."""
+        return [path for path in self._list_directories() if (path / MARKER_NAME).exists()]
+
+    def find_newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole, or None.
+
+        Newest is the highest step, then the latest attempt at that step.
+
+        Each candidate is read in full, so on many ranks let one look and tell the others its path for
+        `Checkpoint.open`. Loading checks again what it reads: a resume reads the files twice.
+
+        Args:
+            on_damaged: Called with path and reason for each one that is passed over.
+        """
+        for path in self._list_directories():
+            try:
+                checkpoint = Checkpoint.open(path)
+                checkpoint.verify()
+            except DamagedError as error:
+                self._damaged.add(path)
+                on_damaged(path, error.reason)
+            else:
+                return checkpoint
+        return None
+
+    def _list_directories(self) -> list[Path]:
+        found = []
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    match = _NAME.fullmatch(entry.name)
+                    if match and entry.is_dir(follow_symlinks=False):
+                        found.append((int(match[1]), int(match[2] or 1), Path(entry.path)))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.directory} must be a directory of checkpoints, but {error.strerror}; choose another"
+            ) from error
+        return [path for *_, path in sorted(found, reverse=True)]
+
+    def _make_directory(self, step: int, process_group: dist.ProcessGroup | None) -> Path:
+        if process_group is None:
+            return self._make_new_directory(step)
+        outcome: list[str | CheckpointError | None] = [None]
+        if dist.get_rank(process_group) == 0:
+            try:
+                outcome = [self._make_new_directory(step).name]
+            except CheckpointError as error:  # the others are waiting to hear of it
+                outcome = [error]
+        dist.broadcast_object_list(outcome, group=process_group, group_src=0)
+        (name,) = outcome
+        if isinstance(name, CheckpointError):
+            raise name
+        assert name is not None
+        return self.directory / name
+
+    def _make_new_directory(self, step: int) -> Path:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            for path in self._names(step):
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                    return path
+        except OSError as error:
+            raise _explain(self.directory, error, 0) from error
+        raise AssertionError("there is always a free name")
+
+    def _names(self, step: int) -> Iterator[Path]:
+        taken = [path.name for path in self._list_directories()]
+        attempts = [
+            int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step
+        ]
+        attempt = max(attempts, default=0)
+        while True:  # a file, or a link, may have a name that no directory has
+            attempt += 1
+            yield self.directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
+
+    def _prune(self, written: Path) -> None:
+        directories, committed = self._list_directories(), self.list_checkpoints()
+        kept = {*[path for path in committed if path not in self._damaged][: self.keep], written}
+        oldest_kept = max(map(directories.index, kept))
+        for position, path in reversed(list(enumerate(directories))):
+            if path not in committed:
+                is_surplus = position > directories.index(written)
+            else:
+                is_surplus = path not in kept and (path not in self._damaged or position > oldest_kept)
+            if is_surplus:
+                _remove_surplus(path)
+
+
+def _remove_surplus(path: Path) -> None:
+    try:
+        remove_checkpoint(path)
+    except OSError as error:
+        warnings.warn(
+            f"old checkpoint {path} could not be removed: {error.strerror}; the next save tries again",
+            stacklevel=4,
+        )
+
+
+def _encode(document: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(document, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"a checkpoint's document must be plain JSON, but {error}; put tensors among the tensors"
+        ) from error
+
+
+def _explain(path: Path, error: BaseException, num_bytes: int) -> CheckpointError:
+    where = f"checkpoint {path}"
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = min(error.failures.items())
+        where = f"checkpoint {path}, rank {rank},"
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{where} could not be written: {error}")
+    advice = "see to the disk, or choose another directory"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = next(place for place in (path, *path.parents) if place.exists())
+        status = os.statvfs(place)
+        free_bytes = status.f_bavail * status.f_frsize
+        missing = f"free {num_bytes - free_bytes:,} bytes" if num_bytes > free_bytes else "raise the quota"
+        advice = f"{missing}: it needs {num_bytes:,}, and {free_bytes:,} are free on the device"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "make the directory writable, or choose another"
+    return CheckpointError(f"{where} could not be written: {error.strerror}; {advice}")

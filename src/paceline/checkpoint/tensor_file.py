@@ -1,0 +1,142 @@
+"""One file of tensors, in the safetensors format, written and read a piece at a time.
+
+The format: the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, place),
+then the bytes of the tensors one after the other. The library of that name reads these files. It is not used
+to write them, because it wants all tensors of a file in CPU memory at once and a second pass for the digests;
+nor to read them, because it maps them into memory, where a disk error ends the process (SIGBUS) instead of
+raising.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from paceline.checkpoint.manifest import DTYPE_NAMES, Chunk, TensorFile, digest
+
+PIECE_BYTES = (
+    2**24
+)  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block of a tensor that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_whole: bool
+    """Whether the block is all of its tensor."""
+    resolve: Callable[[], Tensor]
+    """Returns the data; called when it is written and not before, because it may cost memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def split_entries(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[list[Entry]]:
+    """Yield the entries of one file after another; one beyond `max_file_bytes` has a file to itself."""
+    part: list[Entry] = []
+    part_bytes = 0
+    # Wide elements first keeps every tensor of a file aligned, as readers that map files into memory expect.
+    for entry in sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name, entry.offsets)):
+        if part and part_bytes + entry.num_bytes > max_file_bytes:
+            yield part
+            part, part_bytes = [], 0
+        part.append(entry)
+        part_bytes += entry.num_bytes
+    if part:
+        yield part
+
+
+def write_tensor_file(path: Path, entries: Sequence[Entry]) -> tuple[TensorFile, list[Chunk]]:
+    """Write a new file durably; return its record and those of its chunks, in the order of `entries`.
+
+    Raises:
+        OSError: The disk is full, or another failure of the file system.
+    """
+    header = _header(entries)
+    chunks = []
+    with open(path, "xb") as file:
+        file.write(header)
+        for entry in entries:
+            start = file.tell()
+            hasher = blake3(max_threads=1)
+            for piece in _pieces(entry.resolve()):
+                hasher.update(piece)
+                file.write(piece)
+            assert file.tell() - start == entry.num_bytes, f"{entry.name} changed while it was saved"
+            chunks.append(
+                Chunk(
+                    offsets=entry.offsets,
+                    shape=entry.shape,
+                    file=path.name,
+                    start=start,
+                    num_bytes=entry.num_bytes,
+                    digest=hasher.hexdigest(),
+                )
+            )
+        num_bytes = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    record = TensorFile(
+        name=path.name, num_bytes=num_bytes, header_bytes=len(header), header_digest=digest(header)
+    )
+    return record, chunks
+
+
+def digest_range(file: FileIO, start: int, num_bytes: int, buffer: memoryview) -> str:
+    """Return the digest of part of a file, read through `buffer`.
+
+    A buffer of `num_bytes` holds the part afterwards; a shorter one is used again and again. A file that ends
+    too early gives the digest of what there is.
+    """
+    file.seek(start)
+    hasher = blake3(max_threads=1)
+    done = 0
+    while done < num_bytes:
+        position = done % len(buffer)
+        piece = buffer[position : position + min(PIECE_BYTES, num_bytes - done)]
+        count = file.readinto(piece)
+        if not count:
+            break
+        hasher.update(piece[:count])
+        done += count
+    return hasher.hexdigest()
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    fields: dict[str, object] = {}
+    position = 0
+    for entry in entries:
+        key = entry.name if entry.is_whole else f"{entry.name}@{','.join(map(str, entry.offsets))}"
+        while key in fields or key == "__metadata__":  # a word of the format's own
+            key += "'"
+        fields[key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (position, position + entry.num_bytes),
+        }
+        position += entry.num_bytes
+    text = json.dumps(fields).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    piece_length = PIECE_BYTES // flat.element_size()
+    for start in range(0, len(flat), piece_length):
+        yield flat[start : start + piece_length].cpu().view(torch.uint8).numpy().data

@@ -1,0 +1,5 @@
+"""Layer 9: the command line, one file a command."""
+
+from paceline.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,33 @@
+"""The `paceline` command."""
+
+import sys
+
+import typer
+
+from paceline.cli.bench import bench
+from paceline.cli.recipes import recipes
+from paceline.cli.report import report
+from paceline.cli.train import train
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train any PyTorch model across whatever machines you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(report)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command()(recipes)
+
+
+def main() -> None:
+    """Run the command line; what Paceline refuses is one message and exit code 2."""
+    try:
+        app()
+    except PacelineError as error:
+        typer.secho(f"paceline: {error}", err=True, fg="red")
+        sys.exit(2)

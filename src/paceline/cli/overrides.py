@@ -1,0 +1,100 @@
+"""Overrides of a settings object from the command line: ``--optimizer.learning_rate 3e-4``."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from paceline.errors import SettingsError, unknown_name
+from paceline.registry import Family, Settings, explain, find_variant
+
+S = TypeVar("S", bound=Settings)
+
+
+def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (dotted path, value) of each ``--path value`` or ``--path=value``.
+
+    Raises:
+        SettingsError: Something is no option, or has no value.
+    """
+    pairs = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise SettingsError(f"an override must look like --field value, but got {word!r}; see `paceline train --help`")
+        path, separator, value = word[2:].partition("=")
+        if not separator:
+            if not waiting:
+                raise SettingsError(f"--{path} must have a value, but the command ends; write --{path} VALUE")
+            value = waiting.pop(0)
+        pairs.append((path.replace("-", "_"), value))
+    return pairs
+
+
+def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
+    """Return `settings` with each (dotted path, value) put in and everything checked again.
+
+    The value of a field that takes variants is a variant's name; the variant's own fields come after a dot.
+
+    Raises:
+        SettingsError: A field does not exist, or a value does not fit its type.
+    """
+    document = settings.model_dump()
+    for path, value in pairs:
+        _set(type(settings), document, path.split("."), path, value)
+    try:
+        return type(settings).model_validate(document)
+    except ValidationError as error:
+        raise SettingsError(explain(error)) from error
+
+
+def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: str, value: str) -> None:
+    name, *rest = parts
+    if name not in cls.model_fields:
+        raise unknown_name(f"the field --{path}", name, cls.model_fields)
+    field = cls.model_fields[name]
+    if not rest:
+        document[name] = _parse(field, path, value, document[name])
+        return
+    child, child_class = document[name], _settings_class(field)
+    if child_class is not None and isinstance(child, dict):
+        if issubclass(child_class, Family):
+            child_class = find_variant(child_class, child["name"])
+        _set(child_class, child, rest, path, value)
+    elif isinstance(child, dict) and len(rest) == 1:
+        document[name] = {**child, rest[0]: _from_json(value)}
+    else:
+        raise SettingsError(f"--{path} must name a field, but {name} has no fields of its own; give --{name} a value")
+
+
+def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
+    family = _settings_class(field)
+    if family is not None and issubclass(family, Family):
+        find_variant(family, value)
+        return present if isinstance(present, dict) and present.get("name") == value else find_variant(family, value)().model_dump()
+    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    refused = None
+    for candidate in (value, _from_json(value)):
+        try:
+            return adapter.validate_python(candidate)
+        except ValidationError as error:
+            refused = refused or error
+    assert refused is not None
+    raise SettingsError("\n".join(f"--{path}{line.removeprefix('settings')}" for line in explain(refused).splitlines()))
+
+
+def _from_json(value: str) -> Any:
+    if value.lower() == "none":
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _settings_class(field: FieldInfo) -> type[Settings] | None:
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Settings)), None)

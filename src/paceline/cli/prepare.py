@@ -1,0 +1,142 @@
+"""What happens before a run starts: settings are resolved and checked, and its directory is made."""
+
+import os
+import re
+from pathlib import Path
+
+import typer
+from pydantic import ValidationError
+
+from paceline.checkpoint import CheckpointStore
+from paceline.cli.overrides import apply_overrides
+from paceline.errors import MissingExtraError, SettingsError
+from paceline.launch.worker import load_run
+from paceline.recipes import RECIPES, find_recipe
+from paceline.registry import explain
+from paceline.training.run import Run, RunFile
+
+
+def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
+    """Return the run of a recipe with overrides put in.
+
+    Raises:
+        SettingsError: The recipe is unknown or returns no run, or an override does not fit.
+    """
+    function = find_recipe(recipe)
+    try:
+        run = function()
+    except ValidationError as error:
+        raise SettingsError(f"recipe {recipe} must return a valid run, but: {explain(error)}") from error
+    if not isinstance(run, Run):
+        raise SettingsError(f"recipe {recipe} must return a paceline.Run, but got {type(run).__name__}")
+    return apply_overrides(run, overrides)
+
+
+def check_workers(run: Run, num_workers: int) -> None:
+    """Refuse at once what every worker would refuse later.
+
+    Raises:
+        SettingsError: Workers, global batch and shares do not fit.
+        DataError: The data cannot be opened.
+    """
+    if run.global_batch < num_workers:
+        raise SettingsError(
+            f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "
+            "workers; raise --global_batch or lower --workers"
+        )
+    if run.shares is not None and len(run.shares) != num_workers:
+        raise SettingsError(f"shares must be one weight a worker, but got {len(run.shares)} for {num_workers} workers")
+    run.data.open()
+
+
+def prepare_new(
+    recipe: str, num_workers: int, out: Path | None, overrides: list[tuple[str, str]], *, launch: str = ""
+) -> tuple[Path, RunFile]:
+    """Make the directory of a new run.
+
+    Raises:
+        SettingsError: `out` exists and is not empty, or settings are wrong.
+    """
+    recipe = _absolute(recipe)
+    run = make_run(recipe, overrides)
+    if run.num_threads is None:
+        cores = len(os.sched_getaffinity(0))
+        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
+        run = run.model_copy(update={"num_threads": max(1, cores // local_workers)})
+    check_workers(run, num_workers)
+    file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
+    directory = _make_directory(out, recipe)
+    file.save(directory)
+    return directory, file
+
+
+def prepare_resumed(
+    directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]
+) -> tuple[Path, RunFile]:
+    """Make ready to go on with a run, at another number of workers or with other settings if asked.
+
+    Raises:
+        SettingsError: `directory` holds no run, the run is finished, or settings are wrong.
+    """
+    directory = directory.absolute()
+    file = RunFile.load(directory)
+    run = apply_overrides(load_run(file), overrides)
+    workers = num_workers or file.num_workers
+    check_workers(run, workers)
+    newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
+    if newest and (step := _step_of(newest[0])) >= run.num_steps:
+        raise SettingsError(
+            f"a resumed run must have steps left, but {directory} is at step {step} of {run.num_steps}; "
+            f"give --num_steps more than {step} to train on"
+        )
+    resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
+    if resumed != file:
+        resumed.save(directory)
+    return directory, resumed
+
+
+def write_report(directory: Path) -> None:
+    """Write the report of a run and say where it is."""
+    from paceline.monitor.report import write_report
+
+    try:
+        picture, page = write_report(directory)
+    except MissingExtraError as error:
+        typer.echo(f"report: none, {error}")
+        return
+    typer.echo(f"report: {page}\npicture: {picture}")
+
+
+def _absolute(recipe: str) -> str:
+    """Return the recipe with its file, if it is one, found from anywhere."""
+    if recipe in RECIPES:
+        return recipe
+    file, separator, function = recipe.rpartition(":") if ":" in recipe else (recipe, ":", "run")
+    return f"{Path(file).absolute()}{separator}{function}" if file.endswith(".py") else recipe
+
+
+def _make_directory(out: Path | None, recipe: str) -> Path:
+    if out is not None:
+        directory = out.absolute()
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise SettingsError(
+                f"--out must be a new or empty directory, but {directory} exists; "
+                "choose another, or go on with that run by --resume"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+    title = re.sub(r"\W+", "_", Path(recipe.rpartition(":")[0] or recipe).stem)
+    number = 1
+    while True:
+        directory = Path("runs").absolute() / f"{title}-{number}"
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            number += 1
+
+
+def _step_of(checkpoint: Path) -> int:
+    match = re.search(r"step-(\d+)", checkpoint.name)
+    assert match is not None
+    return int(match[1])

@@ -1,0 +1,22 @@
+"""`paceline report`: the curves of a run as a picture and a page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    tensorboard: Annotated[Path | None, typer.Option(help="Also write a TensorBoard log into this directory.")] = None,
+) -> None:
+    """Write RUN/report.png and RUN/report.html, at any time, also while the run goes on."""
+    from paceline.monitor.report import write_report
+
+    picture, page = write_report(run)
+    typer.echo(f"report: {page}\npicture: {picture}")
+    if tensorboard is not None:
+        from paceline.monitor.tensorboard import export_tensorboard
+
+        num_scalars = export_tensorboard(run, tensorboard)
+        typer.echo(f"tensorboard: {num_scalars} values in {tensorboard}; tensorboard --logdir {tensorboard}")

@@ -1,0 +1,69 @@
+"""`paceline train`: train a recipe, or go on with a run."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import SettingsError
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes on this machine. [default: 2]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the run; must be new. [default: runs/RECIPE-n]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
+) -> None:
+    """Train a model, with checkpoints, a log and a report.
+
+    Every setting of the recipe can be overridden by its dotted path, for instance
+    `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
+    `paceline recipes NAME` lists them. Under torchrun the same command trains on many machines.
+
+    Exit codes: 0 finished, 2 refused with a message, 75 preempted with a checkpoint saved (go on with --resume), 1 failed.
+    """
+    from paceline.cli.overrides import parse_pairs
+
+    overrides = parse_pairs(context.args)
+    if (recipe is None) == (resume is None):
+        raise SettingsError("either a recipe or --resume RUN must be given; `paceline recipes` lists the recipes")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from paceline.cli.train_worker import train_as_worker
+
+        raise typer.Exit(train_as_worker(recipe, out, resume, overrides))
+    raise typer.Exit(_train_here(recipe, workers, out, resume, max_restarts, overrides))
+
+
+def _train_here(
+    recipe: str | None,
+    workers: int | None,
+    out: Path | None,
+    resume: Path | None,
+    max_restarts: int,
+    overrides: list[tuple[str, str]],
+) -> int:
+    from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
+    from paceline.launch import ExitCode, launch
+
+    if workers is not None and workers < 1:
+        raise SettingsError(f"--workers must be at least 1, but got {workers}")
+    if resume is not None:
+        directory, file = prepare_resumed(resume, workers, overrides)
+    else:
+        assert recipe is not None
+        directory, file = prepare_new(recipe, workers or 2, out, overrides)
+    typer.echo(f"run: {directory}")
+    code = launch(directory, file.num_workers, max_restarts=max_restarts)
+    typer.echo(f"log: {directory / 'events.jsonl'}")
+    if code is ExitCode.FINISHED:
+        write_report(directory)
+    if code is ExitCode.PREEMPTED:
+        typer.echo(f"go on with: paceline train --resume {directory}")
+    if code is ExitCode.FAILED:
+        typer.echo(f"what the workers printed: {directory / 'workers'}")
+    return code

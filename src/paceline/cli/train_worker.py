@@ -1,0 +1,80 @@
+"""`paceline train` as one of the workers that torchrun started."""
+
+import os
+import threading
+from pathlib import Path
+
+from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
+from paceline.comm import Group, join
+from paceline.errors import PacelineError, SettingsError
+from paceline.launch import ExitCode, work
+from paceline.monitor.live import LiveView
+from paceline.training.run import RunFile
+
+
+def train_as_worker(
+    recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
+) -> ExitCode:
+    """Train as the rank that torchrun's environment names; rank 0 makes the directory and shows how it goes.
+
+    Workers that torchrun restarted go on with the run they had begun.
+    """
+    group = join()
+    directory, file, attempt = _agree_run(group, recipe, out, resume, overrides)
+    stop = threading.Event()
+    viewer = None
+    if group.rank == 0:
+        log_path = directory / "events.jsonl"
+        log_path.touch()
+        offset = log_path.stat().st_size
+        viewer = threading.Thread(target=LiveView().run, args=(log_path, stop), kwargs={"offset": offset}, daemon=True)
+        viewer.start()
+    code = work(directory, file, group, attempt)
+    stop.set()
+    if viewer is not None:
+        viewer.join(timeout=10)
+        if code is ExitCode.FINISHED:
+            write_report(directory)
+    return code
+
+
+def _agree_run(
+    group: Group, recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
+) -> tuple[Path, RunFile, int]:
+    """Let rank 0 prepare the run, and return it on every rank."""
+    answer: dict[str, object] | None = None
+    refused: PacelineError | None = None
+    if group.rank == 0:
+        try:
+            directory, file = _prepare(group, recipe, out, resume, overrides)
+            answer = {"directory": str(directory), "file": file.model_dump(mode="json")}
+        except PacelineError as error:
+            refused = error
+    answer = group.gather_documents(answer, name="run")[0]
+    if refused is not None:
+        raise refused
+    if answer is None:
+        raise SettingsError("rank 0 refused to start the run; its own message says why")
+    return Path(str(answer["directory"])), RunFile.model_validate(answer["file"]), group.epoch
+
+
+def _prepare(
+    group: Group, recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
+) -> tuple[Path, RunFile]:
+    if resume is not None:
+        return prepare_resumed(resume, group.size, overrides)
+    assert recipe is not None
+    launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_restart and (begun := _find_begun(out, launch)) is not None:
+        return begun, RunFile.load(begun)
+    return prepare_new(recipe, group.size, out, overrides, launch=launch)
+
+
+def _find_begun(out: Path | None, launch: str) -> Path | None:
+    """Return the directory of the run that this job began before it was restarted."""
+    candidates = [out.absolute()] if out is not None else sorted(Path("runs").absolute().glob("*/"))
+    for directory in candidates:
+        if (directory / "run.json").is_file() and RunFile.load(directory).launch == launch:
+            return directory
+    return None

@@ -1,0 +1,93 @@
+"""What a group of workers can do together: the few collectives that Paceline is built on."""
+
+import json
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+
+class Work(ABC):
+    """An operation under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the result is in the tensors that were given (on a GPU: until it is queued there).
+
+        Raises:
+            PeerTimeoutError: It did not finish in time; the message says which rank is where.
+            CommunicationError: A peer died.
+        """
+
+
+class DoneWork(Work):
+    """An operation that has finished already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Group(ABC):
+    """A fixed set of ranks that run the same operations in the same order.
+
+    A group is immutable and belongs to one `epoch` of membership. Every operation has a sequence number and a
+    name, by which errors say where each rank is. Operations return at once; their tensors must be left alone
+    until `Work.wait` has returned.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, epoch: int = 0) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.epoch = epoch
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Replace `tensor` by its sum over all ranks, bitwise the same on each."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Replace `tensor` by that of rank `source`."""
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Fill ``output[r]`` with the `tensor` of rank r; output has shape ``(size, *tensor.shape)``."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group. With an `error`, tell the others that it is why this rank stops."""
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed buffer that operations run on without a copy."""
+        return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Return when every rank has come here."""
+        self.all_reduce(torch.zeros(1, device=self.device), name=name).wait()
+
+    def gather_documents(self, document: JsonValue, *, name: str) -> list[Any]:
+        """Return the JSON documents of all ranks, by rank. Control messages travel as JSON, never as pickle."""
+        if self.size == 1:
+            return [document]
+        payload = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, 1, dtype=torch.int64, device=self.device)
+        length = torch.tensor([len(payload)], device=self.device)
+        self.all_gather(lengths, length, name=f"{name} lengths").wait()
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(payload)] = payload.to(self.device)
+        gathered = torch.zeros(self.size, longest, dtype=torch.uint8, device=self.device)
+        self.all_gather(gathered, padded, name=name).wait()
+        rows = gathered.cpu().numpy()
+        return [json.loads(row[: int(count)].tobytes()) for row, count in zip(rows, lengths, strict=True)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)

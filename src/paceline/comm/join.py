@@ -1,0 +1,92 @@
+"""How a process finds its group: torchrun's environment, or a world of one."""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.group import Group
+from paceline.comm.local_group import LocalGroup
+from paceline.comm.torch_group import TorchGroup
+from paceline.errors import CommunicationError, SettingsError
+
+DEFAULT_TIMEOUT_S = 300.0
+_POLL_S = 0.02
+
+
+def join(*, device: str | torch.device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Group:
+    """Join the other workers of this run, or make a world of one where no launcher started this process.
+
+    Args:
+        device: What this worker computes on; by default its own GPU where every worker of the host can have one
+            (``LOCAL_RANK``-th), else the CPU.
+        timeout_s: How long an operation may take before `PeerTimeoutError` says who is missing.
+
+    Raises:
+        SettingsError: The launcher's environment is incomplete.
+        CommunicationError: The other workers did not come within `timeout_s`.
+    """
+    chosen = torch.device(device) if device is not None else _default_device()
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return LocalGroup(device=chosen)
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise SettingsError(
+            f"a launched worker must find {', '.join(needed)} in its environment, but {', '.join(missing)} "
+            "is missing; start it with torchrun or `paceline train`, or unset the others to train alone"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        return LocalGroup(device=chosen)
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
+        generation = agree_generation(dist.PrefixStore("paceline", store), rank, size, timeout_s)
+        prefix = dist.PrefixStore(f"paceline/generation{generation}", store)
+        return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
+
+
+def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) -> int:
+    """Return a number that exactly the processes of this start of the run agree on.
+
+    A launcher that restarts workers hands them the store of those that died, full of their addresses, and its own
+    restart count differs from host to host. So rank 0 opens a new generation, every other rank enters its
+    name into the newest one, and rank 0 confirms it once all are in. A rank whose entry an earlier process
+    of the same rank has taken waits for a newer generation.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    me = uuid.uuid4().hex
+    if rank == 0:
+        generation = int(store.add("generations", 1))
+        while not store.check([f"{generation}/entry/{other}" for other in range(1, size)]):
+            _sleep_until(deadline_s, f"generation {generation} must have {size} workers, but some did not come")
+        store.set(f"{generation}/confirmed", me)
+        return generation
+    generation = 0
+    entered = False
+    while not (entered and store.check([f"{generation}/confirmed"])):
+        newest = int(store.add("generations", 0))
+        if newest > generation:
+            generation = newest
+            entered = store.compare_set(f"{generation}/entry/{rank}", "", me) == me.encode()
+        _sleep_until(deadline_s, f"rank {rank} waited for rank 0, which did not come")
+    return generation
+
+
+def _sleep_until(deadline_s: float, complaint: str) -> None:
+    if time.monotonic() > deadline_s:
+        raise CommunicationError(f"{complaint} in time; see whether every worker was started")
+    time.sleep(_POLL_S)
+
+
+def _default_device() -> torch.device:
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")

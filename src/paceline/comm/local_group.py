@@ -1,0 +1,181 @@
+"""N workers as threads of one process: for tests, and (with N = 1) for training alone."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import DoneWork, Group, Work
+from paceline.errors import CommunicationError, PeerTimeoutError
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Operation:
+    name: str
+    posted: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    finished: bool = False
+
+
+class _Room:
+    """What the threads of one group share; guarded by its condition."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.operations: dict[int, _Operation] = {}
+        self.positions = ["has begun no operation"] * size
+        self.failure: str | None = None
+
+
+class LocalGroup(Group):
+    """One of N ranks that are threads of this process.
+
+    Sums run in rank order, so that they are the same at every run. One thread's failure ends all. Threads
+    share torch's global random generator: workers that draw from it are not independent here.
+    """
+
+    def __init__(
+        self, rank: int = 0, room: _Room | None = None, device: torch.device | None = None, epoch: int = 0
+    ) -> None:
+        self._room = room or _Room(1, timeout_s=60.0)
+        self._sequence = 0
+        super().__init__(rank, self._room.size, device or torch.device("cpu"), epoch)
+
+    @classmethod
+    def create(cls, size: int, *, timeout_s: float = 60.0, epoch: int = 0) -> list["LocalGroup"]:
+        """Return the `size` members of a new group, by rank."""
+        room = _Room(size, timeout_s)
+        return [cls(rank, room, epoch=epoch) for rank in range(size)]
+
+    @classmethod
+    def run(
+        cls, size: int, worker: Callable[["LocalGroup"], T], *, timeout_s: float = 60.0
+    ) -> list[T]:
+        """Run ``worker(group)`` in `size` threads and return what each returned, by rank.
+
+        Raises:
+            BaseException: Whatever the first worker to fail raised.
+        """
+        groups = cls.create(size, timeout_s=timeout_s)
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def run_one(group: LocalGroup) -> None:
+            try:
+                results[group.rank] = worker(group)
+            except BaseException as error:  # handed on to the caller below
+                errors.append(error)
+                group.close(error)
+
+        threads = [threading.Thread(target=run_one, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(size)]
+
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Sum in rank order."""
+        return self._post(name, (tensor,), _sum)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Copy from `source`."""
+
+        def copy(posted: Sequence[tuple[Tensor, ...]]) -> None:
+            for rank, (target,) in enumerate(posted):
+                if rank != source:
+                    target.copy_(posted[source][0])
+
+        return self._post(name, (tensor,), copy)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Copy everybody's tensor to everybody."""
+        if self.size == 1:
+            output[0].copy_(tensor)
+            return DoneWork()
+        return self._post(name, (output, tensor), _gather)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; with an `error`, make every operation of the others fail."""
+        with self._room.changed:
+            if error is not None and self._room.failure is None:
+                self._room.failure = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
+            self._room.positions[self.rank] = "has left"
+            self._room.changed.notify_all()
+
+    def _post(
+        self,
+        name: str,
+        tensors: tuple[Tensor, ...],
+        finish: Callable[[Sequence[tuple[Tensor, ...]]], None],
+    ) -> Work:
+        self._sequence += 1
+        if self.size == 1:
+            return DoneWork()
+        room = self._room
+        with room.changed:
+            operation = room.operations.setdefault(self._sequence, _Operation(name))
+            if operation.name != name:
+                raise CommunicationError(
+                    f"operation {self._sequence} must be the same on every rank, but rank {self.rank} runs "
+                    f"{name!r} and another {operation.name!r}; every rank must run the same operations in order"
+                )
+            operation.posted[self.rank] = tensors
+            room.positions[self.rank] = f"has begun operation {self._sequence} {name!r}"
+            if len(operation.posted) == room.size:
+                finish([operation.posted[rank] for rank in range(room.size)])
+                operation.finished = True
+                del room.operations[self._sequence]
+                room.changed.notify_all()
+        return _LocalWork(self, operation, self._sequence)
+
+    def _wait(self, operation: _Operation, sequence: int) -> None:
+        room = self._room
+        deadline = time.monotonic() + room.timeout_s
+        with room.changed:
+            while not operation.finished:
+                if room.failure is not None:
+                    raise CommunicationError(f"operation {sequence} {operation.name!r} ended: {room.failure}")
+                if not room.changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise PeerTimeoutError(self._describe_timeout(operation, sequence))
+
+    def _describe_timeout(self, operation: _Operation, sequence: int) -> str:
+        missing = [rank for rank in range(self.size) if rank not in operation.posted]
+        places = "; ".join(f"rank {rank} {self._room.positions[rank]}" for rank in missing)
+        return (
+            f"operation {sequence} {operation.name!r} must finish within {self._room.timeout_s:g} s, "
+            f"but rank {', '.join(map(str, missing))} did not begin it: {places}"
+        )
+
+
+class _LocalWork(Work):
+    def __init__(self, group: LocalGroup, operation: _Operation, sequence: int) -> None:
+        self._group = group
+        self._operation = operation
+        self._sequence = sequence
+
+    def wait(self) -> None:
+        self._group._wait(self._operation, self._sequence)
+
+
+def _sum(posted: Sequence[tuple[Tensor, ...]]) -> None:
+    total = posted[0][0].clone()
+    for (tensor,) in posted[1:]:
+        total += tensor
+    for (tensor,) in posted:
+        tensor.copy_(total)
+
+
+def _gather(posted: Sequence[tuple[Tensor, ...]]) -> None:
+    for output, _ in posted:
+        for rank, (_, tensor) in enumerate(posted):
+            output[rank].copy_(tensor)

@@ -1,0 +1,128 @@
+"""Where each rank is, told out of band, so that a time-out can name who is missing.
+
+Each rank posts its position (which operation it has begun, which it waits in) to a store every half second from
+a thread of its own; nothing is posted on the path of an operation. When one fails, everybody's posts are read twice: a
+rank whose posts have stopped is dead or frozen, the others say where they are.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from paceline.errors import CommunicationError
+
+POST_INTERVAL_S = 0.5
+
+
+@dataclass
+class Position:
+    """What a rank posts."""
+
+    host: str
+    pid: int
+    beat: int = 0
+    """Counts posts: one that stands still means that the process does."""
+    begun: int = 0
+    begun_name: str = ""
+    waiting: int = 0
+    """Sequence number of the operation it waits in; 0 while it computes."""
+    waiting_since_s: float = 0.0
+    last_words: str = ""
+    """Why the rank stopped, where it could say so."""
+
+
+class PositionBoard:
+    """Posts this rank's position and reads everybody's."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._mine = Position(socket.gethostname(), os.getpid())
+        self._waiting_since_s = 0.0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._keep_posting, name="paceline-positions", daemon=True)
+        self._thread.start()
+
+    def begin(self, sequence: int, name: str) -> None:
+        """Note that an operation was begun."""
+        self._mine.begun = sequence
+        self._mine.begun_name = name
+
+    def wait_in(self, sequence: int) -> None:
+        """Note that this rank waits in an operation; 0 when it no longer does."""
+        self._waiting_since_s = time.monotonic()
+        self._mine.waiting = sequence
+
+    def close(self, last_words: str = "") -> None:
+        """Post for the last time."""
+        self._closed.set()
+        self._thread.join()
+        self._mine.last_words = last_words or "it has finished"
+        self._post()
+
+    def describe_others(self, sequence: int) -> str:
+        """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
+        before = self._read()
+        if before is None:
+            return "the store that ranks post to does not answer: the process that holds it (with rank 0) is gone"
+        time.sleep(3 * POST_INTERVAL_S)
+        after = self._read() or before
+        lines = []
+        for rank in range(self._size):
+            if rank != self._rank:
+                urgency, text = _describe(before[rank], after[rank], sequence)
+                lines.append((urgency, f"rank {rank} {text}"))
+        return "; ".join(text for _, text in sorted(lines, key=lambda line: line[0]))
+
+    def _keep_posting(self) -> None:
+        while not self._closed.wait(POST_INTERVAL_S):
+            self._post()
+
+    def _post(self) -> None:
+        with self._lock:
+            self._mine.beat += 1
+            waited_s = time.monotonic() - self._waiting_since_s if self._mine.waiting else 0.0
+            self._mine.waiting_since_s = round(waited_s, 1)
+            try:
+                self._store.set(f"position/{self._rank}", json.dumps(asdict(self._mine)))
+            except RuntimeError:
+                self._closed.set()  # the store is gone; whoever waits finds out and says so
+
+    def _read(self) -> list[Position | None] | None:
+        try:
+            return [self._read_one(f"position/{rank}") for rank in range(self._size)]
+        except RuntimeError:
+            return None
+
+    def _read_one(self, key: str) -> Position | None:
+        if not self._store.check([key]):
+            return None
+        self._store.wait([key], timedelta(seconds=5))
+        return Position(**json.loads(self._store.get(key)))
+
+
+def _describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
+    """Return (urgency, words); the lowest urgency is the likeliest cause."""
+    if after is None:
+        return 0, "has never been heard of"
+    place = f"(host {after.host}, pid {after.pid})"
+    where = f"operation {after.begun} {after.begun_name!r}" if after.begun else "no operation"
+    if after.last_words.startswith(CommunicationError.__name__):
+        return 3, f"{place} lost its peers too, in {where}"
+    if after.last_words:
+        return 1, f"{place} stopped after it had begun {where}: {after.last_words}"
+    if before is not None and before.beat == after.beat:
+        return 0, f"{place} is dead or frozen: it was last heard of when it had begun {where}"
+    if after.begun < sequence:
+        doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"
+        return 2, f"{place} is alive but behind: it has begun {where} and {doing}"
+    return 3, f"{place} is alive and has begun {where}"

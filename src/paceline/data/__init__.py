@@ -1,0 +1,20 @@
+"""Layer 5: sources of samples, the global order they are used in, and the loader of a worker's share."""
+
+from paceline.data.base import Batch, Data, Source, Spec, Splits
+from paceline.data.loader import Loader, MapSource
+from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+
+__all__ = [
+    "Batch",
+    "Data",
+    "GlobalOrder",
+    "Interval",
+    "Ledger",
+    "Loader",
+    "MapSource",
+    "Source",
+    "Spec",
+    "Splits",
+    "apportion",
+    "derive_seed",
+]

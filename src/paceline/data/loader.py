@@ -1,0 +1,240 @@
+"""Batches of one worker, in the global order, read ahead of their use."""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from paceline.comm.group import Group
+from paceline.data.base import Batch, Indices, Source
+from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
+from paceline.errors import DataError, SettingsError
+
+
+class Loader:
+    """This worker's batches, for as many epochs as they are asked for.
+
+    One global order feeds all workers: each step takes the next `global_batch` positions and cuts them into
+    shares, so what is learnt from does not depend on how many workers there are. It iterates for ever; an epoch's
+    last global batch is shorter. A batch counts as used once `ack` was called for it or the next one was asked for.
+
+    Args:
+        dataset: A `Source`, or any torch data set with a length and samples of the form (input, target).
+        global_batch: Samples of a step, over all workers.
+        group: The workers; alone without it.
+        seed: Of the order.
+        shuffle: Without it every epoch has the data set's own order.
+        shares: How a global batch is divided: one non-negative weight a worker; evenly without it.
+        num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
+        prefetch: Steps that are read ahead.
+        num_processes: 0 reads in a background thread; more reads in that many forked processes.
+
+    Raises:
+        SettingsError: `global_batch` is below the number of workers, or `shares` do not fit the group.
+    """
+
+    def __init__(
+        self,
+        dataset: Source | Dataset[Any],
+        global_batch: int,
+        *,
+        group: Group | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        shares: Sequence[float] | None = None,
+        num_micro_batches: int = 1,
+        prefetch: int = 2,
+        num_processes: int = 0,
+    ) -> None:
+        self._rank, num_workers = (group.rank, group.size) if group else (0, 1)
+        self._device = group.device if group else torch.device("cpu")
+        self._weights = _check_shares(shares, num_workers)
+        if global_batch < num_workers:
+            raise SettingsError(
+                f"global_batch must be at least the number of workers, but got {global_batch} for {num_workers} "
+                "workers; raise global_batch or start fewer workers"
+            )
+        self._source = dataset if isinstance(dataset, Source) else MapSource(dataset)
+        self.order = GlobalOrder(len(self._source), seed, shuffle)
+        self.global_batch = global_batch
+        self.num_micro_batches = num_micro_batches
+        self._prefetch = prefetch
+        self._num_processes = num_processes
+        self._ledger = Ledger()
+
+    @property
+    def position(self) -> int:
+        """Samples used since the start of training: the low-water mark."""
+        return self._ledger.low_water
+
+    def ack(self, batch: Batch) -> None:
+        """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
+        if batch.interval.start >= self._ledger.low_water:
+            self._ledger.ack(batch.interval)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position in the data, as JSON; it fits any number of workers."""
+        return {"seed": self.order.seed, "num_samples": self.order.num_samples, **self._ledger.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, at any number of workers.
+
+        Raises:
+            DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
+        """
+        for name, here in (("num_samples", self.order.num_samples), ("seed", self.order.seed)):
+            if state[name] != here:
+                raise DataError(
+                    f"the data's {name} must be that of the checkpoint, but got {here} instead of {state[name]}; "
+                    "resume with the data and seed that the run was started with"
+                )
+        self._ledger = Ledger.from_state(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield micro-batch after micro-batch, from the low-water mark on, for ever."""
+        self._ledger = Ledger.from_state(self._ledger.state_dict())
+        with _ReadAhead(self._read_steps(), self._prefetch) as steps:
+            for step in steps:
+                yield from step
+                self.ack(step[-1])
+
+    def _plan_step(self) -> "_Step":
+        interval = self._ledger.claim(self.order, self.global_batch)
+        shares = apportion(interval.num_samples, self._weights)
+        start = interval.start + sum(shares[: self._rank])
+        parts, counts = [], []
+        for count in apportion(shares[self._rank], [1.0] * self.num_micro_batches):
+            # An empty share borrows the batch's first sample: see Batch.num_samples.
+            place = Interval(start, start + count) if count else Interval(interval.start, interval.start + 1)
+            parts.append(self.order.samples_at(place))
+            counts.append(count)
+            start += count
+        return _Step(interval, parts, counts)
+
+    def _read_steps(self) -> Iterator[list[Batch]]:
+        if self._num_processes == 0:
+            while True:
+                step = self._plan_step()
+                yield step.make_batches([self._source.read(part) for part in step.parts], self._device)
+        planned: queue.SimpleQueue[_Step] = queue.SimpleQueue()
+
+        def plan() -> Iterator[Indices]:
+            while True:
+                step = self._plan_step()
+                planned.put(step)
+                yield from step.parts
+
+        parts = iter(
+            DataLoader(
+                _Reader(self._source),
+                sampler=plan(),  # type: ignore[arg-type]  # a sampler is any iterable of keys
+                batch_size=None,
+                num_workers=self._num_processes,
+                prefetch_factor=max(1, self._prefetch * self.num_micro_batches // self._num_processes),
+            )
+        )
+        while True:
+            read = [next(parts) for _ in range(self.num_micro_batches)]
+            yield planned.get().make_batches(read, self._device)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of one worker: which samples each micro-batch reads, and how many of them count."""
+
+    interval: Interval
+    parts: list[Indices]
+    counts: list[int]
+
+    def make_batches(self, read: Sequence[Sequence[Tensor]], device: torch.device) -> list[Batch]:
+        last = len(read) - 1
+        return [
+            Batch(inputs, targets, count, self.interval, last=number == last).to(device)
+            for number, ((inputs, targets), count) in enumerate(zip(read, self.counts, strict=True))
+        ]
+
+
+class MapSource(Source):
+    """Any torch data set of (input, target) pairs, as a `Source`."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        self._num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ out
+
+    def __len__(self) -> int:
+        """Return the data set's length."""
+        return self._num_samples
+
+    def read(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        """Return the samples, collated as torch does it."""
+        inputs, targets = default_collate([self._dataset[int(index)] for index in indices])
+        return inputs, targets
+
+
+class _Reader(Dataset[Any]):
+    """A source whose keys are whole batches of indices, as a loader process reads them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        return self._source.read(np.asarray(indices))
+
+
+class _ReadAhead:
+    """Runs an iterator in a background thread, at most `depth` items ahead; its errors surface in order."""
+
+    def __init__(self, items: Iterator[list[Batch]], depth: int) -> None:
+        self._items = items
+        self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, depth))
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-loader", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join(timeout=10)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        while True:
+            item = self._ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    return
+        except BaseException as error:  # handed on to the reader
+            self._put(error)
+
+    def _put(self, item: list[Batch] | BaseException) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def _check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:
+    weights = [1.0] * num_workers if shares is None else [float(weight) for weight in shares]
+    if len(weights) != num_workers or min(weights) < 0 or sum(weights) <= 0:
+        raise SettingsError(
+            f"shares must be {num_workers} weights (one a worker), none negative and not all 0, but got {shares}"
+        )
+    return weights

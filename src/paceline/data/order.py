@@ -1,0 +1,178 @@
+"""The global sample order: one per epoch, the same whatever the number of workers.
+
+A *position* counts samples since the start of training: position p is the (p mod n)-th sample of epoch p // n.
+Nothing about workers enters the order, so resuming, resizing and uneven shares cannot change what is learnt from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import SettingsError
+
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+
+class Interval(NamedTuple):
+    """Positions start..stop-1 of the global order; they never cross an epoch's end."""
+
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """Number of positions."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """Which sample stands at which position.
+
+    Each epoch is a permutation of its own, computed where it is read (a Feistel network over the index bits,
+    walked until it lands inside the epoch: Black and Rogaway 2002), so that a data set of any size costs no memory and
+    resuming in its middle costs no time.
+
+    Args:
+        num_samples: Samples in the data set.
+        seed: Of all epochs.
+        shuffle: Without it every epoch has the data set's own order.
+    """
+
+    num_samples: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise SettingsError(f"num_samples must be at least 1, but got {self.num_samples}; the data set is empty")
+
+    def epoch_of(self, position: int) -> int:
+        """Return the epoch that `position` is in, from 0."""
+        return position // self.num_samples
+
+    def next_batch(self, position: int, global_batch: int) -> Interval:
+        """Return the global batch that starts at `position`: shorter at an epoch's end, never across it."""
+        epoch_end = (self.epoch_of(position) + 1) * self.num_samples
+        return Interval(position, min(position + global_batch, epoch_end))
+
+    def samples_at(self, interval: Interval) -> Indices:
+        """Return the data set's indices of the samples at the positions of `interval`."""
+        if interval.num_samples == 0:
+            return np.zeros(0, dtype=np.int64)
+        epoch = self.epoch_of(interval.start)
+        places = np.arange(interval.start, interval.stop, dtype=np.uint64) - np.uint64(epoch * self.num_samples)
+        if not self.shuffle:
+            return places.astype(np.int64)
+        return _permute(places, self.num_samples, _mix_int(self.seed, epoch)).astype(np.int64)
+
+
+def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:
+    """Cut `num_samples` into whole shares as near to the `weights` as can be (largest remainder).
+
+    Shares add up exactly; ties go to the lower rank. With fewer samples than workers some shares are 0.
+    """
+    total = sum(weights)
+    exact = [num_samples * weight / total for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (shares[rank] - exact[rank], rank))
+    for rank in by_remainder[: num_samples - sum(shares)]:
+        shares[rank] += 1
+    return shares
+
+
+@dataclass
+class Ledger:
+    """Which positions were handed out and which were used.
+
+    `low_water` is the position below which every sample has been used; `done_above` holds intervals above it that were
+    used out of turn. A checkpoint keeps both: whatever else was claimed is claimed again after a restart, so no
+    sample is lost and none is used twice. Where all workers step together it is one integer.
+    """
+
+    low_water: int = 0
+    done_above: list[Interval] = field(default_factory=list)
+    next_claim: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_claim = self.low_water
+
+    def claim(self, order: GlobalOrder, global_batch: int) -> Interval:
+        """Hand out the next global batch that nobody has used."""
+        for done in sorted(self.done_above):
+            if done.start <= self.next_claim < done.stop:
+                self.next_claim = done.stop
+        interval = order.next_batch(self.next_claim, global_batch)
+        stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
+        interval = Interval(interval.start, min(stops, default=interval.stop))
+        self.next_claim = interval.stop
+        return interval
+
+    def ack(self, interval: Interval) -> None:
+        """Note that every sample of a claimed `interval` has been used.
+
+        Raises:
+            SettingsError: It was never claimed, or acknowledged before.
+        """
+        overlaps = any(done.start < interval.stop and interval.start < done.stop for done in self.done_above)
+        if interval.start < self.low_water or interval.stop > self.next_claim or overlaps:
+            raise SettingsError(
+                f"an acknowledged interval must be claimed and not yet used, but got {tuple(interval)} with "
+                f"low water {self.low_water} and next claim {self.next_claim}; acknowledge each batch once"
+            )
+        self.done_above = sorted([*self.done_above, interval])
+        while self.done_above and self.done_above[0].start == self.low_water:
+            self.low_water = self.done_above.pop(0).stop
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint needs, as JSON."""
+        return {"low_water": self.low_water, "done_above": [list(done) for done in self.done_above]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Ledger":
+        """Return the ledger of a checkpoint."""
+        return cls(int(state["low_water"]), [Interval(*done) for done in state["done_above"]])
+
+
+_NUM_ROUNDS = 6
+
+
+def _permute(places: _Words, size: int, key: int) -> _Words:
+    """Return where each of `places` goes in the permutation of 0..size-1 that `key` names."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    keys = [np.uint64(_mix_int(key, number)) for number in range(_NUM_ROUNDS)]
+    result = places.copy()
+    outside = np.arange(len(places))
+    while len(outside):
+        left, right = result[outside] >> shift, result[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        result[outside] = (left << shift) | right
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def _mix(words: _Words) -> _Words:
+    """Return a hash of each word (the finalizer of SplitMix64, Steele 2014); products wrap."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mix_int(*numbers: int) -> int:
+    """Return one 64-bit hash of all `numbers`."""
+    state = 0
+    for number in numbers:
+        word = np.array([(state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD], dtype=np.uint64)
+        state = int(_mix(word)[0])
+    return state
+
+
+_WORD = (1 << 64) - 1
+derive_seed = _mix_int
+"""One 64-bit seed from several numbers, such as (seed, step, worker)."""

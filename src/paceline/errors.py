@@ -1,0 +1,66 @@
+"""Layer 0: every error Paceline raises at a user.
+
+A message says ``<thing> must be <rule>, but got <value>; <what to do>``. Errors that a new start of the same
+run can cure (a peer that died) derive from `CommunicationError`; all others would only happen again.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises at a user."""
+
+
+class SettingsError(PacelineError, ValueError):
+    """A setting has a value that cannot work."""
+
+
+class UnknownNameError(SettingsError):
+    """A name that nothing is registered under."""
+
+
+class MissingExtraError(PacelineError, ImportError):
+    """A feature needs a package that an extra of Paceline installs."""
+
+
+class DataError(PacelineError):
+    """Training data is missing, empty, damaged or of the wrong type."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint could not be written, or none that is whole could be found."""
+
+
+class CommunicationError(PacelineError):
+    """A collective operation failed because a peer died or stopped answering."""
+
+
+class PeerTimeoutError(CommunicationError):
+    """A collective operation did not finish in time; the message says which rank is where."""
+
+
+class NonFiniteError(PacelineError):
+    """A loss or gradient became NaN or infinite."""
+
+
+class DivergenceError(PacelineError):
+    """Replicas that must be equal are not."""
+
+
+class GradientError(PacelineError):
+    """Gradients were produced in a way that cannot be exchanged correctly."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for an unknown `name`, listing the known ones, the closest first."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    listed = ", ".join(names) or "none"
+    return UnknownNameError(f"{what} must be a known name, but got {name!r}; {hint}known: {listed}")
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
+    """Return the error for a missing optional `package`, with the pip line that installs it."""
+    return MissingExtraError(f"{purpose} needs the package {package}; pip install 'paceline[{extra}]'")

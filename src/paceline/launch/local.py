@@ -1,0 +1,126 @@
+"""Workers on this machine, started through torch's elastic launcher and started again when one is killed."""
+
+import logging
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import paceline.errors
+from paceline.launch.exit_codes import ExitCode
+from paceline.monitor.events import Event, Failed, Preempted, Restarted, StepFinished
+from paceline.monitor.live import LiveView
+from paceline.monitor.log import EventLog
+from paceline.monitor.reader import Record, read_log
+
+_LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How one start of all workers ended."""
+
+    code: ExitCode
+    reason: str = ""
+    last_step: int = -1
+
+
+def launch(directory: Path, num_workers: int, *, max_restarts: int = 3, view: LiveView | None = None) -> ExitCode:
+    """Train the run of `directory` with `num_workers` processes here, and show how it goes.
+
+    When a worker is killed, or loses the others, all start again from the newest valid checkpoint: as often as that
+    gets the run further, and `max_restarts` times without progress. An error that would only happen again ends the
+    run at once.
+    """
+    log_path = directory / "events.jsonl"
+    log_path.touch()
+    stop = threading.Event()
+    shown = view or LiveView()
+    offset = log_path.stat().st_size
+    viewer = threading.Thread(target=shown.run, args=(log_path, stop), kwargs={"offset": offset}, daemon=True)
+    viewer.start()
+    try:
+        return _launch_until_done(directory, log_path, num_workers, max_restarts)
+    finally:
+        stop.set()
+        viewer.join(timeout=10)
+
+
+def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_restarts: int) -> ExitCode:
+    furthest, num_restarts = -1, 0
+    attempt = max((record.epoch for record in read_log(log_path)), default=-1) + 1
+    while True:
+        outcome = _launch_once(directory, log_path, num_workers, attempt)
+        if outcome.code is not ExitCode.PEERS_LOST:
+            return outcome.code
+        num_restarts = num_restarts + 1 if outcome.last_step <= furthest else 1
+        furthest = max(furthest, outcome.last_step)
+        if num_restarts > max_restarts:
+            message = f"gave up after {max_restarts} restarts without progress: {outcome.reason}"
+            _tell(directory, log_path, attempt, Failed(error="CommunicationError", message=message, traceback=""))
+            return ExitCode.FAILED
+        attempt += 1
+        _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))
+
+
+def _launch_once(directory: Path, log_path: Path, num_workers: int, attempt: int) -> _Outcome:
+    # The launcher logs every failed worker with a page of its own; the run's log says it in one line.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
+        logs_specs=DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL),
+        shutdown_timeout=40,
+    )
+    command = ["-m", "paceline.launch", str(directory), str(attempt)]
+    reason, signalled = "", False
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except SignalException:
+        signalled = True
+    except ChildFailedError as error:
+        reason = "; ".join(_describe_exit(rank, failure.exitcode) for rank, failure in error.failures.items())
+    records = [record for record in read_log(log_path) if record.epoch == attempt]
+    return _judge(records, reason, signalled)
+
+
+def _judge(records: list[Record], reason: str, signalled: bool) -> _Outcome:
+    last_step = max((record.step for record in records if isinstance(record.event, StepFinished)), default=-1)
+    failures = [record.event for record in records if isinstance(record.event, Failed)]
+    if any(isinstance(record.event, Preempted) for record in records):
+        return _Outcome(ExitCode.PREEMPTED)
+    final = [failure for failure in failures if failure.error not in _LOST_PEERS]
+    if final:
+        is_ours = hasattr(paceline.errors, final[0].error)
+        return _Outcome(ExitCode.REFUSED if is_ours else ExitCode.FAILED)
+    if signalled:
+        return _Outcome(ExitCode.FAILED)
+    if reason:
+        return _Outcome(ExitCode.PEERS_LOST, reason, last_step)
+    return _Outcome(ExitCode.FINISHED)
+
+
+def _describe_exit(rank: int, code: int) -> str:
+    if code < 0:
+        return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    if code == ExitCode.PEERS_LOST:
+        return f"rank {rank} lost its peers"
+    return f"rank {rank} exited with code {code}"
+
+
+def _tell(directory: Path, log_path: Path, attempt: int, event: Event) -> None:
+    with EventLog(log_path, run=directory.name, rank=-1, epoch=attempt, clock=time.monotonic) as log:
+        log.write(event, step=-1)

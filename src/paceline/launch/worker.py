@@ -1,0 +1,99 @@
+"""One worker process: joins the others, trains, and says in the log how it ended."""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from paceline.comm import Group, join
+from paceline.errors import CommunicationError, PacelineError, SettingsError
+from paceline.launch.exit_codes import ExitCode
+from paceline.monitor.events import Failed, Warned
+from paceline.monitor.log import EventLog
+from paceline.recipes import find_recipe
+from paceline.registry import explain
+from paceline.training.loop import train
+from paceline.training.replica import UnusedParametersWarning
+from paceline.training.run import Run, RunFile
+
+
+def load_run(file: RunFile) -> Run:
+    """Return the run of a file, after importing what its recipe registers.
+
+    Raises:
+        SettingsError: The recipe is gone, or the settings no longer fit it.
+    """
+    find_recipe(file.recipe)
+    try:
+        return Run.model_validate(file.run)
+    except ValidationError as error:
+        raise SettingsError(f"the settings of this run must fit the recipe {file.recipe}, but: {explain(error)}") from error
+
+
+def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode:
+    """Train as one worker of `group` and return how it ended; whatever goes wrong is in the log."""
+    directory.mkdir(parents=True, exist_ok=True)
+    log = EventLog(directory / "events.jsonl", run=directory.name, rank=group.rank, epoch=attempt)
+    with log, _warnings_in(log):
+        try:
+            run = load_run(file)
+            torch.set_num_threads(run.num_threads or _count_threads())
+            finished = train(run, directory, group, log, recipe=file.recipe)
+        except Exception as error:
+            group.close(error)
+            return _tell_failure(log, error)
+    group.close()
+    return ExitCode.FINISHED if finished else ExitCode.PREEMPTED
+
+
+def main() -> int:
+    """Run the worker that a local launcher started."""
+    directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    try:
+        file = RunFile.load(directory)
+        group = join(timeout_s=file.run.get("timeout_s", 300.0))
+    except Exception as error:
+        rank = int(os.environ.get("RANK", 0))
+        with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
+            return _tell_failure(log, error)
+    code = work(directory, file, group, attempt)
+    # The launcher takes any other code for a failure; it reads from the log that the run was preempted.
+    return ExitCode.FINISHED if code is ExitCode.PREEMPTED else code
+
+
+def _tell_failure(log: EventLog, error: Exception) -> ExitCode:
+    trace = "".join(traceback.format_exception(error))
+    print(trace, file=sys.stderr, flush=True)
+    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=-1)
+    if isinstance(error, CommunicationError):
+        return ExitCode.PEERS_LOST
+    return ExitCode.REFUSED if isinstance(error, PacelineError) else ExitCode.FAILED
+
+
+def _count_threads() -> int:
+    """Return this worker's part of the host's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@contextmanager
+def _warnings_in(log: EventLog) -> Iterator[None]:
+    """Write Python's warnings to the log too; unused parameters have an event of their own there."""
+    show = warnings.showwarning
+
+    def show_and_log(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        show(message, category, *args, **kwargs)
+        if not issubclass(category, UnusedParametersWarning):
+            log.write(Warned(message=f"{category.__name__}: {message}"), step=-1)
+
+    warnings.showwarning = show_and_log
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

@@ -1,0 +1,71 @@
+"""Layer 2: what a run says: typed events, the log they are written to, and what reads it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from paceline.monitor.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    EventError,
+    Failed,
+    Preempted,
+    Record,
+    Restarted,
+    RunFinished,
+    RunStarted,
+    Showcased,
+    StepFinished,
+    UnusedParameters,
+    Warned,
+    from_json,
+    list_kinds,
+    to_json,
+)
+from paceline.monitor.log import EventLog
+from paceline.monitor.reader import Records, Summary, follow, read_log, select, summarise
+
+if TYPE_CHECKING:
+    from paceline.monitor.live import LiveView
+    from paceline.monitor.report import write_report
+    from paceline.monitor.tensorboard import export_tensorboard
+
+_HOMES = {"LiveView": "live", "export_tensorboard": "tensorboard", "write_report": "report"}
+
+__all__ = [
+    "CheckpointSaved",
+    "CheckpointSkipped",
+    "Evaluated",
+    "Event",
+    "EventError",
+    "EventLog",
+    "Failed",
+    "LiveView",
+    "Preempted",
+    "Record",
+    "Records",
+    "Restarted",
+    "RunFinished",
+    "RunStarted",
+    "Showcased",
+    "StepFinished",
+    "Summary",
+    "UnusedParameters",
+    "Warned",
+    "export_tensorboard",
+    "follow",
+    "from_json",
+    "list_kinds",
+    "read_log",
+    "select",
+    "summarise",
+    "to_json",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:  # these import rich and more, which a worker that only writes never needs
+        return getattr(import_module(f"paceline.monitor.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'paceline.monitor' has no attribute {name!r}; it has: {', '.join(__all__)}")

@@ -1,0 +1,178 @@
+"""The live view of a run in a terminal."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from math import isfinite
+
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.text import Text
+
+from paceline.monitor.events import (
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    Failed,
+    Preempted,
+    Record,
+    Restarted,
+    RunFinished,
+    RunStarted,
+    Showcased,
+    StepFinished,
+    UnusedParameters,
+    Warned,
+)
+from paceline.monitor.reader import follow
+from paceline.monitor.wording import describe, duration, number, one_line, printable, share
+
+_STYLES: dict[type[Event], str] = {
+    RunStarted: "bold",
+    CheckpointSkipped: "yellow",
+    UnusedParameters: "yellow",
+    Warned: "yellow",
+    Restarted: "bold yellow",
+    Preempted: "bold yellow",
+    Failed: "bold red",
+    RunFinished: "bold green",
+}
+
+
+class LiveView:
+    """Shows records as they come: a bar that is kept up to date in a terminal, and a line for what matters.
+
+    Where output is no terminal (a file, a pipe, a dumb terminal) there are only the lines. Texts from the run
+    are shown as they are, never as rich's markup, and with control characters escaped.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._status = _Status()
+        self._live: Live | None = None
+        self._showcase: str | None = None
+
+    def run(self, path: str | os.PathLike[str], stop: threading.Event, offset: int = 0) -> None:
+        """Show the log at `path` as it grows from byte `offset`, until `stop` is set and all before it is shown."""
+        try:
+            for record in follow(path, stop, offset=offset):
+                self.show(record)
+        finally:
+            self.close()
+
+    def show(self, record: Record) -> None:
+        """Show one record."""
+        event = record.event
+        self._status.take(record)
+        if isinstance(event, RunFinished | Failed | Preempted):
+            self.close()
+        line = describe(record)
+        if line is not None:
+            text = one_line(printable(line, self._console.encoding))
+            self._console.print(Text(text, style=_STYLES.get(type(event), "")), soft_wrap=True)
+        if isinstance(event, RunStarted):
+            self._open()
+        self._show_showcase(event)
+
+    def close(self) -> None:
+        """Take the bar away; lines that were printed stay."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _open(self) -> None:
+        if self._live is None and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self._status, console=self._console, transient=True, refresh_per_second=8)
+            self._live.start()
+
+    def _show_showcase(self, event: Event) -> None:
+        """Show the showcase when the run is over, whichever of the two was said first."""
+        if isinstance(event, RunStarted):
+            self._showcase = None
+        elif isinstance(event, Showcased):
+            self._showcase = event.text
+        if self._showcase is None or not self._status.finished:
+            return
+        text = Text(printable(self._showcase, self._console.encoding))
+        if self._console.is_terminal:
+            self._console.print(Panel(text, title="what it does now", title_align="left", border_style="dim"))
+        else:
+            self._console.print(Padding(text, (0, 0, 0, 4)), soft_wrap=True)
+        self._showcase = None
+
+
+class _Status:
+    """The two lines that are kept up to date: a bar, and the latest numbers."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self._step = 0
+        self._total_steps = 0
+        self._loss: float | None = None
+        self._held_out_loss: float | None = None
+        self._recent: deque[tuple[float, StepFinished]] = deque(maxlen=100)  # (time_s, step)
+
+    def take(self, record: Record) -> None:
+        """Learn from a record."""
+        match record.event:
+            case RunStarted() as event:
+                self.finished = False
+                self._step, self._total_steps = event.start_step, event.total_steps
+                self._loss = None
+                self._recent.clear()  # another process's clock may start elsewhere
+            case StepFinished() as event:
+                self._step = record.step
+                self._loss = _smooth(self._loss, event.loss)
+                self._recent.append((record.time_s, event))
+            case Evaluated(loss=loss):
+                self._held_out_loss = loss
+            case RunFinished():
+                self.finished = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = max(1, options.max_width - 1)  # a full last column makes some terminals wrap
+        for line in (self._bar(width, ascii_only=options.ascii_only), self._numbers()):
+            line.truncate(width)
+            line.no_wrap = True
+            yield line
+
+    def _bar(self, width: int, ascii_only: bool) -> Text:
+        done = min(1.0, max(0.0, self._step / self._total_steps)) if self._total_steps > 0 else 0.0
+        left = f"step {self._step:,}/{self._total_steps:,} "
+        right = f" {share(done)}{self._remaining()}"
+        bar_width = width - len(left) - len(right)
+        if bar_width < 5:
+            return Text(left.strip() + right)
+        num_full = round(done * bar_width)
+        full, empty = ("#", "-") if ascii_only else ("━", "─")
+        return Text.assemble(left, (full * num_full, "green"), (empty * (bar_width - num_full), "dim"), right)
+
+    def _numbers(self) -> Text:
+        steps = [step for _, step in list(self._recent)]  # a copy: the bar is drawn by another thread
+        if self._loss is None or not steps:
+            return Text("waiting for the first step", style="dim")
+        parts = [f"loss {number(self._loss)}"]
+        if self._held_out_loss is not None:
+            parts.append(f"held-out {number(self._held_out_loss)}")
+        duration_s = sum(step.duration_s for step in steps)
+        if duration_s > 0:
+            parts.append(f"{number(sum(step.num_samples for step in steps) / duration_s)} samples/s")
+            parts.append(f"communication {share(sum(step.communication_s for step in steps) / duration_s)}")
+        return Text("   ".join(parts), style="" if isfinite(self._loss) else "red")
+
+    def _remaining(self) -> str:
+        times_s = [time_s for time_s, _ in list(self._recent)]
+        if len(times_s) < 2 or self._step >= self._total_steps:
+            return ""
+        step_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+        return f", {duration(step_s * (self._total_steps - self._step))} left"
+
+
+def _smooth(previous: float | None, loss: float, keep: float = 0.9) -> float:
+    """Return the moving average; a loss that is not finite is shown at once, and forgotten with the next."""
+    if previous is None or not isfinite(previous) or not isfinite(loss):
+        return loss
+    return keep * previous + (1 - keep) * loss

@@ -1,0 +1,120 @@
+"""The log of a run: one JSON line an event, appended by every process of the run."""
+
+import errno
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.monitor.events import Event, EventError, Record, Warned, to_json
+
+
+class EventLog:
+    """An open log that one rank writes its events to. Threads may share it, and other processes the file.
+
+    Each line is appended by a single write, which local file systems never interleave with another's (NFS
+    may). A line that a killed writer left unfinished is closed first, so that nothing is glued to it.
+
+    A full disk does not end the training: what cannot be written is lost and counted in `num_lost`, one
+    warning says so, and once writing works again the log itself says how many events are missing.
+    `os.devnull` is a path for those who want no log.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+
+    num_lost: int = 0
+    """Events that could not be written."""
+    epoch: int
+    """The membership epoch that events are stamped with; it may be set when the membership changes."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        run: str,
+        rank: int,
+        epoch: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = Path(path)
+        self.run = run
+        self.rank = rank
+        self.epoch = epoch
+        self._clock = clock
+        self._lock = threading.RLock()  # a signal's handler may write while its own thread is inside `write`
+        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._num_unreported = 0
+
+    def write(self, event: Event, *, step: int) -> None:
+        """Append `event`, which happened at `step`.
+
+        Raises:
+            EventError: The log is closed, or the event holds something JSON cannot.
+        """
+        with self._lock:
+            if self._fd is None:
+                raise EventError(
+                    f"a log must be open to be written to, but {self.path} is closed; keep it open longer"
+                )
+            if self._num_unreported:
+                message = f"{self._num_unreported} events are missing here: the log could not be written"
+                if self._append(self._fd, Warned(message=message), step) is None:
+                    self._num_unreported = 0
+            error = self._append(self._fd, event, step)
+            if error is not None:
+                self._count_lost(error)
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, fd: int, event: Event, step: int) -> OSError | None:
+        record = Record(
+            run=self.run,
+            rank=self.rank,
+            epoch=self.epoch,
+            step=step,
+            time_s=self._clock(),
+            unix_s=time.time(),
+            event=event,
+        )
+        line = to_json(record).encode("ascii") + b"\n"
+        try:
+            if _ends_inside_a_line(fd):
+                line = b"\n" + line
+            num_written = os.write(fd, line)
+        except OSError as error:
+            return error
+        return None if num_written == len(line) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _count_lost(self, error: OSError) -> None:
+        self.num_lost += 1
+        self._num_unreported += 1
+        if self.num_lost == 1:
+            warnings.warn(
+                f"{self.path} must be writable, but got: {error.strerror}; training goes on, and events are"
+                " lost until it is (free space there, or give another directory)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _ends_inside_a_line(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"

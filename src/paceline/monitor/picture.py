@@ -1,0 +1,255 @@
+"""The picture of a run's curves, drawn with matplotlib."""
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.errors import missing_extra
+from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
+from paceline.monitor.reader import Summary
+from paceline.monitor.wording import number, one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Palette:
+    """Colours of a picture."""
+
+    paper: str
+    ink: str
+    muted: str
+    grid: str
+    train: str
+    held_out: str
+    bad: str
+
+
+LIGHT = Palette(
+    paper="#ffffff",
+    ink="#1b2130",
+    muted="#687083",
+    grid="#e8eaef",
+    train="#3f57d6",
+    held_out="#e06a10",
+    bad="#cf2f3f",
+)
+DARK = Palette(
+    paper="#171b24",
+    ink="#e8ebf2",
+    muted="#98a1b3",
+    grid="#2a303d",
+    train="#8ea0ff",
+    held_out="#ffab5e",
+    bad="#ff7a85",
+)
+
+
+def draw(summary: Summary, palette: Palette, *, titled: bool) -> bytes:
+    """Return a PNG of the curves. A `Figure` of its own touches no global state of matplotlib.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("matplotlib", "report", "a report") from error
+    figure = Figure(figsize=(11, 6.9 if titled else 6.3), facecolor=palette.paper)
+    if titled:
+        _write_title(figure, summary, palette)
+    if summary.steps or summary.evaluations:
+        _draw_panels(figure, summary, palette, top=0.84 if titled else 0.94)
+    else:
+        figure.text(0.5, 0.45, "no step has finished yet", color=palette.muted, ha="center", fontsize=13)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()
+
+
+def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
+    title, details = "a run", [str(summary.state)]
+    if summary.starts:
+        start = summary.starts[-1].event
+        title = start.recipe
+        workers = "1 worker" if start.num_workers == 1 else f"{start.num_workers} workers"
+        details += [f"{start.num_parameters:,} parameters", f"{workers} on {start.device}"]
+    for y, size, weight, color, text in (
+        (0.945, 15, "bold", palette.ink, title),
+        (0.908, 10, "normal", palette.muted, "  ·  ".join(details)),
+    ):
+        plain = one_line(text, 100).encode("latin-1", "replace").decode("latin-1")  # what the font has
+        figure.text(0.055, y, plain, size=size, weight=weight, color=color, parse_math=False)
+
+
+def _draw_panels(figure: "Figure", summary: Summary, palette: Palette, top: float) -> None:
+    grid = figure.add_gridspec(
+        2,
+        3,
+        height_ratios=(1.75, 1),
+        left=0.055,
+        right=0.985,
+        top=top,
+        bottom=0.075,
+        hspace=0.42,
+        wspace=0.22,
+    )
+    axes = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, column]) for column in range(3))]
+    titles = ("loss", "learning rate", "samples per second", "time of a step")
+    for one, title in zip(axes, titles, strict=True):
+        _dress(one, title, palette)
+    steps = np.array([record.step for record in summary.steps], dtype=np.float64)
+    _draw_loss(axes[0], steps, summary, palette)
+    if len(steps):
+        _draw_learning_rate(axes[1], steps, summary, palette)
+        _draw_speed(axes[2], steps, summary, palette)
+        _draw_time(axes[3], steps, summary, palette)
+    all_steps = [*steps, *(record.step for record in summary.evaluations)]
+    margin = max(0.5, 0.01 * (max(all_steps) - min(all_steps)))
+    for one in axes:
+        one.set_xlim(min(all_steps) - margin, max(all_steps) + margin)
+        for resume in _resumes(summary):
+            one.axvline(resume, color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, zorder=1)
+
+
+def _resumes(summary: Summary) -> list[int]:
+    """Return the steps at which training went on from a checkpoint, or began again."""
+    later = {start.event.start_step for start in summary.starts[1:]}
+    return sorted(later | {start.event.start_step for start in summary.starts if start.event.resumed_from})
+
+
+def _dress(axes: "Axes", title: str, palette: Palette) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.set_facecolor(palette.paper)
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink, pad=9)
+    axes.grid(axis="y", color=palette.grid, linewidth=0.9)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(palette.grid)
+    axes.tick_params(colors=palette.muted, labelsize=8.5, length=0, pad=5)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
+
+
+def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+    raw = as_floats([record.event.loss for record in summary.steps])
+    smoothed = smooth(raw, max(1, len(raw) // 30))
+    judged_at = np.array([record.step for record in summary.evaluations], dtype=np.float64)
+    judged = as_floats([record.event.loss for record in summary.evaluations])
+    dots = "o" if len(raw) < 3 else ""
+    axes.plot(*thin(steps, raw), color=palette.train, alpha=0.28, linewidth=0.8, zorder=2)
+    axes.plot(
+        *thin(steps, smoothed), color=palette.train, linewidth=2, marker=dots, label="training", zorder=3
+    )
+    if np.isfinite(judged).any():
+        axes.plot(
+            judged_at,
+            judged,
+            color=palette.held_out,
+            linewidth=1.4,
+            marker="o",
+            markersize=5.5 if len(judged) <= 40 else 2.5,
+            markeredgecolor=palette.paper,
+            label=f"held out, last {number(judged[np.isfinite(judged)][-1])}",
+            zorder=4,
+        )
+    bad = steps[~np.isfinite(raw)]
+    if len(bad):
+        label = f"not finite ({len(bad):,} steps)"
+        where = axes.get_xaxis_transform()
+        axes.plot(
+            bad,
+            np.full(len(bad), 0.03),
+            "x",
+            color=palette.bad,
+            markersize=5,
+            label=label,
+            transform=where,
+            zorder=5,
+        )
+    if _resumes(summary):
+        axes.plot(
+            [], [], color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, label="restart or resume"
+        )
+    _fit(axes, raw, np.concatenate([smoothed, judged]))
+    axes.legend(
+        loc="upper right", frameon=False, fontsize=9, labelcolor=palette.muted, ncols=4, borderaxespad=0.1
+    )
+
+
+def _fit(axes: "Axes", raw: Floats, shown: Floats) -> None:
+    """Choose the range of the loss so that one spike does not flatten all else."""
+    shown, raw = shown[np.isfinite(shown)], raw[np.isfinite(raw)]
+    if not len(shown):
+        return
+    usual = np.quantile(raw, [0.005, 0.995]) if len(raw) else shown
+    lowest, highest = min(shown.min(), usual.min()), max(shown.max(), usual.max())
+    if lowest > 0 and highest > 100 * lowest:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.3, highest * 1.3)
+        axes.minorticks_off()
+        return
+    pad = 0.06 * (highest - lowest) or 0.05 * abs(highest) or 1.0
+    axes.set_ylim(lowest - pad, highest + pad)
+
+
+def _draw_learning_rate(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    rates = as_floats([record.event.learning_rate for record in summary.steps])
+    axes.plot(*thin(steps, rates), color=palette.train, linewidth=1.8, marker="o" if len(rates) < 3 else "")
+    known = rates[np.isfinite(rates)]
+    if len(known) and known.min() >= 0 and known.max() > 0:
+        axes.set_ylim(0, 1.15 * float(known.max()))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+
+
+def _draw_speed(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    num_samples = as_floats([record.event.num_samples for record in summary.steps])
+    duration_s = as_floats([record.event.duration_s for record in summary.steps])
+    rates = np.full(len(steps), np.nan)
+    np.divide(num_samples, duration_s, out=rates, where=duration_s > 0)
+    usual = smooth(rates, max(1, len(rates) // 30))
+    axes.plot(*thin(steps, rates), color=palette.train, alpha=0.28, linewidth=0.8)
+    axes.plot(*thin(steps, usual), color=palette.train, linewidth=1.8, marker="o" if len(rates) < 3 else "")
+    known = rates[np.isfinite(rates)]
+    if len(known):
+        axes.set_ylim(0, max(1.15 * float(np.quantile(known, 0.98)), 1e-9))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _draw_time(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    duration_s = as_floats([record.event.duration_s for record in summary.steps])
+    communication_s = as_floats([record.event.communication_s for record in summary.steps])
+    at, shares = ratio_in_bins(steps, communication_s, duration_s)
+    at, shares = np.append(at, steps[-1] + 1), np.clip(np.append(shares, shares[-1]), 0, 1)
+    known = np.isfinite(shares)
+    colors = {
+        "computing": (palette.train, 0.16, shares, 1.0),
+        "communication": (palette.train, 0.85, 0.0, shares),
+    }
+    for label, (color, alpha, low, high) in reversed(colors.items()):
+        axes.fill_between(
+            at, low, high, where=known, step="post", color=color, alpha=alpha, linewidth=0, label=label
+        )
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.02, 0.98),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=palette.muted,
+        ncols=2,
+    )

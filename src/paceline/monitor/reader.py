@@ -1,0 +1,233 @@
+"""Reading a log: all of it, as it grows, and in summary."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal, TypeVar, cast
+
+from paceline.monitor.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    EventError,
+    Failed,
+    Preempted,
+    Record,
+    Restarted,
+    RunFinished,
+    RunStarted,
+    Showcased,
+    StepFinished,
+    UnusedParameters,
+    Warned,
+    from_json,
+)
+
+E = TypeVar("E", bound=Event)
+
+
+class Records(list[Record]):
+    """The records of a log, in the order they were written."""
+
+    num_skipped: int = 0
+    """Lines that are no event: torn by a killed writer, or of a kind this version does not know."""
+
+
+def read_log(path: str | os.PathLike[str]) -> Records:
+    """Return what the log at `path` says so far; a last line that is not whole (yet) is left out.
+
+    Raises:
+        EventError: There is no such file.
+    """
+    if not Path(path).is_file():
+        raise EventError(f"a log must be a file, but got {os.fspath(path)}; give the directory of a run")
+    records = Records()
+    with Path(path).open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                records.extend(_parse(line))
+            except EventError:
+                records.num_skipped += 1
+    return records
+
+
+def follow(
+    path: str | os.PathLike[str], stop: threading.Event, poll_s: float = 0.2, offset: int = 0
+) -> Iterator[Record]:
+    """Yield the records of the log at `path` from byte `offset` on, waiting for the file if there is none yet.
+
+    It ends once `stop` is set and what was written before that is read. Lines that are no event are passed
+    over (`read_log` counts them).
+    """
+    path = Path(path)
+    while not path.is_file():
+        if stop.is_set():
+            return
+        stop.wait(poll_s)
+    with path.open("rb") as file:
+        file.seek(offset)
+        rest = b""
+        while True:
+            stopping = stop.is_set()  # asked before reading, so that the end of the file is not missed
+            for piece in file:
+                rest += piece
+                if rest.endswith(b"\n"):
+                    with contextlib.suppress(EventError):
+                        yield from _parse(rest)
+                    rest = b""
+            if stopping:
+                return
+            stop.wait(poll_s)
+
+
+def select(records: Iterable[Record], kind: type[E]) -> list[Record[E]]:
+    """Return those of `records` whose event is of class `kind`."""
+    return [cast("Record[E]", record) for record in records if isinstance(record.event, kind)]
+
+
+State = Literal["empty", "unfinished", "finished", "failed", "preempted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a log says about its run, all attempts taken together.
+
+    An attempt that starts at an earlier step undoes the steps and evaluations after it; of a step that was
+    made again the last one counts. Nothing here says whether a process is still alive: a run that was killed
+    without a word is ``"unfinished"``, as one that is still training.
+    """
+
+    state: State
+    starts: list[Record[RunStarted]]
+    """One an attempt."""
+    steps: list[Record[StepFinished]]
+    """Those that count, in order."""
+    evaluations: list[Record[Evaluated]]
+    """Those that count, in order."""
+    checkpoints: list[Record[CheckpointSaved]]
+    skipped_checkpoints: list[Record[CheckpointSkipped]]
+    restarts: list[Record[Restarted]]
+    failures: list[Record[Failed]]
+    preemptions: list[Record[Preempted]]
+    warnings: list[Record[Warned]]
+    unused_parameters: list[str]
+    showcase: Record[Showcased] | None
+    finish: Record[RunFinished] | None
+    num_lost_steps: int
+    """Steps that were made, and then undone by a restart."""
+    elapsed_s: float
+    """Wall time of all attempts, without the gaps between them."""
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """The final held-out loss, or the latest there is."""
+        if self.finish is not None and self.finish.event.held_out_loss is not None:
+            return self.finish.event.held_out_loss
+        return self.evaluations[-1].event.loss if self.evaluations else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median over steps: what the run does while it trains."""
+        rates = [
+            step.event.num_samples / step.event.duration_s for step in self.steps if step.event.duration_s > 0
+        ]
+        return median(rates) if rates else None
+
+    @property
+    def samples_per_s_overall(self) -> float | None:
+        """Samples that count over all the time spent, with evaluations, checkpoints and undone steps."""
+        num_samples = sum(step.event.num_samples for step in self.steps)
+        return num_samples / self.elapsed_s if self.elapsed_s > 0 else None
+
+    @property
+    def communication_share(self) -> float | None:
+        """Part of the steps' time that went into waiting for the exchange."""
+        duration_s = sum(step.event.duration_s for step in self.steps)
+        return sum(step.event.communication_s for step in self.steps) / duration_s if duration_s > 0 else None
+
+
+def summarise(records: Iterable[Record]) -> Summary:
+    """Return what `records`, in the order they were written, say about their run."""
+    records = list(records)
+    counting = _without_undone(records)
+    steps = select(counting, StepFinished)
+    finishes, showcases = select(counting, RunFinished), select(counting, Showcased)
+    return Summary(
+        state=_state(records),
+        starts=select(records, RunStarted),
+        steps=steps,
+        evaluations=select(counting, Evaluated),
+        checkpoints=select(records, CheckpointSaved),
+        skipped_checkpoints=select(records, CheckpointSkipped),
+        restarts=select(records, Restarted),
+        failures=select(records, Failed),
+        preemptions=select(records, Preempted),
+        warnings=select(records, Warned),
+        unused_parameters=sorted(
+            {name for one in select(records, UnusedParameters) for name in one.event.names}
+        ),
+        showcase=showcases[-1] if showcases else None,
+        finish=finishes[-1] if finishes else None,
+        num_lost_steps=len(select(records, StepFinished)) - len(steps),
+        elapsed_s=_elapsed_s(records),
+    )
+
+
+def _parse(line: bytes) -> list[Record]:
+    text = line.decode("utf-8", errors="replace").strip()
+    return (
+        [from_json(text)] if text else []
+    )  # a writer that closed another's torn line may leave an empty one
+
+
+_CURVES = (StepFinished, Evaluated)
+
+
+def _without_undone(records: list[Record]) -> list[Record]:
+    """Return the steps and evaluations that count, by step, and after them all other records that count."""
+    others: list[Record] = []
+    points: dict[tuple[type[Event], int], Record] = {}
+    for record in records:
+        event = record.event
+        if isinstance(event, RunStarted):
+            points = {key: point for key, point in points.items() if key[1] <= event.start_step}
+            others = [other for other in others if not isinstance(other.event, RunFinished | Showcased)]
+        if isinstance(event, _CURVES):
+            points[type(event), record.step] = record
+        else:
+            others.append(record)
+    return [points[key] for key in sorted(points, key=lambda key: key[1])] + others
+
+
+def _state(records: list[Record]) -> State:
+    state: State = "empty"
+    for record in records:
+        match record.event:
+            case RunStarted() | Restarted():
+                state = "unfinished"
+            case Preempted():
+                state = "preempted"
+            case Failed():
+                state = "failed"
+            case RunFinished():
+                state = "finished"
+    return state
+
+
+def _elapsed_s(records: list[Record]) -> float:
+    elapsed_s = 0.0
+    start: Record | None = None
+    last_s = 0.0  # since that start
+    for record in records:
+        if isinstance(record.event, RunStarted):
+            elapsed_s, start, last_s = elapsed_s + last_s, record, 0.0
+        elif start is not None and record.rank == start.rank and not isinstance(record.event, Restarted):
+            last_s = max(last_s, record.unix_s - start.unix_s)
+    return elapsed_s + last_s

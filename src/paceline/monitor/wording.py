@@ -1,0 +1,120 @@
+"""How events, numbers, and text that nobody vouches for are written for people."""
+
+import math
+import unicodedata
+
+from paceline.monitor.events import (
+    CheckpointSkipped,
+    Evaluated,
+    Failed,
+    Preempted,
+    Record,
+    Restarted,
+    RunFinished,
+    RunStarted,
+    UnusedParameters,
+    Warned,
+)
+
+_KEPT = "\n\u200c\u200d"  # a line break, and the two invisible joiners that Indic and Persian spelling needs
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """Return `text` with all that could steer a terminal, or that `encoding` lacks, written as escapes."""
+    text = text.replace("\r\n", "\n").expandtabs(4)
+    shown = "".join(char if _is_harmless(char) else _escape(char) for char in text)
+    return shown.encode(encoding, errors="backslashreplace").decode(encoding)
+
+
+def one_line(text: str, max_length: int = 500) -> str:
+    """Return `text` as one line of at most `max_length` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= max_length else line[: max_length - 3] + "..."
+
+
+def number(value: float) -> str:
+    """Return `value` with four digits that count: ``1.234``, ``0.0001235``, ``12,346``."""
+    if not math.isfinite(value):
+        return str(float(value))
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4g}"
+
+
+def share(value: float) -> str:
+    """Return a part of one as percent."""
+    return f"{100 * value:.{1 if abs(value) < 0.1 else 0}f}%" if math.isfinite(value) else "?"
+
+
+def duration(value_s: float) -> str:
+    """Return a time as ``0.12 s``, ``5 min 03 s`` or ``2 h 05 min``."""
+    if not math.isfinite(value_s):
+        return "?"
+    if value_s < 60:
+        return f"{value_s:.3g} s"
+    minutes, seconds = divmod(round(value_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as ``4.5 MB`` (powers of 1,000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
+
+
+def describe(record: Record) -> str | None:
+    """Return the line a person should see for `record`, or None if it deserves none."""
+    match record.event:
+        case RunStarted() as event:
+            return _describe_start(event)
+        case Evaluated(loss=loss) as event:
+            spent = f"{event.num_samples:,} samples in {duration(event.duration_s)}"
+            return f"step {record.step:,}: {_held_out(loss, event.metrics)} ({spent})"
+        case CheckpointSkipped(path=path, reason=reason):
+            return f"checkpoint {path} is passed over: {reason}"
+        case UnusedParameters(names=names):
+            return f"parameters that no rank used: {', '.join(names)}"
+        case Warned(message=message):
+            return f"warning: {message}"
+        case Preempted(checkpoint=checkpoint, signal=signal):
+            return f"stopped by {signal} at step {record.step:,}; it goes on from {checkpoint}"
+        case Restarted(attempt=attempt, reason=reason):
+            return f"restart {attempt}: {reason}"
+        case Failed(error=error, message=message):
+            return f"rank {record.rank} failed at step {record.step:,} with {error}: {message}"
+        case RunFinished(held_out_loss=loss) as event:
+            spent = f"{duration(event.duration_s)}, {number(event.samples_per_s)} samples/s"
+            return f"finished: {_join(_held_out(loss, event.metrics), spent)}"
+        case _:
+            return None
+
+
+def _describe_start(event: RunStarted) -> str:
+    workers = "1 worker" if event.num_workers == 1 else f"{event.num_workers:,} workers"
+    what = f"{event.recipe}: {event.num_parameters:,} parameters, {workers} on {event.device}"
+    steps = f"steps {event.start_step:,} to {event.total_steps:,}, {event.global_batch:,} samples each"
+    return _join(what, steps, f"resumed from {event.resumed_from}" if event.resumed_from else "")
+
+
+def _held_out(loss: float | None, values: dict[str, float]) -> str:
+    return _join(
+        "" if loss is None else f"held-out loss {number(loss)}",
+        *(f"{name} {number(value)}" for name, value in values.items()),
+    )
+
+
+def _join(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _is_harmless(char: str) -> bool:
+    return char in _KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")

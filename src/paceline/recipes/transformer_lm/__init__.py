@@ -1,0 +1,29 @@
+"""Layer 8: a decoder-only Transformer that learns to write text, byte by byte."""
+
+from paceline.data.text import Text
+from paceline.optim import AdamW
+from paceline.recipes.transformer_lm.model import TransformerLM
+from paceline.schedules import Cosine
+from paceline.training.objective import NextToken
+from paceline.training.run import Run
+
+__all__ = ["TransformerLM", "run"]
+
+
+def run() -> Run:
+    """A byte-level language model; by default it learns Python from the standard library's source files.
+
+    Any text will do: `--data.path my/texts` takes a file, a folder, or a memory-mapped token file.
+    """
+    return Run(
+        model=TransformerLM(width=192, num_layers=4, num_heads=4),
+        data=Text(sequence_length=128, max_bytes=20_000_000),
+        objective=NextToken(),
+        optimizer=AdamW(learning_rate=2e-3),
+        schedule=Cosine(warmup_steps=30),
+        global_batch=32,
+        num_steps=400,
+        evaluate_interval=100,
+        evaluate_samples=256,
+        checkpoint_interval=100,
+    )

@@ -1,0 +1,172 @@
+"""A decoder-only transformer: pre-norm, rotary positions, no biases, one matrix for input and output tokens.
+
+Vaswani et al. 2017 (attention), Radford et al. 2019 (pre-norm, initialisation), Su et al. 2021 (rotary
+positions), Press and Wolf 2017 (tied embedding). LayerNorm without bias stands where many use RMSNorm: on
+CPUs torch has a fused backward pass for it, which makes forward and backward four times as fast.
+
+Shapes: B batch, T tokens, V vocabulary, W width, H heads, D dims of a head.
+"""
+# ruff: noqa: N803, N806 - shape letters are capitals
+
+import math
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from paceline.data.base import Spec
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.training.model import Model
+
+INITIAL_STD = 0.02
+HIDDEN_STEP = 8
+"""Hidden dims are a multiple of this, as vector units like them."""
+
+
+@register("transformer_lm")
+class TransformerLM(Model):
+    """Settings of a decoder-only transformer over the tokens of a text."""
+
+    width: int = Field(256, ge=2)
+    """Dims of a token's vector."""
+    num_layers: int = Field(6, ge=1)
+    num_heads: int = Field(4, ge=1)
+    feedforward_multiple: float = Field(4.0, gt=0)
+    """Size of a layer's MLP: as many parameters as two matrices have around hidden dims of this multiple of
+    `width`. It has three, with two thirds of the hidden dims."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the embedding and of what each attention and MLP adds; the attention weights have none, for torch's
+    fused kernel would be lost."""
+    rotary_base: float = Field(10000.0, gt=1)
+    """Slowest wavelength of the positions, in tokens, over 2 pi."""
+
+    @model_validator(mode="after")
+    def _must_divide(self) -> Self:
+        head_dim, rest = divmod(self.width, self.num_heads)
+        if rest:
+            raise SettingsError(
+                f"width must be a multiple of num_heads, but got {self.width} = {self.num_heads} * "
+                f"{head_dim} + {rest}; choose width {self.num_heads * (head_dim + 1)} or another num_heads"
+            )
+        if head_dim % 2:
+            raise SettingsError(
+                f"width / num_heads must be even (rotary positions turn pairs), but got {self.width} / "
+                f"{self.num_heads} = {head_dim}; choose width {self.num_heads * (head_dim + 1)} or another "
+                "num_heads"
+            )
+        return self
+
+    def build(self, spec: Spec) -> "Transformer":
+        """Return a new transformer with a vocabulary of ``spec.num_classes``, for any number of tokens."""
+        return Transformer(self, vocab_size=spec.num_classes)
+
+
+class Transformer(nn.Module):
+    """Tokens to the logits of the token after each."""
+
+    def __init__(self, settings: TransformerLM, vocab_size: int):
+        super().__init__()
+        self.head_dim = settings.width // settings.num_heads
+        self.rotary_base = settings.rotary_base
+        self.embedding = nn.Embedding(vocab_size, settings.width)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.num_layers))
+        self.norm = nn.LayerNorm(settings.width, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        # What the layers add to the residual stream grows with their number, unless each starts smaller.
+        num_branches = 2 * len(self.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_branch_end = name.endswith(("attention.project.weight", "mlp.project.weight"))
+                std = INITIAL_STD / math.sqrt(num_branches) if is_branch_end else INITIAL_STD
+                nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits_BTV; those at t depend on tokens up to t only."""
+        # Made anew each time: 1/1000 of a step, and nothing to save, move between devices or outgrow.
+        rotary = rotary_tables(tokens_BT.shape[1], self.head_dim, self.rotary_base, tokens_BT.device)
+        x_BTW = self.dropout(self.embedding(tokens_BT))
+        for layer in self.layers:
+            x_BTW = layer(x_BTW, rotary)
+        return F.linear(self.norm(x_BTW), self.embedding.weight)
+
+
+class Layer(nn.Module):
+    """Attention, then an MLP, each added to the stream it reads through a norm."""
+
+    def __init__(self, settings: TransformerLM):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(settings.width, bias=False)
+        self.attention = Attention(settings.width, settings.num_heads)
+        self.mlp_norm = nn.LayerNorm(settings.width, bias=False)
+        self.mlp = MLP(settings.width, settings.feedforward_multiple)
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Return x_BTW with what attention and MLP add."""
+        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary))
+        mapped_BTW: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
+        return x_BTW + mapped_BTW
+
+
+class Attention(nn.Module):
+    """Causal attention of several heads, one matrix for queries, keys and values.
+
+    Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
+    rows keeps heads whole.
+    """
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__()
+        self.head_dim = width // num_heads
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Return what each token takes from those before it and from itself."""
+        heads_BTH3D = self.query_key_value(x_BTW).unflatten(-1, (-1, 3, self.head_dim))
+        query_BHTD, key_BHTD, value_BHTD = heads_BTH3D.permute(3, 0, 2, 1, 4).unbind(0)
+        query_BHTD, key_BHTD = rotate(query_BHTD, rotary), rotate(key_BHTD, rotary)
+        mixed_BHTD = F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=True)
+        projected_BTW: Tensor = self.project(mixed_BHTD.transpose(1, 2).flatten(-2))
+        return projected_BTW
+
+
+class MLP(nn.Module):
+    """Three linear maps around a gate: SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, width: int, multiple: float):
+        super().__init__()
+        hidden = HIDDEN_STEP * max(1, round(width * multiple * 2 / 3 / HIDDEN_STEP))
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.expand = nn.Linear(width, hidden, bias=False)
+        self.project = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Return x_BTW mapped token by token."""
+        mapped_BTW: Tensor = self.project(F.silu(self.gate(x_BTW)) * self.expand(x_BTW))
+        return mapped_BTW
+
+
+def rotary_tables(num_tokens: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of each position's angles, float32, each of shape (T, D / 2)."""
+    position_T = torch.arange(num_tokens, dtype=torch.float32, device=device)
+    exponent_D = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angle_TD = position_T[:, None] * base**-exponent_D
+    return angle_TD.cos(), angle_TD.sin()
+
+
+def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the vectors turned by their position's angles, dim i together with dim i + D / 2.
+
+    The product of two turned vectors depends on their distance, not on where they stand.
+    """
+    cosine, sine = rotary
+    first, second = x_BHTD.chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(x_BHTD.dtype)  # under autocast the tables are float32 and the vectors bfloat16

@@ -1,0 +1,135 @@
+"""Layer 0: settings objects, told apart by name, to and from JSON.
+
+Everything a person can choose is a frozen pydantic model. A *family* is an abstract settings class
+(synchronisation rules, optimizers, ...); its variants are registered under a name, and a field typed with the
+family accepts a variant, its name, or a mapping with a ``name`` key:
+
+    >>> class Shape(Family):
+    ...     family = "shape"
+    >>> @register("circle")
+    ... class Circle(Shape):
+    ...     radius: float = 1.0
+    >>> Shape.model_validate({"name": "circle", "radius": 2}).model_dump()
+    {'name': 'circle', 'radius': 2.0}
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from paceline.errors import SettingsError, unknown_name
+
+
+class Settings(BaseModel):
+    """A frozen, keyword-only object of settings; an unknown key is an error, state is never in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class Family(Settings):
+    """A settings class whose variants are told apart by their registered name.
+
+    A direct subclass is a family and sets ``family`` to the word that errors use for it.
+    """
+
+    name: ClassVar[str] = ""
+    """The name a variant is registered under; empty for a family itself."""
+    family: ClassVar[str] = ""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _choose_variant(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            return handler(value)
+        fields = {key: item for key, item in value.items() if key != "name"}
+        name = value.get("name", cls.name)
+        if name == cls.name and name:
+            return handler(fields)
+        return find_variant(cls, str(name)).model_validate(fields)
+
+    @model_serializer(mode="plain")
+    def _with_name(self) -> dict[str, Any]:
+        fields = {field: getattr(self, field) for field in type(self).model_fields}
+        return {"name": self.name, **fields} if self.name else fields
+
+
+_VARIANTS: dict[type[Family], dict[str, type[Family]]] = {}
+
+F = TypeVar("F", bound=Family)
+
+
+def register(name: str) -> Callable[[type[F]], type[F]]:
+    """Register a variant of a family under `name`: the whole of adding it.
+
+    Raises:
+        SettingsError: The name is taken by another class of the family, or the class is of no family.
+    """
+
+    def add(variant: type[F]) -> type[F]:
+        variants = _VARIANTS.setdefault(_root(variant), {})
+        previous = variants.get(name, variant)
+        if (previous.__module__, previous.__qualname__) != (variant.__module__, variant.__qualname__):
+            raise SettingsError(
+                f"{_root(variant).family} name {name!r} must be free, but {previous.__module__}."
+                f"{previous.__qualname__} has it; choose another"
+            )
+        variant.name = name
+        variants[name] = variant
+        return variant
+
+    return add
+
+
+def find_variant(family: type[F], name: str) -> type[F]:
+    """Return the variant of `family` registered under `name`.
+
+    Raises:
+        UnknownNameError: There is none; the message lists the names there are.
+    """
+    variants = list_variants(family)
+    if name not in variants:
+        raise unknown_name(_root(family).family, name, variants)
+    return variants[name]
+
+
+def list_variants(family: type[F]) -> dict[str, type[F]]:
+    """Return the variants of `family` (or of the part of it below the class given), by name."""
+    variants = _VARIANTS.get(_root(family), {})
+    return {name: variant for name, variant in sorted(variants.items()) if issubclass(variant, family)}
+
+
+def explain(error: ValidationError) -> str:
+    """Return pydantic's error as one line a problem: path, rule, value."""
+    return "\n".join(_explain_one(problem) for problem in error.errors())
+
+
+def _explain_one(problem: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in problem["loc"]) or "settings"
+    if problem["type"] == "extra_forbidden":
+        return f"{path} is not a field here"
+    if problem["type"] == "missing":
+        return f"{path} must be given"
+    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if problem["type"] == "value_error":
+        return rule if path == "settings" else f"{path}: {rule}"
+    return f"{path} must be {rule}, but got {problem['input']!r}"
+
+
+def _root(cls: type[Family]) -> type[Family]:
+    candidates: Iterable[type] = cls.__mro__
+    for candidate in candidates:
+        if issubclass(candidate, Family) and "family" in vars(candidate) and candidate is not Family:
+            return candidate
+    raise SettingsError(f"{cls.__qualname__} must derive from a family, but sets none; derive it from one")

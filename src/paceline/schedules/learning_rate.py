@@ -1,0 +1,61 @@
+"""Learning-rate schedules: factors of the optimizer's learning rate, step by step."""
+
+import math
+from abc import abstractmethod
+
+from pydantic import Field
+
+from paceline.registry import Family, register
+
+
+class LearningRate(Family):
+    """A factor of the base learning rate for each step: a linear warm-up, then the variant's own decay."""
+
+    family = "learning-rate schedule"
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the factor rises linearly to 1 (Goyal 2017); the first step has 1 / warmup_steps."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Return the factor for the update number `step` (from 0) of `total_steps`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        left = total_steps - self.warmup_steps
+        return self.decay(min(1.0, (step - self.warmup_steps) / left) if left > 0 else 1.0)
+
+    @abstractmethod
+    def decay(self, progress: float) -> float:
+        """Return the factor at `progress` from 0 (warm-up done) to 1 (the end)."""
+
+
+@register("constant")
+class Constant(LearningRate):
+    """No decay."""
+
+    def decay(self, progress: float) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@register("linear")
+class Linear(LearningRate):
+    """A straight line from 1 to `final_factor`."""
+
+    final_factor: float = Field(default=0.0, ge=0)
+    """Factor at the last step."""
+
+    def decay(self, progress: float) -> float:
+        """Return the point on the line."""
+        return 1 + (self.final_factor - 1) * progress
+
+
+@register("cosine")
+class Cosine(LearningRate):
+    """Half a cosine from 1 to `final_factor` (Loshchilov and Hutter 2017, without restarts)."""
+
+    final_factor: float = Field(default=0.1, ge=0)
+    """Factor at the last step."""
+
+    def decay(self, progress: float) -> float:
+        """Return the point on the cosine."""
+        return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,74 @@
+"""BatchNorm's running statistics, pooled over workers.
+
+Each worker's statistics are those of its own samples. Evaluation and a change in the number of workers need those of
+all samples: means average, but variances do not, so second moments are averaged instead.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.group import Group
+
+Moments = tuple[Tensor, Tensor]
+"""Running mean and running variance of one layer, each of shape (num_features,)."""
+
+
+def find_statistics(module: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers of `module` that keep running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None
+    }
+
+
+def pool_moments(moments: Sequence[Moments]) -> Moments:
+    """Return mean and variance of the union of equally large sets, given those of each."""
+    means = torch.stack([mean.double() for mean, _ in moments])
+    seconds = torch.stack([variance.double() + mean.double() ** 2 for mean, variance in moments])
+    mean = means.mean(0)
+    return mean, seconds.mean(0) - mean**2
+
+
+@contextmanager
+def pooled_over_workers(module: nn.Module, group: Group) -> Iterator[None]:
+    """Inside, every layer has the running statistics of all workers' samples; outside, its own again."""
+    layers = list(find_statistics(module).values())
+    if not layers or group.size == 1:
+        yield
+        return
+    mine = torch.cat([torch.cat(_moments(layer)) for layer in layers])
+    everybody = torch.zeros(group.size, len(mine), dtype=mine.dtype, device=mine.device)
+    group.all_gather(everybody, mine, name="batch statistics").wait()
+    sizes = [2 * layer.num_features for layer in layers]
+    own = []
+    for layer, part in zip(layers, everybody.split(sizes, dim=1), strict=True):
+        mean, variance = _moments(layer)
+        own.append((mean.clone(), variance.clone()))
+        set_moments(layer, pool_moments([_halves(row) for row in part]))
+    try:
+        yield
+    finally:
+        for layer, moments in zip(layers, own, strict=True):
+            set_moments(layer, moments)
+
+
+def set_moments(layer: _BatchNorm, moments: Moments) -> None:
+    """Replace a layer's running mean and variance."""
+    for target, value in zip(_moments(layer), moments, strict=True):
+        target.copy_(value)
+
+
+def _halves(row: Tensor) -> Moments:
+    mean, variance = row.chunk(2)
+    return mean, variance
+
+
+def _moments(layer: _BatchNorm) -> Moments:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return layer.running_mean, layer.running_var

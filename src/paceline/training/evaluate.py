@@ -1,0 +1,65 @@
+"""The loss over held-out data, divided among the workers."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.comm.group import Group
+from paceline.data.base import Batch, Source
+from paceline.data.order import Interval, apportion
+from paceline.training.batch_statistics import pooled_over_workers
+from paceline.training.objective import Objective
+from paceline.training.replica import Replica
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the held-out samples, the same on every worker."""
+
+    loss: float
+    metrics: dict[str, float]
+    num_samples: int
+    duration_s: float
+
+
+def evaluate(
+    replica: Replica, objective: Objective, source: Source, *, batch_size: int, max_samples: int | None = None
+) -> Evaluation:
+    """Return the loss and metrics over the first `max_samples` of `source` (over all without it).
+
+    The samples are cut among the workers; sums and their mass are added, so the result does not depend on how many
+    there are. BatchNorm uses the statistics pooled over all workers.
+    """
+    began_s = time.perf_counter()
+    group = replica.group
+    num_samples = min(len(source), max_samples or len(source))
+    shares = apportion(num_samples, [1.0] * group.size)
+    start = sum(shares[: group.rank])
+    was_training = replica.module.training
+    replica.module.eval()
+    sums: dict[str, float] = {}
+    with torch.no_grad(), pooled_over_workers(replica.module, group):
+        for first in range(start, start + shares[group.rank], batch_size):
+            interval = Interval(first, min(first + batch_size, start + shares[group.rank]))
+            inputs, targets = source.read(np.arange(*interval, dtype=np.int64))
+            batch = Batch(inputs, targets, interval.num_samples, interval).to(group.device)
+            loss = objective.loss(replica, batch)
+            parts = {"loss": float(loss.mean) * loss.weight, "weight": loss.weight}
+            parts |= {f"metric {name}": float(total) for name, total in loss.totals.items()}
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + value
+    replica.module.train(was_training)
+    totals = _add_over_workers(sums, group)
+    weight = totals.pop("weight")
+    metrics = {name.removeprefix("metric "): total / weight for name, total in totals.items() if name != "loss"}
+    return Evaluation(totals["loss"] / weight, metrics, num_samples, time.perf_counter() - began_s)
+
+
+def _add_over_workers(sums: dict[str, float], group: Group) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for document in group.gather_documents({name: repr(value) for name, value in sums.items()}, name="evaluation"):
+        for name, value in document.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals

@@ -1,0 +1,302 @@
+"""Training from the first step, or the newest checkpoint, to the last."""
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedCheckpoint
+from paceline.comm.group import Group
+from paceline.data import Loader, Splits, derive_seed
+from paceline.errors import SettingsError
+from paceline.monitor.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    Preempted,
+    RunFinished,
+    RunStarted,
+    Showcased,
+    StepFinished,
+    UnusedParameters,
+)
+from paceline.monitor.log import EventLog
+from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.replica import Replica, StepResult
+from paceline.training.run import Run
+from paceline.training.state import capture, restore
+
+
+@dataclass
+class Training:
+    """The parts of a training under way on one worker."""
+
+    run: Run
+    recipe: str
+    directory: Path
+    replica: Replica
+    loader: Loader
+    splits: Splits
+    store: CheckpointStore
+    saver: AsyncSaver | None
+    """On rank 0, which writes for all."""
+    log: EventLog
+    step: int = 0
+    resumed_from: str | None = None
+    began_s: float = 0.0
+    num_samples: int = 0
+    """Since this start."""
+    stopped_by: str = ""
+
+    def tell(self, event: Event) -> None:
+        """Write what all workers know, once."""
+        if self.replica.group.rank == 0:
+            self.log.write(event, step=self.step)
+
+
+def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str) -> bool:
+    """Train `run` in `directory`, going on from its newest valid checkpoint if it has one.
+
+    Every worker calls it. SIGTERM and SIGINT make all workers stop after the step they are in, with a checkpoint.
+
+    Returns:
+        True when the last step is done, False when a signal ended it before.
+    """
+    training = _set_up(run, directory, group, log, recipe)
+    try:
+        with _stop_on_signal(training):
+            finished = _run_steps(training)
+        if finished:
+            _finish(training)
+        return finished
+    finally:
+        if training.saver is not None:
+            training.saver.close()
+
+
+def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str) -> Training:
+    torch.manual_seed(run.seed)
+    splits = run.data.open()
+    module = run.model.build(splits.train.spec).to(group.device)
+    optimizer = run.optimizer.build(module)
+    replica = Replica(
+        module,
+        optimizer,
+        group=group,
+        sync=run.sync,
+        precision=run.precision,
+        clip_norm=run.clip_norm,
+        bucket_bytes=run.bucket_bytes,
+        hash_interval=run.hash_interval,
+    )
+    loader = Loader(
+        splits.train,
+        run.global_batch,
+        group=group,
+        seed=run.seed,
+        shares=run.shares,
+        num_micro_batches=run.num_micro_batches,
+        num_processes=run.num_data_processes,
+    )
+    store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
+    saver = AsyncSaver(store) if group.rank == 0 else None
+    training = Training(run, recipe, directory, replica, loader, splits, store, saver, log)
+    _resume(training)
+    training.tell(
+        RunStarted(
+            recipe=recipe,
+            settings=run.model_dump(mode="json"),
+            num_workers=group.size,
+            device=str(group.device),
+            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+            start_step=training.step,
+            total_steps=run.num_steps,
+            global_batch=run.global_batch,
+            samples_per_epoch=len(splits.train),
+            resumed_from=training.resumed_from,
+        )
+    )
+    return training
+
+
+def _resume(training: Training) -> None:
+    def skip(path: Path, reason: str) -> None:
+        training.tell(CheckpointSkipped(path=str(path), reason=reason))
+
+    replica = training.replica
+    checkpoint: Checkpoint | None = None
+    if replica.group.rank == 0:
+        checkpoint = training.store.find_newest_valid(skip)
+    document = restore(checkpoint, replica.module, replica.optimizer, replica.group)
+    if document is None:
+        return
+    replica.load_state_dict(document["replica"])
+    training.loader.load_state_dict(document["loader"])
+    training.step = document["step"]
+    training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+
+
+def _run_steps(training: Training) -> bool:
+    """Run steps to the last one; return False if a signal ended it before."""
+    run, replica = training.run, training.replica
+    if training.step >= run.num_steps:
+        return True
+    replica.module.train()
+    training.began_s = step_began_s = time.perf_counter()
+    num_micro_batches = 0
+    for batch in training.loader:
+        # Each micro-batch has a random stream of its own, which needs no state to resume.
+        torch.manual_seed(derive_seed(run.seed, training.step, replica.group.rank, num_micro_batches) >> 1)
+        num_micro_batches += 1
+        loss = run.objective.loss(replica, batch)
+        replica.backward(loss.mean, weight=loss.weight, last=batch.last)
+        if not batch.last:
+            continue
+        learning_rate = run.optimizer.learning_rate * run.schedule.factor(training.step, run.num_steps)
+        for group in replica.optimizer.param_groups:
+            group["lr"] = learning_rate
+        result = replica.update()
+        training.loader.ack(batch)
+        training.num_samples += batch.interval.num_samples
+        now_s = time.perf_counter()
+        _tell_step(training, result, batch.interval.num_samples, learning_rate, now_s - step_began_s)
+        training.step += 1
+        _do_after_step(training, result)
+        if result.stop and training.step < run.num_steps:
+            return False
+        if training.step == run.num_steps:
+            return True
+        num_micro_batches = 0
+        step_began_s = time.perf_counter()
+    raise AssertionError("a loader never ends")
+
+
+def _tell_step(
+    training: Training, result: StepResult, num_samples: int, learning_rate: float, duration_s: float
+) -> None:
+    training.tell(
+        StepFinished(
+            loss=result.loss,
+            weight=result.weight,
+            num_samples=num_samples,
+            learning_rate=learning_rate,
+            gradient_norm=result.gradient_norm,
+            duration_s=duration_s,
+            communication_s=result.communication_s,
+            position=training.loader.position,
+            loss_scale=training.replica.loss_scale,
+        )
+    )
+    if result.newly_unused:
+        training.tell(UnusedParameters(names=result.newly_unused))
+
+
+def _do_after_step(training: Training, result: StepResult) -> None:
+    run, step = training.run, training.step
+    is_last = step == run.num_steps
+    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not result.stop:
+        _evaluate(training)
+    if result.stop and not is_last:
+        path = _save(training, wait=True)
+        training.tell(Preempted(checkpoint=path, signal=training.stopped_by or "a signal to another rank"))
+    elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
+        _save(training, wait=is_last)
+    elif training.saver is not None:
+        _tell_saved(training, training.saver.finished())
+
+
+def _save(training: Training, *, wait: bool) -> str:
+    """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
+    replica = training.replica
+    tensors, document = capture(replica.module, replica.optimizer, replica.group)
+    document |= {
+        "step": training.step,
+        "recipe": training.recipe,
+        "run": training.run.model_dump(mode="json"),
+        "replica": replica.state_dict(),
+        "loader": training.loader.state_dict(),
+    }
+    path = ""
+    if training.saver is not None:
+        training.saver.start(tensors, document, training.step)
+        _tell_saved(training, training.saver.finished())
+        if wait and (saved := training.saver.wait()):
+            _tell_saved(training, [saved])
+            path = str(saved.path)
+    if wait:
+        replica.group.barrier(name="checkpoint")
+    return path
+
+
+def _tell_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
+    for checkpoint in saved:
+        training.tell(
+            CheckpointSaved(
+                path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s
+            )
+        )
+
+
+def _evaluate(training: Training) -> Evaluation:
+    run = training.run
+    evaluation = evaluate(
+        training.replica,
+        run.objective,
+        training.splits.held_out,
+        batch_size=max(1, run.global_batch // training.replica.group.size // run.num_micro_batches),
+        max_samples=run.evaluate_samples,
+    )
+    training.tell(
+        Evaluated(
+            loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            num_samples=evaluation.num_samples,
+            duration_s=evaluation.duration_s,
+        )
+    )
+    return evaluation
+
+
+def _finish(training: Training) -> None:
+    duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
+    evaluation = _evaluate(training)
+    if training.replica.group.rank == 0:
+        text = training.run.objective.showcase(training.replica.module, training.splits.held_out)
+        if text:
+            training.tell(Showcased(text=text))
+    training.tell(
+        RunFinished(
+            held_out_loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            duration_s=duration_s,
+            samples_per_s=training.num_samples / duration_s if duration_s else 0.0,
+        )
+    )
+
+
+@contextmanager
+def _stop_on_signal(training: Training) -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into a request to stop after the step under way. Threads cannot; they do not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        training.stopped_by = signal.Signals(number).name
+        training.replica.request_stop()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

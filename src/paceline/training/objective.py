@@ -1,0 +1,100 @@
+"""What a run minimises: a loss that carries its mass, and the metrics beside it."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.data.base import Batch, Source
+from paceline.registry import Family, register
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A mean and the weight it was taken over, so that means of uneven parts can be joined exactly."""
+
+    mean: Tensor
+    """0-dim; backward runs from it."""
+    weight: float
+    """Mass: samples, or tokens. 0 for a batch that counts for nothing."""
+    totals: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other sums over the same weight, by name (correct answers, for instance); 0-dim, detached."""
+
+
+class Objective(Family):
+    """Settings of what is minimised."""
+
+    family = "objective"
+
+    @abstractmethod
+    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+        """Return the loss of `model` on `batch`."""
+
+    def showcase(self, module: nn.Module, held_out: Source) -> str | None:
+        """Return a text that shows what the trained module can do, or None."""
+        return None
+
+
+@register("next_token")
+class NextToken(Objective):
+    """Cross entropy of the next token, a mean over tokens. Targets x_BT; the model's output is logits x_BTV,
+    or an object that holds them as ``logits`` (as those of the transformers library do)."""
+
+    sample_tokens: int = 200
+    """Length of the text that is generated after training; 0 for none."""
+    temperature: float = 0.8
+    """Of that sampling; higher is more varied."""
+
+    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+        """Return the mean over tokens, weighted by tokens."""
+        logits = _logits(model(batch.inputs))
+        mean = F.cross_entropy(logits.flatten(0, -2).float(), batch.targets.flatten())
+        return Loss(mean, batch.num_samples * batch.targets.shape[-1])
+
+    def showcase(self, module: nn.Module, held_out: Source) -> str | None:
+        """Continue the start of the held-out text."""
+        if not self.sample_tokens or held_out.spec.num_classes != 256:
+            return None
+        device = next(module.parameters()).device
+        context_length = held_out[0][0].shape[-1]
+        tokens = held_out[0][0][None, : max(1, context_length // 4)].to(device)
+        generator = torch.Generator(device).manual_seed(0)
+        prompt_length = tokens.shape[1]
+        training = module.training
+        module.eval()
+        with torch.no_grad():
+            for _ in range(self.sample_tokens):
+                logits = _logits(module(tokens[:, -context_length:]))[:, -1].float()
+                probabilities = torch.softmax(logits / self.temperature, dim=-1)
+                tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+        module.train(training)
+        as_text = [bytes(part.tolist()).decode("utf-8", errors="replace") for part in (tokens[0, :prompt_length], tokens[0, prompt_length:])]
+        return f"{as_text[0]}▸{as_text[1]}"
+
+
+@register("classification")
+class Classification(Objective):
+    """Cross entropy of the class, a mean over samples. Targets x_B; the model's output is logits x_BC."""
+
+    label_smoothing: float = 0.0
+    """Probability mass spread over all classes (Szegedy 2016)."""
+
+    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+        """Return the mean over samples, and how many answers were right."""
+        logits = _logits(model(batch.inputs)).float()
+        mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
+        counts = min(batch.num_samples, 1)  # a borrowed sample counts for nothing
+        correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts
+        return Loss(mean, batch.num_samples, {"accuracy": correct})
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    logits = output.logits
+    assert isinstance(logits, Tensor)
+    return logits

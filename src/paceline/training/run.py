@@ -1,0 +1,117 @@
+"""A run: one complete configuration of a training."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.comm.join import DEFAULT_TIMEOUT_S
+from paceline.data.base import Data
+from paceline.errors import SettingsError
+from paceline.optim import AdamW, Optimizer
+from paceline.registry import Settings, explain
+from paceline.schedules import Cosine, LearningRate
+from paceline.sync import EveryStep, Rule
+from paceline.training.model import Model
+from paceline.training.objective import Objective
+from paceline.training.replica import DEFAULT_BUCKET_BYTES, Precision
+
+
+class Run(Settings):
+    """Everything that a training needs, but for the machines it runs on."""
+
+    model: Model
+    """What is trained: settings of a model, or a function that returns a module."""
+    data: Data
+    """What it learns from."""
+    objective: Objective
+    """What it minimises."""
+    global_batch: int = Field(ge=1)
+    """Samples in a step, over all workers."""
+    num_steps: int = Field(ge=1)
+    """Optimizer updates."""
+    num_micro_batches: int = Field(default=1, ge=1)
+    """Parts that each worker's share of a global batch is cut into, to save memory (gradient accumulation)."""
+    optimizer: Optimizer = AdamW()
+    """Update rule."""
+    schedule: LearningRate = Cosine(warmup_steps=20)
+    """How the learning rate changes from step to step."""
+    sync: Rule = EveryStep()
+    """How workers are kept in step."""
+    precision: Precision = "fp32"
+    """fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest global gradient norm; none for no clipping."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+    shares: tuple[float, ...] | None = None
+    """How a global batch is divided: one weight a worker; evenly by default."""
+    evaluate_interval: int = Field(default=100, ge=0)
+    """Steps from one evaluation on held-out data to the next; 0 for one at the end only."""
+    evaluate_samples: int | None = Field(default=None, ge=1)
+    """Held-out samples used; all by default."""
+    checkpoint_interval: int = Field(default=100, ge=0)
+    """Steps from one checkpoint to the next; 0 for one at the end only."""
+    keep_checkpoints: int | None = Field(default=3, ge=1)
+    """Newest checkpoints that are kept; none for all."""
+    hash_interval: int = Field(default=100, ge=0)
+    """Steps from one comparison of all replicas to the next; 0 for none."""
+    bucket_bytes: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1)
+    """Size of the buffers that gradients are exchanged in."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each worker; by default its part of the host's cores. Another number changes rounding."""
+    num_data_processes: int = Field(default=0, ge=0)
+    """Processes a worker reads data with; 0 for a thread."""
+    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
+    """How long workers wait for one another before an error says who is missing."""
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        if self.schedule.warmup_steps > self.num_steps:
+            raise ValueError(
+                f"schedule.warmup_steps must be at most num_steps, but got {self.schedule.warmup_steps} > "
+                f"{self.num_steps}; lower it"
+            )
+        return self
+
+
+class RunFile(Settings):
+    """What ``run.json`` in a run's directory holds."""
+
+    recipe: str
+    """Where the run came from: a recipe's name or a function's path."""
+    num_workers: int
+    """Workers it was started with."""
+    launch: str = ""
+    """Names the launcher's job, by which its restarted workers find the run again."""
+    run: dict[str, Any]
+    """The complete run."""
+
+    def save(self, directory: Path) -> None:
+        """Write it; an older one is kept beside it under a number."""
+        path = directory / "run.json"
+        if path.exists():
+            number = len(list(directory.glob("run-*.json"))) + 1
+            path.rename(directory / f"run-{number}.json")
+        temporary = directory / f".run.json.{os.getpid()}"
+        temporary.write_text(self.model_dump_json(indent=2) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read a run's file.
+
+        Raises:
+            SettingsError: There is none, or it cannot be understood.
+        """
+        path = directory / "run.json"
+        if not path.is_file():
+            raise SettingsError(f"a run's directory must hold run.json, but {directory} does not; check the path")
+        try:
+            return cls.model_validate(json.loads(path.read_text()))
+        except ValidationError as error:
+            raise SettingsError(f"{path} must be a run's file, but: {explain(error)}") from error
+        except ValueError as error:
+            raise SettingsError(f"{path} must be JSON, but: {error}") from error

@@ -1,0 +1,63 @@
+"""How workers begin with the same state: compared by shape, then copied from rank 0."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.errors import SettingsError
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+def check_same_model(module: nn.Module, group: Group) -> None:
+    """Compare names, shapes and dtypes of parameters and buffers with rank 0's.
+
+    Raises:
+        SettingsError: They differ; the message names the rank and the first difference.
+    """
+    mine = [f"{name}: {tuple(t.shape)} {t.dtype}" for name, t in _tensors(module)]
+    everybody = group.gather_documents(list(mine), name="model shapes")
+    for rank, theirs in enumerate(everybody):
+        for here, there in zip([*everybody[0], "nothing"], [*theirs, "nothing"], strict=False):
+            if here != there:
+                raise SettingsError(
+                    f"every rank must build the same model, but rank {rank} has {there} where rank 0 has {here}; "
+                    "start all ranks with the same code and settings"
+                )
+
+
+def broadcast_module(module: nn.Module, group: Group) -> None:
+    """Copy parameters and buffers of rank 0 to every rank."""
+    broadcast_tensors([tensor for _, tensor in _tensors(module)], group)
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: Group, source: int = 0) -> None:
+    """Copy rank `source`'s `tensors` into those of every rank, many in one message."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        chunk: list[Tensor] = []
+        for tensor in alike:
+            chunk.append(tensor)
+            if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
+                _broadcast_chunk(chunk, group, source)
+                chunk = []
+        if chunk:
+            _broadcast_chunk(chunk, group, source)
+
+
+def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).to(group.device)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    group.broadcast(flat, source=source, name="copy of the state").wait()
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.detach().copy_(piece.view_as(tensor))
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    parameters = [(name, parameter.data) for name, parameter in module.named_parameters()]
+    return parameters + list(module.named_buffers())
