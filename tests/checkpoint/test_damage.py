@@ -74,9 +74,6 @@ def test_any_changed_byte_of_any_file_is_detected(store):
         flip = generator.randrange(1, 256)
         file.write_bytes(content[:offset] + bytes([content[offset] ^ flip]) + content[offset + 1 :])
         assert_passed_over(store, file.name)
-        with pytest.raises(CheckpointError):
-            checkpoint = Checkpoint.open(file.parent)
-            checkpoint.verify()
         file.write_bytes(content)
     assert store.find_newest_valid(lambda path, why: pytest.fail(why)).step == 2
 

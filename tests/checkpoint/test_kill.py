@@ -30,7 +30,7 @@ def drain(receiver):
 
 
 def test_sigkill_at_random_instants_of_saving(tmp_path):
-    """One run, killed and resumed ten times: no finished save is lost, and no unfinished one is taken for whole."""
+    """One run, killed and resumed ten times: no finished save is lost, no unfinished one taken for whole."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["paceline.checkpoint"])
     generator = random.Random(0)
@@ -49,7 +49,8 @@ def test_sigkill_at_random_instants_of_saving(tmp_path):
         receiver.close()
 
         reasons = []
-        checkpoint = CheckpointStore(tmp_path).find_newest_valid(lambda path, why, to=reasons: to.append(why))
+        store = CheckpointStore(tmp_path)
+        checkpoint = store.find_newest_valid(lambda path, why, reasons=reasons: reasons.append(why))
         assert set(reasons) <= {"it was never finished"}
         assert checkpoint.step >= last > newest
         tensors = {name: torch.zeros(30_000) for name in NAMES}

@@ -126,6 +126,14 @@ def test_files_are_split_at_the_size_given(tmp_path):
     assert max(sorted(payloads)[:-1]) == 400
 
 
+def test_every_tensor_is_aligned_in_its_file(tmp_path):
+    tensors = {f"{index}{dtype}": random_tensor(DTYPES[dtype], (3,)) for index, dtype in enumerate(DTYPES)}
+    round_trip(tmp_path / "c", tensors)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    for tensor in manifest["tensors"].values():
+        assert tensor["chunks"][0]["start"] % DTYPES[tensor["dtype"]].itemsize == 0
+
+
 def test_nothing_is_pickled(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("pickled")

@@ -215,6 +215,11 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def unclosed(path: Path) -> None:
+    np.save(path, np.arange(1000))
+    path.write_bytes(path.read_bytes().replace(b"}", b"{"))
+
+
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
@@ -233,6 +238,7 @@ def truncated(path: Path) -> None:
         ("a.npy", save(np.ones(0, dtype=np.int64)), "a.npy must .* but got"),
         ("a.npy", truncated, "must be a whole NumPy array file"),
         ("a.npy", lambda path: path.write_bytes(b"PK\x03\x04 no array"), "must be a whole NumPy array file"),
+        ("a.npy", unclosed, "must be a whole NumPy array file"),
         ("a.bin", lambda path: path.write_bytes(b"x" * 99), "but got 99 bytes, an odd number"),
     ],
 )

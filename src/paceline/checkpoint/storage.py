@@ -189,16 +189,22 @@ class SafetensorsReader(StorageReader):
             assert item.type is LoadItemType.TENSOR
             assert item.storage_index.offset is not None
             requests[item.storage_index.fqn, tuple(item.storage_index.offset)].append(item)
-        for name, tensor in self.manifest.tensors.items():
-            for chunk in tensor.chunks:
-                if items := requests.get((name, chunk.offsets)):
-                    _copy(self._read(name, chunk, DTYPES[tensor.dtype]), items, planner)
+        wanted = [
+            (name, tensor.dtype, chunk)
+            for name, tensor in self.manifest.tensors.items()
+            for chunk in tensor.chunks
+            if (name, chunk.offsets) in requests
+        ]
+        buffer = torch.empty(max((chunk.num_bytes for *_, chunk in wanted), default=0), dtype=torch.uint8)
+        for name, dtype, chunk in wanted:
+            content = buffer[: chunk.num_bytes]
+            self._read(name, chunk, content)
+            _copy(content.view(DTYPES[dtype]).view(chunk.shape), requests[name, chunk.offsets], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        content = torch.empty(chunk.num_bytes, dtype=torch.uint8)
+    def _read(self, name: str, chunk: Chunk, content: Tensor) -> None:
         try:
             with open(self.directory / chunk.file, "rb", buffering=0) as file:
                 found = digest_range(file, chunk.start, chunk.num_bytes, content.numpy().data)
@@ -206,7 +212,6 @@ class SafetensorsReader(StorageReader):
             raise DamagedError(self.directory, f"{chunk.file} cannot be read: {error.strerror}") from error
         if found != chunk.digest:
             raise DamagedError(self.directory, f"tensor {name!r} in {chunk.file} does not match its digest")
-        return content.view(dtype).view(chunk.shape)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

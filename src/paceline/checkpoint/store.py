@@ -95,26 +95,22 @@ class CheckpointStore:
         assert step >= 0
         start_s = time.perf_counter()
         is_coordinator = process_group is None or dist.get_rank(process_group) == 0
-        content = _encode(document)
-        path = self._make_directory(step, process_group)
-        writer = SafetensorsWriter(path, content, step)
+        path, content = self._begin(document, step, process_group)
         try:
-            save_tensors(tensors, writer, process_group)
+            save_tensors(tensors, SafetensorsWriter(path, content, step), process_group)
         except (OSError, CheckpointError, CheckpointException) as error:
             if is_coordinator:
                 with contextlib.suppress(OSError):  # the next save tries again
                     remove_checkpoint(path)
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(
-                content
-            )
-            raise _explain(path, error, num_bytes) from error
+            tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            raise _explain(path, error, tensor_bytes + len(content)) from error
         num_bytes = Checkpoint.open(path).num_bytes
         if is_coordinator:
             self._prune(path)
         return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
 
     def list_checkpoints(self) -> list[Path]:
-        """Return the directories of all committed checkpoints, the newest first; nothing in them is checked."""
+        """Return the directories of all committed checkpoints, the newest first; none is checked."""
         return [path for path in self._list_directories() if (path / MARKER_NAME).exists()]
 
     def find_newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
@@ -155,12 +151,18 @@ class CheckpointStore:
             ) from error
         return [path for *_, path in sorted(found, reverse=True)]
 
-    def _make_directory(self, step: int, process_group: dist.ProcessGroup | None) -> Path:
+    def _begin(
+        self, document: Mapping[str, Any], step: int, process_group: dist.ProcessGroup | None
+    ) -> tuple[Path, bytes]:
+        """Make the directory on rank 0 and return it on all, with the document as it will be written."""
         if process_group is None:
-            return self._make_new_directory(step)
+            content = _encode(document)
+            return self._make_new_directory(step), content
+        content = b""
         outcome: list[str | CheckpointError | None] = [None]
         if dist.get_rank(process_group) == 0:
             try:
+                content = _encode(document)
                 outcome = [self._make_new_directory(step).name]
             except CheckpointError as error:  # the others are waiting to hear of it
                 outcome = [error]
@@ -169,7 +171,7 @@ class CheckpointStore:
         if isinstance(name, CheckpointError):
             raise name
         assert name is not None
-        return self.directory / name
+        return self.directory / name, content
 
     def _make_new_directory(self, step: int) -> Path:
         try:

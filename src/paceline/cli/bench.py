@@ -15,11 +15,11 @@ def bench(
 
     Every setting of a benchmark can be overridden: `paceline bench replica --num_pairs 20`.
     """
-    from paceline.benchmarks import BENCHMARKS, find_benchmark, print_table, write_rows
+    from paceline.benchmarks import find_benchmark, list_benchmarks, print_table, write_rows
     from paceline.cli.overrides import apply_overrides, parse_pairs
 
     if name is None:
-        for known, benchmark in BENCHMARKS.items():
+        for known, benchmark in list_benchmarks().items():
             typer.echo(f"{known:12} {(benchmark.__doc__ or '').splitlines()[0]}")
         return
     settings = apply_overrides(find_benchmark(name)(), parse_pairs(context.args))

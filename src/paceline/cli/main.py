@@ -5,6 +5,7 @@ import sys
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.overrides import OverridesCommand
 from paceline.cli.recipes import recipes
 from paceline.cli.report import report
 from paceline.cli.train import train
@@ -18,9 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command(cls=OverridesCommand)(train)
 app.command()(report)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command(cls=OverridesCommand)(bench)
 app.command()(recipes)
 
 

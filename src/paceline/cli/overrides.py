@@ -6,11 +6,32 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from paceline.errors import SettingsError, unknown_name
 from paceline.registry import Family, Settings, explain, find_variant
 
 S = TypeVar("S", bound=Settings)
+
+
+class OverridesCommand(TyperCommand):
+    """A command that takes any ``--field value`` beside its own options, and finds them in ``context.args``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the overrides out, each with its value, before the rest is parsed."""
+        own = {name for parameter in self.params for name in parameter.opts} | {"--help"}
+        mine: list[str] = []
+        overrides: list[str] = []
+        waiting = list(args)
+        while waiting:
+            word = waiting.pop(0)
+            is_override = word.startswith("--") and word.partition("=")[0] not in own
+            (overrides if is_override else mine).append(word)
+            if "=" not in word and word.startswith("--") and word != "--help" and waiting:
+                (overrides if is_override else mine).append(waiting.pop(0))
+        super().parse_args(ctx, mine)
+        ctx.args = overrides
+        return overrides
 
 
 def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -75,7 +96,7 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
     if family is not None and issubclass(family, Family):
         find_variant(family, value)
         return present if isinstance(present, dict) and present.get("name") == value else find_variant(family, value)().model_dump()
-    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or str)
     refused = None
     for candidate in (value, _from_json(value)):
         try:

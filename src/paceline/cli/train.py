@@ -49,6 +49,7 @@ def _train_here(
 ) -> int:
     from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
     from paceline.launch import ExitCode, launch
+    from paceline.monitor.reader import last_traceback
 
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
@@ -65,5 +66,6 @@ def _train_here(
     if code is ExitCode.PREEMPTED:
         typer.echo(f"go on with: paceline train --resume {directory}")
     if code is ExitCode.FAILED:
+        typer.echo(last_traceback(directory / "events.jsonl"), err=True)
         typer.echo(f"what the workers printed: {directory / 'workers'}")
     return code

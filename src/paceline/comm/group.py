@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor
 
 
@@ -68,7 +67,7 @@ class Group(ABC):
         """Return when every rank has come here."""
         self.all_reduce(torch.zeros(1, device=self.device), name=name).wait()
 
-    def gather_documents(self, document: JsonValue, *, name: str) -> list[Any]:
+    def gather_documents(self, document: Any, *, name: str) -> list[Any]:
         """Return the JSON documents of all ranks, by rank. Control messages travel as JSON, never as pickle."""
         if self.size == 1:
             return [document]

@@ -40,13 +40,13 @@ class TorchGroup(Group):
         self._sequence = 0
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
-        self._backend = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
+        self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
         self._board = PositionBoard(dist.PrefixStore("board", store), rank, size)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum by the backend's own all-reduce."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         return self._begin(name, lambda: self._backend.allreduce([tensor], options))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:

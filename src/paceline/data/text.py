@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 import sysconfig
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +103,8 @@ class Text(Data):
         if len(tokens) < 2 * window:
             raise DataError(
                 f"{path} must hold at least 2 * (data.sequence_length + 1) = {2 * window} tokens, a "
-                f"window to train on and one held out, but got {len(tokens)}; shorten data.sequence_length or "
-                "add text"
+                f"window to train on and one held out, but got {len(tokens)}; shorten "
+                "data.sequence_length or add text"
             )
         num_held_out = round(len(tokens) * self.held_out_fraction)
         start = len(tokens) - min(max(num_held_out, window), len(tokens) - window)
@@ -250,7 +251,7 @@ def _open_file(path: Path) -> Tokens:
 def _open_npy(path: Path) -> Tokens:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
+    except (ValueError, tokenize.TokenError) as error:  # NumPy lets Python's tokenizer read the header
         raise DataError(
             f"{path} must be a whole NumPy array file, but got: {error}; write it again"
         ) from error

@@ -71,8 +71,7 @@ def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_re
 
 
 def _launch_once(directory: Path, log_path: Path, num_workers: int, attempt: int) -> _Outcome:
-    # The launcher logs every failed worker with a page of its own; the run's log says it in one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_launcher()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -111,6 +110,13 @@ def _judge(records: list[Record], reason: str, signalled: bool) -> _Outcome:
     if reason:
         return _Outcome(ExitCode.PEERS_LOST, reason, last_step)
     return _Outcome(ExitCode.FINISHED)
+
+
+def _silence_launcher() -> None:
+    """Keep the elastic launcher from printing a page for each worker that fails: the log says it in a line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _describe_exit(rank: int, code: int) -> str:

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from paceline.comm import Group, join
 from paceline.errors import CommunicationError, PacelineError, SettingsError
 from paceline.launch.exit_codes import ExitCode
-from paceline.monitor.events import Failed, Warned
+from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
 from paceline.registry import explain
-from paceline.training.loop import train
+from paceline.training.loop import tell_failure, train
 from paceline.training.replica import UnusedParametersWarning
 from paceline.training.run import Run, RunFile
 
@@ -44,11 +44,16 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
     with log, _warnings_in(log):
         try:
             run = load_run(file)
-            torch.set_num_threads(run.num_threads or _count_threads())
-            finished = train(run, directory, group, log, recipe=file.recipe)
         except Exception as error:
+            tell_failure(log, error)
             group.close(error)
-            return _tell_failure(log, error)
+            return _code_of(error)
+        torch.set_num_threads(run.num_threads or _count_threads())
+        try:
+            finished = train(run, directory, group, log, recipe=file.recipe)
+        except Exception as error:  # train has told the log
+            group.close(error)
+            return _code_of(error)
     group.close()
     return ExitCode.FINISHED if finished else ExitCode.PREEMPTED
 
@@ -62,16 +67,15 @@ def main() -> int:
     except Exception as error:
         rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
-            return _tell_failure(log, error)
+            tell_failure(log, error)
+        return _code_of(error)
     code = work(directory, file, group, attempt)
     # The launcher takes any other code for a failure; it reads from the log that the run was preempted.
     return ExitCode.FINISHED if code is ExitCode.PREEMPTED else code
 
 
-def _tell_failure(log: EventLog, error: Exception) -> ExitCode:
-    trace = "".join(traceback.format_exception(error))
-    print(trace, file=sys.stderr, flush=True)
-    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=-1)
+def _code_of(error: Exception) -> ExitCode:
+    traceback.print_exception(error)
     if isinstance(error, CommunicationError):
         return ExitCode.PEERS_LOST
     return ExitCode.REFUSED if isinstance(error, PacelineError) else ExitCode.FAILED

@@ -3,8 +3,8 @@
 A line is ``{"kind": ..., "run": ..., "rank": ..., "epoch": ..., "step": ..., "time_s": ..., "unix_s": ...,
 "event": {...}}``: the envelope says who spoke and when, ``event`` holds the fields of the kind. JSON has
 no NaN and no infinities: they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, and a field of
-type float turns these back. Inside ``RunStarted.settings``, which has no types, they stay strings; pydantic reads
-those as floats. A line is ASCII and holds no line break, whatever the texts in it.
+type float turns these back. Inside ``RunStarted.settings``, which has no types, they stay strings; pydantic
+reads those as floats. A line is ASCII and holds no line break, whatever the texts in it.
 """
 
 import json
@@ -48,9 +48,11 @@ class Record(Generic[E_co]):
 
     run: str
     rank: int
+    """-1 for the launcher, which is none of the workers."""
     epoch: int
     """Of the membership: it counts the groups that trained, not passes over the data."""
     step: int
+    """-1 where no step is known."""
     time_s: float
     """Monotonic; comparable only within one process."""
     unix_s: float

@@ -8,7 +8,6 @@ from math import isfinite
 
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
 
@@ -56,7 +55,7 @@ class LiveView:
         self._showcase: str | None = None
 
     def run(self, path: str | os.PathLike[str], stop: threading.Event, offset: int = 0) -> None:
-        """Show the log at `path` as it grows from byte `offset`, until `stop` is set and all before it is shown."""
+        """Show the log at `path` from byte `offset` on as it grows, until `stop` is set."""
         try:
             for record in follow(path, stop, offset=offset):
                 self.show(record)
@@ -84,7 +83,7 @@ class LiveView:
             self._live = None
 
     def _open(self) -> None:
-        if self._live is None and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if self._live is None and self._console.is_terminal:
             self._live = Live(self._status, console=self._console, transient=True, refresh_per_second=8)
             self._live.start()
 
@@ -100,7 +99,7 @@ class LiveView:
         if self._console.is_terminal:
             self._console.print(Panel(text, title="what it does now", title_align="left", border_style="dim"))
         else:
-            self._console.print(Padding(text, (0, 0, 0, 4)), soft_wrap=True)
+            self._console.print(Text("    ") + Text("\n    ").join(text.split("\n")), soft_wrap=True)
         self._showcase = None
 
 
@@ -134,7 +133,7 @@ class _Status:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         width = max(1, options.max_width - 1)  # a full last column makes some terminals wrap
-        for line in (self._bar(width, ascii_only=options.ascii_only), self._numbers()):
+        for line in (self._bar(width, ascii_only=options.ascii_only), self._numbers(width)):
             line.truncate(width)
             line.no_wrap = True
             yield line
@@ -150,7 +149,7 @@ class _Status:
         full, empty = ("#", "-") if ascii_only else ("━", "─")
         return Text.assemble(left, (full * num_full, "green"), (empty * (bar_width - num_full), "dim"), right)
 
-    def _numbers(self) -> Text:
+    def _numbers(self, width: int) -> Text:
         steps = [step for _, step in list(self._recent)]  # a copy: the bar is drawn by another thread
         if self._loss is None or not steps:
             return Text("waiting for the first step", style="dim")
@@ -161,6 +160,8 @@ class _Status:
         if duration_s > 0:
             parts.append(f"{number(sum(step.num_samples for step in steps) / duration_s)} samples/s")
             parts.append(f"communication {share(sum(step.communication_s for step in steps) / duration_s)}")
+        while len(parts) > 1 and len("   ".join(parts)) > width:
+            parts.pop()
         return Text("   ".join(parts), style="" if isfinite(self._loss) else "red")
 
     def _remaining(self) -> str:

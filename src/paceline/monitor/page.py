@@ -113,6 +113,10 @@ def _tiles(summary: Summary) -> str:
     return f"<dl class=tiles>{''.join(cells)}</dl>"
 
 
+def _count(value: int) -> str:
+    return f"{value:,}" if value >= 0 else "–"
+
+
 def _known(value: float | None, wording: Callable[[float], str]) -> str:
     return "–" if value is None else wording(value)
 
@@ -145,7 +149,7 @@ def _failure(summary: Summary) -> str:
 
 
 def _notices(summary: Summary, num_skipped: int) -> str:
-    rows = [[f"{one.step:,}", str(one.rank), one.event.message] for one in summary.warnings]
+    rows = [[_count(one.step), _count(one.rank), one.event.message] for one in summary.warnings]
     parts = [_table(["step", "rank", "warning"], rows, num_numeric=2)] if rows else []
     if summary.unused_parameters:
         parts.append(f"<p>Parameters that no rank used: {_safe(', '.join(summary.unused_parameters))}</p>")
@@ -186,7 +190,7 @@ def _history(summary: Summary) -> str:
         return ""
     finish: list[Record] = [summary.finish] if summary.finish is not None else []
     records = sorted([*summary.starts, *stops, *finish], key=lambda record: record.unix_s)
-    rows = [[f"{one.step:,}", str(one.rank), _when(one), describe(one) or ""] for one in records]
+    rows = [[_count(one.step), _count(one.rank), _when(one), describe(one) or ""] for one in records]
     return _section("Starts and stops", _table(["step", "rank", "when", "what"], rows, num_numeric=2))
 
 

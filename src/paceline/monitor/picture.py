@@ -9,7 +9,7 @@ import numpy as np
 from paceline.errors import missing_extra
 from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import number, one_line
+from paceline.monitor.wording import number, one_line, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +82,9 @@ def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
         (0.945, 15, "bold", palette.ink, title),
         (0.908, 10, "normal", palette.muted, "  ·  ".join(details)),
     ):
-        plain = one_line(text, 100).encode("latin-1", "replace").decode("latin-1")  # what the font has
+        plain = (
+            one_line(printable(text), 70).encode("latin-1", "replace").decode("latin-1")
+        )  # what the font has
         figure.text(0.055, y, plain, size=size, weight=weight, color=color, parse_math=False)
 
 
@@ -99,7 +101,7 @@ def _draw_panels(figure: "Figure", summary: Summary, palette: Palette, top: floa
         wspace=0.22,
     )
     axes = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, column]) for column in range(3))]
-    titles = ("loss", "learning rate", "samples per second", "time of a step")
+    titles = ("loss", "learning rate", "samples per second", "communication, share of a step")
     for one, title in zip(axes, titles, strict=True):
         _dress(one, title, palette)
     steps = np.array([record.step for record in summary.steps], dtype=np.float64)
@@ -133,7 +135,7 @@ def _dress(axes: "Axes", title: str, palette: Palette) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(palette.grid)
     axes.tick_params(colors=palette.muted, labelsize=8.5, length=0, pad=5)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("step", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
 
@@ -144,7 +146,7 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     judged_at = np.array([record.step for record in summary.evaluations], dtype=np.float64)
     judged = as_floats([record.event.loss for record in summary.evaluations])
     dots = "o" if len(raw) < 3 else ""
-    axes.plot(*thin(steps, raw), color=palette.train, alpha=0.28, linewidth=0.8, zorder=2)
+    axes.plot(*thin(steps, raw), color=palette.train, alpha=0.25, linewidth=0.8, zorder=2)
     axes.plot(
         *thin(steps, smoothed), color=palette.train, linewidth=2, marker=dots, label="training", zorder=3
     )
@@ -179,15 +181,14 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
             [], [], color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, label="restart or resume"
         )
     _fit(axes, raw, np.concatenate([smoothed, judged]))
-    axes.legend(
-        loc="upper right", frameon=False, fontsize=9, labelcolor=palette.muted, ncols=4, borderaxespad=0.1
-    )
+    _place_legend(axes, palette)
 
 
 def _fit(axes: "Axes", raw: Floats, shown: Floats) -> None:
     """Choose the range of the loss so that one spike does not flatten all else."""
     shown, raw = shown[np.isfinite(shown)], raw[np.isfinite(raw)]
     if not len(shown):
+        axes.set_yticks([])
         return
     usual = np.quantile(raw, [0.005, 0.995]) if len(raw) else shown
     lowest, highest = min(shown.min(), usual.min()), max(shown.max(), usual.max())
@@ -219,7 +220,7 @@ def _draw_speed(axes: "Axes", steps: Floats, summary: Summary, palette: Palette)
     rates = np.full(len(steps), np.nan)
     np.divide(num_samples, duration_s, out=rates, where=duration_s > 0)
     usual = smooth(rates, max(1, len(rates) // 30))
-    axes.plot(*thin(steps, rates), color=palette.train, alpha=0.28, linewidth=0.8)
+    axes.plot(*thin(steps, rates), color=palette.train, alpha=0.25, linewidth=0.8)
     axes.plot(*thin(steps, usual), color=palette.train, linewidth=1.8, marker="o" if len(rates) < 3 else "")
     known = rates[np.isfinite(rates)]
     if len(known):
@@ -233,23 +234,27 @@ def _draw_time(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     duration_s = as_floats([record.event.duration_s for record in summary.steps])
     communication_s = as_floats([record.event.communication_s for record in summary.steps])
     at, shares = ratio_in_bins(steps, communication_s, duration_s)
-    at, shares = np.append(at, steps[-1] + 1), np.clip(np.append(shares, shares[-1]), 0, 1)
+    at, shares = np.append(at, steps[-1] + 1) - 0.5, np.clip(np.append(shares, shares[-1]), 0, 1)
     known = np.isfinite(shares)
-    colors = {
-        "computing": (palette.train, 0.16, shares, 1.0),
-        "communication": (palette.train, 0.85, 0.0, shares),
-    }
-    for label, (color, alpha, low, high) in reversed(colors.items()):
+    for alpha, low, high in ((0.85, 0.0, shares), (0.16, shares, 1.0)):
         axes.fill_between(
-            at, low, high, where=known, step="post", color=color, alpha=alpha, linewidth=0, label=label
+            at, low, high, where=known, step="post", color=palette.train, alpha=alpha, linewidth=0
         )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _place_legend(axes: "Axes", palette: Palette) -> None:
+    """Put the legend beside the title, where no curve can run through it."""
     axes.legend(
         loc="lower right",
-        bbox_to_anchor=(1.02, 0.98),
+        bbox_to_anchor=(1.0, 0.985),
         frameon=False,
         fontsize=8.5,
         labelcolor=palette.muted,
-        ncols=2,
+        ncols=4,
+        handlelength=1.2,
+        handletextpad=0.5,
+        columnspacing=1.2,
+        borderaxespad=0.2,
     )

@@ -61,10 +61,11 @@ def read_log(path: str | os.PathLike[str]) -> Records:
 def follow(
     path: str | os.PathLike[str], stop: threading.Event, poll_s: float = 0.2, offset: int = 0
 ) -> Iterator[Record]:
-    """Yield the records of the log at `path` from byte `offset` on, waiting for the file if there is none yet.
+    """Yield the records of the log at `path` as they come, waiting for the file if there is none yet.
 
-    It ends once `stop` is set and what was written before that is read. Lines that are no event are passed
-    over (`read_log` counts them).
+    It begins at byte `offset`, such as the size of a log whose former attempts are of no interest, and ends
+    once `stop` is set and what was written before that is read. Lines that are no event are passed over
+    (`read_log` counts them).
     """
     path = Path(path)
     while not path.is_file():
@@ -231,3 +232,10 @@ def _elapsed_s(records: list[Record]) -> float:
         elif start is not None and record.rank == start.rank and not isinstance(record.event, Restarted):
             last_s = max(last_s, record.unix_s - start.unix_s)
     return elapsed_s + last_s
+
+
+def last_traceback(path: str | os.PathLike[str]) -> str:
+    """Return the traceback of the first failure in the newest start of the run whose log is at `path`."""
+    failures = select(read_log(path), Failed)
+    newest = [failure.event.traceback for failure in failures if failure.epoch == failures[-1].epoch]
+    return newest[0] if newest else ""

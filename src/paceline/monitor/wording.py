@@ -64,7 +64,7 @@ def size(num_bytes: float) -> str:
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:,.3g} TB"
+    return f"{number(num_bytes)} TB"
 
 
 def describe(record: Record) -> str | None:
@@ -86,7 +86,8 @@ def describe(record: Record) -> str | None:
         case Restarted(attempt=attempt, reason=reason):
             return f"restart {attempt}: {reason}"
         case Failed(error=error, message=message):
-            return f"rank {record.rank} failed at step {record.step:,} with {error}: {message}"
+            who = f"rank {record.rank} failed" if record.rank >= 0 else "failed"
+            return f"{who}{f' at step {record.step:,}' if record.step >= 0 else ''} with {error}: {message}"
         case RunFinished(held_out_loss=loss) as event:
             spent = f"{duration(event.duration_s)}, {number(event.samples_per_s)} samples/s"
             return f"finished: {_join(_held_out(loss, event.metrics), spent)}"

@@ -49,9 +49,10 @@ class Slot:
         self.used = True
         if gradient is self.view:
             return
-        if gradient is None or gradient.layout != torch.strided:
+        assert gradient is not None
+        if gradient.layout != torch.strided:
             raise GradientError(
-                f"the gradient of {self.name} must be dense, but got {gradient and gradient.layout}; "
+                f"the gradient of {self.name} must be dense, but got {gradient.layout}; "
                 "build its embedding with sparse=False"
             )
         self.view.copy_(gradient)

@@ -16,7 +16,7 @@ def hash_tensor(tensor: Tensor) -> int:
     plain = tensor.detach().cpu().contiguous().flatten()
     if plain.numel() == 0:
         return 0
-    return xxhash.xxh3_64_intdigest(plain.view(torch.uint8).numpy())
+    return xxhash.xxh3_64_intdigest(memoryview(plain.view(torch.uint8).numpy()))
 
 
 def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> None:
@@ -27,7 +27,7 @@ def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> No
             the first parameter that differs.
     """
     hashes = {name: hash_tensor(tensor) for name, tensor in parameters.items()}
-    total = xxhash.xxh3_64_intdigest(repr(list(hashes.values())))
+    total = xxhash.xxh3_64_intdigest(repr(list(hashes.values())).encode())
     mine = torch.tensor([total >> 32, total & 0xFFFFFFFF], device=group.device)
     everybody = torch.zeros(group.size, 2, dtype=torch.int64, device=group.device)
     group.all_gather(everybody, mine, name="replica hash").wait()

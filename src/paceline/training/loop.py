@@ -3,25 +3,24 @@
 import signal
 import threading
 import time
-import warnings
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedCheckpoint
 from paceline.comm.group import Group
 from paceline.data import Loader, Splits, derive_seed
-from paceline.errors import SettingsError
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
     Evaluated,
     Event,
+    Failed,
     Preempted,
     RunFinished,
     RunStarted,
@@ -71,16 +70,28 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     Returns:
         True when the last step is done, False when a signal ended it before.
     """
-    training = _set_up(run, directory, group, log, recipe)
+    training = None
     try:
+        training = _set_up(run, directory, group, log, recipe)
         with _stop_on_signal(training):
             finished = _run_steps(training)
         if finished:
             _finish(training)
-        return finished
-    finally:
         if training.saver is not None:
             training.saver.close()
+        return finished
+    except Exception as error:
+        tell_failure(log, error, step=training.step if training else -1)
+        raise
+    finally:
+        if training is not None:
+            training.store.close()
+
+
+def tell_failure(log: EventLog, error: Exception, step: int = -1) -> None:
+    """Write to the log how this worker failed; step -1 is before the first."""
+    trace = "".join(traceback.format_exception(error))
+    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=step)
 
 
 def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str) -> Training:

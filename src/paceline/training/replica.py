@@ -97,7 +97,9 @@ class Replica:
         self._mass_unit: float | None = None
         self._stop_requested = False
         self._warned_unused: set[str] = set()
-        self._begin_step()
+        self._weight = 0.0
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        self._exchanging = False
         self._reducer: Reducer | None = None
         if self.group.size > 1:
             check_same_model(module, self.group)
@@ -184,7 +186,9 @@ class Replica:
         self._learn_layout()
         if self._is_hash_due():
             check_equal(self._parameters, self.group, self.num_updates)
-        self._begin_step()
+        self._weight = 0.0
+        self._loss = torch.zeros_like(self._loss)
+        self._exchanging = False
         return StepResult(loss / weight, weight, gradient_norm, waited_s, skipped, stop, newly_unused)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,11 +220,6 @@ class Replica:
                 f"the optimizer must hold parameters of the module only, but {strangers} of its {len(held)} are not; "
                 "build it from module.parameters() after the module is complete"
             )
-
-    def _begin_step(self) -> None:
-        self._weight = 0.0
-        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        self._exchanging = False
 
     def _agree_first_unit(self) -> float:
         first = torch.tensor([self._weight], dtype=torch.float64, device=self.group.device)

@@ -174,6 +174,10 @@ class BatchNorm(nn.BatchNorm2d):
 class FrozenBatchNorm(nn.BatchNorm2d):
     """Batch norm by running statistics that training never changes; scale and shift are trained."""
 
+    def __init__(self, num_features: int):
+        super().__init__(num_features)
+        self.train()
+
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation whatever `mode` is."""
         return super().train(False)

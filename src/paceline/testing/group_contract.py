@@ -1,0 +1,210 @@
+"""What every `Group` must do: checks that all ranks run together, each on its own member of one group.
+
+A new kind of group is tested by running `check_group` on every rank, and `check_words_of_failure` last of all.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.errors import CommunicationError
+
+Check = Callable[[Group], None]
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 1, 5), (1031,))
+CAUSE = "the disk is full"
+DOCUMENTS: tuple[JsonValue, ...] = (
+    None,
+    "",
+    "Zoë 🚲 読む \u0000 end",
+    {"name": "ß" * 10_000, "nested": [1, 2.5, None, True, {}]},
+    [],
+)
+
+
+def check_group(group: Group) -> list[str]:
+    """Run every check of `GROUP_CHECKS` and return their names.
+
+    Raises:
+        AssertionError: The group breaks the contract; the message begins with the check's name.
+    """
+    for check in GROUP_CHECKS:
+        try:
+            check(group)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    return [check.__name__ for check in GROUP_CHECKS]
+
+
+def sums_are_exact(group: Group) -> None:
+    """A sum that every dtype can hold exactly is exact, for any shape."""
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            tensor = torch.full(shape, group.rank + 1).to(group.device, dtype)
+            group.all_reduce(tensor, name="exact sum").wait()
+            expected = group.size * (group.size + 1) // 2
+            _expect_equal(tensor, torch.full(shape, expected).to(group.device, dtype), f"sum of {shape} {dtype}")
+
+
+def sums_have_the_same_bits_on_every_rank(group: Group) -> None:
+    """Rounding depends on the order of summation, so the order must be one for all; and it is that of a sum."""
+    for num_elements in (1, 2, 1031):
+        parts = [_random(rank, num_elements, group.device) for rank in range(group.size)]
+        mine = parts[group.rank].clone()
+        group.all_reduce(mine, name="sum").wait()
+        everybody = torch.zeros(group.size, num_elements, device=group.device)
+        group.all_gather(everybody, mine, name="sums").wait()
+        for rank in range(group.size):
+            _expect_equal(everybody[rank].view(torch.int32), mine.view(torch.int32), f"bits of rank {rank}'s sum")
+        exact = torch.stack([part.double() for part in parts]).sum(0)
+        magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
+        bound = (group.size - 1) * torch.finfo(torch.float32).eps * magnitude
+        assert bool(((mine.double() - exact).abs() <= bound).all()), "a float32 sum is further off than rounding takes it"
+
+
+def sums_keep_nan_and_infinity(group: Group) -> None:
+    """What is not finite on one rank is not finite on any."""
+    last = group.size - 1
+    tensor = torch.zeros(3, device=group.device)
+    if group.rank == last:
+        tensor[0], tensor[1] = float("nan"), float("inf")
+    group.all_reduce(tensor, name="not finite").wait()
+    assert str(tensor.tolist()) == "[nan, inf, 0.0]", f"got {tensor.tolist()}"
+
+
+def operations_leave_the_rest_of_a_buffer_alone(group: Group) -> None:
+    """A slice of a buffer takes part without a copy, and nothing beside it changes."""
+    buffer = torch.arange(10, dtype=torch.float64, device=group.device)
+    group.all_reduce(buffer[3:6], name="slice").wait()
+    expected = torch.arange(10, dtype=torch.float64, device=group.device)
+    expected[3:6] *= group.size
+    _expect_equal(buffer, expected, "buffer around a summed slice")
+
+
+def many_operations_can_be_in_flight(group: Group) -> None:
+    """Operations of every kind run side by side, and may be waited for in any order."""
+    here, size = float(group.rank), group.size
+    sums = [torch.full((100 + number,), here + number, device=group.device) for number in range(8)]
+    copies = [torch.full((5,), here, device=group.device) for _ in range(size)]
+    gathered = torch.zeros(size, 2, device=group.device)
+    works = [group.all_reduce(tensor, name=f"sum {number}") for number, tensor in enumerate(sums)]
+    works += [group.broadcast(tensor, source=rank, name=f"copy {rank}") for rank, tensor in enumerate(copies)]
+    works.append(group.all_gather(gathered, torch.full((2,), here, device=group.device), name="rows"))
+    for work in reversed(works):
+        work.wait()
+    for number, tensor in enumerate(sums):
+        expected = torch.full_like(tensor, size * (size - 1) / 2 + size * number)
+        _expect_equal(tensor, expected, f"sum {number} of 8 in flight")
+    for rank, tensor in enumerate(copies):
+        _expect_equal(tensor, torch.full_like(tensor, rank), f"copy of rank {rank} in flight")
+    _expect_equal(gathered[:, 0], torch.arange(float(size), device=group.device), "rows gathered in flight")
+
+
+def broadcast_copies_each_source(group: Group) -> None:
+    """Every rank can be the source; its own tensor stays as it is."""
+    for source in range(group.size):
+        for dtype in (*DTYPES, torch.bool):
+            tensor = _pattern(group.rank, dtype, group.device)
+            group.broadcast(tensor, source=source, name="copy").wait()
+            _expect_equal(tensor, _pattern(source, dtype, group.device), f"{dtype} from rank {source}")
+
+
+def all_gather_keeps_the_order_of_ranks(group: Group) -> None:
+    """``output[r]`` is rank r's tensor, and the tensor given is unchanged."""
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            mine = torch.full(shape, group.rank + 1).to(group.device, dtype)
+            output = torch.zeros(group.size, *shape, dtype=dtype, device=group.device)
+            group.all_gather(output, mine, name="rows").wait()
+            for rank in range(group.size):
+                expected = torch.full(shape, rank + 1).to(group.device, dtype)
+                _expect_equal(output[rank], expected, f"row {rank} of {shape} {dtype}")
+            _expect_equal(mine, torch.full(shape, group.rank + 1).to(group.device, dtype), "gathered tensor")
+
+
+def documents_of_any_length_arrive_whole(group: Group) -> None:
+    """JSON documents of different lengths and types, with any Unicode, come back in the order of ranks."""
+    for shift in range(len(DOCUMENTS)):
+        expected = [DOCUMENTS[(rank + shift) % len(DOCUMENTS)] for rank in range(group.size)]
+        gathered = group.gather_documents(expected[group.rank], name="documents")
+        assert gathered == expected, f"expected {expected}, but got {gathered}"
+
+
+def barrier_holds_everybody_until_the_last(group: Group) -> None:
+    """Nobody leaves before the last has come; clocks are those of one host."""
+    for late in range(group.size):
+        if group.rank == late:
+            time.sleep(0.05)
+        came_s = time.monotonic()
+        group.barrier()
+        times = group.gather_documents([came_s, time.monotonic()], name="times")
+        assert min(left for _, left in times) >= max(came for came, _ in times), f"with rank {late} late: {times}"
+
+
+def members_know_their_place(group: Group) -> None:
+    """Ranks are 0..size-1, and size and epoch the same on all."""
+    places = group.gather_documents([group.rank, group.size, group.epoch], name="places")
+    assert places == [[rank, group.size, group.epoch] for rank in range(group.size)], f"got {places}"
+
+
+def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
+    """Buffers are flat, zeroed, of the length and dtype asked for, and not shared between two calls."""
+    first, second = group.allocate(5, torch.float64), group.allocate(5, torch.float64)
+    _expect_equal(first, torch.zeros(5, dtype=torch.float64, device=group.device), "new buffer")
+    first.fill_(group.rank)
+    group.all_reduce(first, name="buffer").wait()
+    _expect_equal(first, torch.full_like(first, group.size * (group.size - 1) / 2), "sum of buffers")
+    _expect_equal(second, torch.zeros_like(second), "the other buffer")
+
+
+GROUP_CHECKS: tuple[Check, ...] = (
+    sums_are_exact,
+    sums_have_the_same_bits_on_every_rank,
+    sums_keep_nan_and_infinity,
+    operations_leave_the_rest_of_a_buffer_alone,
+    many_operations_can_be_in_flight,
+    broadcast_copies_each_source,
+    all_gather_keeps_the_order_of_ranks,
+    documents_of_any_length_arrive_whole,
+    barrier_holds_everybody_until_the_last,
+    members_know_their_place,
+    allocated_buffers_are_zeroed_and_take_part,
+)
+
+
+def check_words_of_failure(group: Group) -> None:
+    """Check that a rank which closes the group with an error ends the others' operations, with its words.
+
+    The group is of no more use afterwards, and the rank that fails must end for the others to notice at once.
+    """
+    if group.rank == group.size - 1:
+        group.close(ValueError(CAUSE))
+        return
+    try:
+        group.all_reduce(torch.zeros(3, device=group.device), name="sum without the last").wait()
+    except CommunicationError as error:
+        for part in (f"rank {group.size - 1} ", "ValueError", CAUSE, "'sum without the last'"):
+            assert part in str(error), f"the error must say {part!r}, but says: {error}"
+        group.close(error)
+    else:
+        raise AssertionError("an operation ended well without one of its ranks")
+
+
+def _random(rank: int, num_elements: int, device: torch.device) -> Tensor:
+    """Return values of very different sizes, whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.rand(num_elements, generator=generator) * 16 - 8
+    return (torch.randn(num_elements, generator=generator) * 10**exponents).to(device)
+
+
+def _pattern(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return ((torch.arange(6) + rank) % 5 * (rank + 1)).to(device, dtype)
+
+
+def _expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(actual, expected), f"{what} must be {expected.tolist()}, but is {actual.tolist()}"

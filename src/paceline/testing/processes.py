@@ -1,0 +1,192 @@
+"""Real processes for tests: N ranks that find each other as torchrun's workers do.
+
+One starter process imports torch and the function under test and then forks the ranks, so that a start of N ranks
+costs one import. The store in which they meet is held by the caller, as torchrun's agent does: it outlives every rank.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import JsonValue
+
+_GRACE_S = 15.0
+"""Time the starter has beyond the ranks', to import torch and to clean up."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one process ended."""
+
+    rank: int
+    value: Any
+    """What the function returned, through JSON; None where it did not return."""
+    exit_code: int | None
+    """0 if it returned, 1 if it raised, minus the signal that ended it; None if it was still there at the end."""
+    output: str
+    """What it wrote to stdout and stderr, with the traceback of what it raised."""
+
+
+def open_store() -> dist.TCPStore:
+    """Return a store for `run_processes` that several starts can share, as those of a restarting launcher do.
+
+    The kernel chooses its port while it is bound, so that no other process can take it.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def run_processes(
+    num_ranks: int,
+    function: str | Callable[..., JsonValue],
+    arguments: Mapping[str, JsonValue] | None = None,
+    *,
+    timeout_s: float = 40.0,
+    wait_for: Collection[int] | None = None,
+    store: dist.TCPStore | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Run ``function(**arguments)`` in `num_ranks` processes with torchrun's environment, and return how each ended.
+
+    Args:
+        num_ranks: Processes; each has one thread.
+        function: At the top of a module; or its place, as ``package.module:function`` or ``file.py:function``.
+        arguments: What it is called with, as JSON.
+        timeout_s: When all that still run are killed.
+        wait_for: Ranks whose end is waited for, after which the others are killed; all by default.
+        store: Where they meet; one of their own by default.
+        environment: Variables to add.
+    """
+    if not isinstance(function, str):
+        function = f"{inspect.getsourcefile(function)}:{function.__qualname__}"
+    held = store or open_store()
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
+        plan = {
+            "num_ranks": num_ranks,
+            "function": function,
+            "arguments": dict(arguments or {}),
+            "timeout_s": timeout_s,
+            "wait_for": sorted(range(num_ranks) if wait_for is None else wait_for),
+            "folder": folder,
+        }
+        _run_starter(plan, {**os.environ, **_launcher_environment(num_ranks, held.port), **(environment or {})})
+        return [_collect(Path(folder), rank) for rank in range(num_ranks)]
+
+
+def _launcher_environment(num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Run the starter, and leave nothing behind whatever happens here."""
+    command = [sys.executable, "-c", "from paceline.testing.processes import start_ranks; start_ranks()"]
+    starter = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = starter.communicate(json.dumps(plan), timeout=plan["timeout_s"] + _GRACE_S)
+    finally:
+        if starter.returncode is None:
+            os.killpg(starter.pid, signal.SIGKILL)
+            starter.communicate()
+    if starter.returncode != 0:
+        raise RuntimeError(f"the process that starts ranks must end well, but it did not:\n{output}")
+
+
+def _collect(folder: Path, rank: int) -> RankResult:
+    value = folder / f"{rank}.value"
+    exits: dict[str, int | None] = json.loads((folder / "exits").read_text())
+    return RankResult(
+        rank,
+        json.loads(value.read_text()) if value.exists() else None,
+        exits[str(rank)],
+        (folder / f"{rank}.output").read_text(errors="replace"),
+    )
+
+
+def start_ranks() -> None:
+    """Be the starter: read the plan from stdin, fork the ranks, and write how each ended."""
+    plan = json.load(sys.stdin)
+    folder = Path(plan["folder"])
+    place, _, name = plan["function"].rpartition(":")
+    function = getattr(_load(place), name)
+    ranks = {_fork(rank, function, plan["arguments"], folder): rank for rank in range(plan["num_ranks"])}
+    exits = dict.fromkeys(range(plan["num_ranks"]), None) | _wait(ranks, set(plan["wait_for"]), plan["timeout_s"])
+    (folder / "exits").write_text(json.dumps(exits))
+
+
+def _load(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fork(rank: int, function: Callable[..., JsonValue], arguments: Mapping[str, JsonValue], folder: Path) -> int:
+    """Return the process id of a new rank; in the rank itself, never return."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    code = 1
+    try:
+        value = json.dumps(function(**arguments))
+        (folder / f"{rank}.value").write_text(value)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not the starter's own ending, which a fork has inherited
+
+
+def _wait(ranks: dict[int, int], needed: set[int], timeout_s: float) -> dict[int, int | None]:
+    """Wait until the `needed` ranks have ended, kill the others, and return the exit codes of those that ended."""
+    deadline_s = time.monotonic() + timeout_s
+    exits: dict[int, int | None] = {}
+    while not needed <= exits.keys() and time.monotonic() < deadline_s:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            exits[ranks[pid]] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+    for pid, rank in ranks.items():
+        if rank not in exits:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return exits

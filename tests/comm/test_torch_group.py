@@ -1,0 +1,148 @@
+import time
+
+import pytest
+import torch
+
+from paceline.comm import join
+from paceline.errors import CommunicationError
+from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure, faults, open_store, run_processes
+
+
+def keep_contract():
+    group = join(timeout_s=20, device="cpu")
+    names = check_group(group)
+    check_words_of_failure(group)
+    return [names, type(group).__name__]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_keeps_the_contract(num_ranks):
+    results = run_processes(num_ranks, keep_contract)
+    for result in results:
+        assert result.exit_code == 0, result.output
+        assert result.value == [[check.__name__ for check in GROUP_CHECKS], "TorchGroup"]
+
+
+def run_steps(script, timeout_s, num_steps=3):
+    """Sum at every step, and tell what went wrong and after how long."""
+    group = join(timeout_s=timeout_s, device="cpu")
+    began_s = time.monotonic()
+    try:
+        for step in range(1, num_steps + 1):
+            faults.strike(script, rank=group.rank, step=step)
+            began_s = time.monotonic()
+            group.all_reduce(torch.ones(1000), name=f"sum of step {step}").wait()
+    except CommunicationError as error:
+        group.close(error)
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "waited_s": time.monotonic() - began_s,
+            "epoch": group.epoch,
+        }
+    except Exception as error:
+        group.close(error)
+        raise
+    group.close()
+    return {"error": None, "epoch": group.epoch}
+
+
+def run_script(num_ranks, script, *, timeout_s, **options):
+    arguments = {"script": [fault.model_dump() for fault in script], "timeout_s": timeout_s}
+    return run_processes(num_ranks, run_steps, arguments, **options)
+
+
+def test_a_late_rank_is_named_with_the_operation_it_is_behind_in():
+    delay = faults.delay(rank=1, step=3, duration_s=4)
+    first, late, other = run_script(3, [delay], timeout_s=1)
+    for waiting in (first, other):
+        value = waiting.value
+        assert value["error"] == "PeerTimeoutError", waiting.output
+        assert value["message"].startswith(
+            f"operation 3 'sum of step 3' on rank {waiting.rank} must finish within 1 s, but did not: rank 1 "
+        ), value
+        assert "is alive but behind: it has begun operation 2 'sum of step 2' and computes" in value["message"]
+        assert value["message"].count("is alive but behind") == 1, "only the late rank is behind"
+    assert late.value["error"] is not None
+
+
+def test_a_killed_rank_is_named_long_before_the_time_out():
+    timeout_s = 30
+    first, killed, other = run_script(3, [faults.kill(rank=1, step=2)], timeout_s=timeout_s)
+    assert killed.exit_code == -9
+    for survivor in (first, other):
+        assert survivor.value["error"] == "CommunicationError", survivor.output
+        assert survivor.value["waited_s"] < timeout_s / 3
+        assert survivor.value["message"].startswith(f"operation 2 'sum of step 2' on rank {survivor.rank} lost its")
+        assert "rank 1 (host " in survivor.value["message"]
+        blamed = survivor.value["message"].split("lost its peers: ")[1]
+        assert blamed.startswith("rank 1 "), "the dead rank comes first"
+        assert "is dead or frozen: it was last heard of when it had begun operation 1" in blamed
+        assert blamed.count("dead") == 1, "survivors are not called dead"
+
+
+def test_a_frozen_rank_is_named_when_time_is_out():
+    first, frozen = run_script(2, [faults.freeze(rank=1, step=2)], timeout_s=1, wait_for=[0])
+    assert frozen.exit_code is None, "it was still there"
+    assert first.value["error"] == "PeerTimeoutError", first.output
+    assert "rank 1 (host " in first.value["message"]
+    assert "is dead or frozen" in first.value["message"]
+
+
+def test_the_last_words_of_a_rank_that_raised_reach_the_others():
+    first, failed = run_script(2, [faults.fail(rank=1, step=2, message="no space left")], timeout_s=30)
+    assert failed.exit_code == 1
+    assert "ScriptedError: no space left" in failed.output
+    assert first.value["error"] == "CommunicationError", first.output
+    assert "ScriptedError: no space left" in first.value["message"]
+    assert "dead" not in first.value["message"]
+
+
+def test_restarted_ranks_meet_again_over_the_store_of_the_dead():
+    store = open_store()
+    epochs = []
+    for num_ranks, script in [(2, [faults.kill(rank=0, step=1)]), (3, []), (2, [])]:
+        results = run_script(num_ranks, script, timeout_s=10, store=store)
+        values = [result.value for result in results if result.value is not None]
+        epochs.append({value["epoch"] for value in values})
+        if not script:
+            assert [value["error"] for value in values] == [None] * num_ranks, results
+    assert [len(found) for found in epochs] == [1, 1, 1], "all ranks of a start are in one epoch"
+    assert sorted(set().union(*epochs)) == [1, 2, 3]
+
+
+def use_wrong_dtype():
+    group = join(timeout_s=20, device="cpu")
+    try:
+        group.all_reduce(torch.ones(3, dtype=torch.int16), name="int16").wait()
+    except Exception as error:
+        return [isinstance(error, CommunicationError), str(error)]
+    return [False, ""]
+
+
+def test_a_call_that_the_backend_refuses_is_no_loss_of_peers():
+    for result in run_processes(2, use_wrong_dtype):
+        is_communication, message = result.value
+        assert not is_communication, f"restarting cannot cure it, yet it counts as a lost peer: {message}"
+
+
+def lose_the_store():
+    """Rank 0 holds the store itself and freezes, as a whole host may; rank 1 must still find an end."""
+    group = join(timeout_s=1, device="cpu")
+    faults.strike([faults.freeze(rank=0, step=1)], rank=group.rank, step=1)
+    try:
+        group.barrier()
+    except CommunicationError as error:
+        group.close(error)
+        return str(error)
+    return None
+
+
+def test_a_frozen_store_keeps_nobody_waiting():
+    store = open_store()
+    port = store.port
+    del store  # its port is free now; rank 0 takes it
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    _, waiting = run_processes(2, lose_the_store, environment=environment, wait_for=[1], timeout_s=15)
+    assert waiting.exit_code == 0, f"rank 1 still waits: {waiting}"
+    assert "'barrier'" in waiting.value

@@ -1,0 +1,229 @@
+"""The loop: what it writes, and that a stopped run goes on as if it had never stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm import LocalGroup
+from paceline.data import Data, Source, Spec, Splits
+from paceline.errors import CheckpointError, CommunicationError, DataError, SettingsError
+from paceline.monitor.events import CheckpointSaved, CheckpointSkipped, Evaluated, Failed, RunFinished, RunStarted, StepFinished
+from paceline.monitor.log import EventLog
+from paceline.monitor.reader import read_log, select
+from paceline.optim import SGD, AdamW
+from paceline.registry import register
+from paceline.schedules import Linear
+from paceline.training import Classification, Model, Run, train
+
+
+@register("test_points")
+class Points(Data):
+    """Three clouds of points; reading past `fail_at` reads fails."""
+
+    fail_at: int = -1
+    num_samples: int = 50
+
+    def open(self):
+        return Splits(PointSource(self.num_samples, self.fail_at), PointSource(21, -1))
+
+
+class PointSource(Source):
+    def __init__(self, num_samples, fail_at):
+        self.spec = Spec(num_classes=3, input_shape=(2, 4, 4))
+        generator = torch.Generator().manual_seed(num_samples)
+        self.targets = torch.randint(3, (num_samples,), generator=generator)
+        noise = torch.randn(num_samples, 2, 4, 4, generator=generator)
+        self.inputs = noise + self.targets[:, None, None, None]
+        self.reads_left = fail_at
+
+    def __len__(self):
+        return len(self.targets)
+
+    def read(self, indices):
+        self.reads_left -= 1
+        if self.reads_left == 0:
+            raise DataError("the power must be on, but it is off")
+        return self.inputs[indices], self.targets[indices]
+
+
+@register("test_convolution")
+class Convolution(Model):
+    """With batch statistics, which are each worker's own."""
+
+    def build(self, spec):
+        return nn.Sequential(
+            nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.0), nn.Linear(24, 3)
+        )
+
+
+def make_run(**changes):
+    settings = {
+        "model": Convolution(),
+        "data": Points(),
+        "objective": Classification(),
+        "optimizer": AdamW(learning_rate=0.01),
+        "schedule": Linear(warmup_steps=2),
+        "global_batch": 12,
+        "num_steps": 14,
+        "evaluate_interval": 4,
+        "checkpoint_interval": 5,
+        "keep_checkpoints": None,
+        "hash_interval": 3,
+        "bucket_bytes": 300,
+    }
+    return Run(**(settings | changes))
+
+
+def train_here(run, directory, num_workers=1):
+    directory.mkdir(exist_ok=True)
+
+    def worker(group):
+        with EventLog(directory / "events.jsonl", run="r", rank=group.rank) as log:
+            return train(run, directory, group, log, recipe="test")
+
+    return LocalGroup.run(num_workers, worker)
+
+
+def read_tensors(directory, step):
+    from safetensors.torch import load_file
+
+    (checkpoint,) = directory.glob(f"checkpoints/step-{step:08}*")
+    tensors = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def losses_of(directory):
+    return {record.step: record.event.loss for record in select(read_log(directory / "events.jsonl"), StepFinished)}
+
+
+def test_a_run_writes_what_happened(tmp_path):
+    assert train_here(make_run(), tmp_path, num_workers=2) == [True, True]
+    records = read_log(tmp_path / "events.jsonl")
+    (started,) = select(records, RunStarted)
+    assert (started.event.num_workers, started.event.samples_per_epoch, started.event.total_steps) == (2, 50, 14)
+    assert Run.model_validate(started.event.settings) == make_run()
+    steps = select(records, StepFinished)
+    assert [record.step for record in steps] == list(range(14))
+    assert steps[-1].event.loss < steps[0].event.loss
+    # 50 samples an epoch in batches of 12: the fifth is short.
+    assert [record.event.num_samples for record in steps[:6]] == [12, 12, 12, 12, 2, 12]
+    assert [record.event.position for record in steps[:6]] == [12, 24, 36, 48, 50, 62]
+    assert [record.event.learning_rate for record in steps[:3]] == pytest.approx([0.005, 0.01, 0.01])
+    assert [record.step for record in select(records, Evaluated)] == [4, 8, 12, 14]
+    assert [record.step for record in select(records, CheckpointSaved)][-1] == 14
+    assert len(select(records, CheckpointSaved)) == 3
+    (finished,) = select(records, RunFinished)
+    assert 0 <= finished.event.metrics["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_run_that_failed_goes_on_bit_for_bit(tmp_path, num_workers):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train_here(make_run(), straight, num_workers)
+    with pytest.raises((DataError, CommunicationError), match="the power must be on"):
+        train_here(make_run(data=Points(fail_at=9)), broken, num_workers)
+    failures = select(read_log(broken / "events.jsonl"), Failed)
+    assert any("the power must be on" in failure.event.message and failure.step >= 5 for failure in failures)
+    train_here(make_run(), broken, num_workers)
+    assert losses_of(broken) == losses_of(straight)
+    expected, actual = read_tensors(straight, 14), read_tensors(broken, 14)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    has_worker_statistics = any(name.startswith("worker1/") for name in expected)
+    assert has_worker_statistics == (num_workers > 1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (3, 2)])
+def test_a_run_goes_on_at_another_number_of_workers(tmp_path, before, after):
+    """With the statistics of one process out of the way, every number of workers learns the same."""
+
+    @register("test_linear")
+    class LinearModel(Model):
+        def build(self, spec):
+            return nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
+
+    run = make_run(model=LinearModel(), optimizer=SGD(learning_rate=0.05))
+    straight, resized = tmp_path / "straight", tmp_path / "resized"
+    train_here(run, straight)
+    with pytest.raises((DataError, CommunicationError)):
+        train_here(run.model_copy(update={"data": Points(fail_at=9)}), resized, before)
+    train_here(run, resized, after)
+    expected, actual = losses_of(straight), losses_of(resized)
+    assert actual.keys() == expected.keys()
+    assert list(actual.values()) == pytest.approx(list(expected.values()), abs=1e-6)
+    for name, tensor in read_tensors(straight, 14).items():
+        torch.testing.assert_close(read_tensors(resized, 14)[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
+    train_here(make_run(), tmp_path)
+    newest = max(tmp_path.glob("checkpoints/step-*"))
+    victim = next(newest.glob("*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 4
+    victim.write_bytes(content)
+    train_here(make_run(), tmp_path)
+    records = read_log(tmp_path / "events.jsonl")
+    (skipped,) = select(records, CheckpointSkipped)
+    assert skipped.event.path == str(newest)
+    assert select(records, RunStarted)[-1].event.start_step == 10
+    assert newest.exists()  # nothing is lost
+    assert (tmp_path / "checkpoints" / "step-00000014-2").exists()
+
+
+def test_another_optimizer_or_data_is_refused(tmp_path):
+    train_here(make_run(num_steps=5), tmp_path)
+    with pytest.raises(SettingsError, match="the optimizer must be the checkpoint's AdamW, but got SGD"):
+        train_here(make_run(optimizer=SGD()), tmp_path)
+    with pytest.raises(DataError, match="num_samples must be that of the checkpoint, but got 51 instead of 50"):
+        train_here(make_run(data=Points(num_samples=51)), tmp_path)
+
+
+def test_a_checkpoint_holds_the_resolved_run(tmp_path):
+    train_here(make_run(num_steps=5), tmp_path)
+    document = json.loads(next(tmp_path.glob("checkpoints/*/state.json")).read_text())
+    assert Run.model_validate(document["run"]) == make_run(num_steps=5)
+
+
+def test_pictures_of_batch_statistics_are_pooled_on_resize(tmp_path):
+    train_here(make_run(num_steps=5), tmp_path, num_workers=3)
+    saved = read_tensors(tmp_path, 5)
+    means = [saved["model/1.running_mean"], saved["worker1/1.running_mean"], saved["worker2/1.running_mean"]]
+    assert not torch.equal(means[0], means[1])
+    train_here(make_run(num_steps=6, optimizer=AdamW(learning_rate=1e-9)), tmp_path, num_workers=1)
+    after = read_tensors(tmp_path, 6)["model/1.running_mean"]
+    # One more step moves running statistics by a tenth of the way to its batch's.
+    assert (after - torch.stack(means).mean(0)).abs().max() < 0.2
+
+
+def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise CheckpointError("checkpoint could not be written: No space left on device")
+
+    monkeypatch.setattr("paceline.checkpoint.store.CheckpointStore.save", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train_here(make_run(), tmp_path)
+    failures = select(read_log(tmp_path / "events.jsonl"), Failed)
+    assert failures[0].event.error == "CheckpointError"
+
+
+def test_resuming_needs_no_shared_file_system(tmp_path):
+    """Ranks other than 0 find no checkpoint on their host; they get it from rank 0."""
+    shared, alone = tmp_path / "shared", [tmp_path / f"host{rank}" for rank in range(3)]
+    train_here(make_run(), shared, 3)
+    train_here(make_run(num_steps=14).model_copy(update={"num_steps": 10}), alone[0], 3)
+
+    def worker(group):
+        directory: Path = alone[group.rank]
+        directory.mkdir(exist_ok=True)
+        with EventLog(directory / "events.jsonl", run="r", rank=group.rank) as log:
+            return train(make_run(), directory, group, log, recipe="test")
+
+    assert LocalGroup.run(3, worker) == [True] * 3
+    steps = losses_of(alone[0])
+    assert set(steps) == set(range(14))
