@@ -19,6 +19,7 @@ extensions = [
     "directives",
 ]
 exclude_patterns = ["_build", "LOG.md", "benchmarks"]
+templates_path = ["_templates"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"

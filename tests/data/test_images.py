@@ -76,21 +76,24 @@ def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
         Images(path=tmp_path).open()
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_files_are_split_by_sample(tmp_path: Path, suffix: str) -> None:
-    splits = Images(path=write_idx(tmp_path, suffix=suffix), size=16, held_out_fraction=0.25).open()
-    assert splits.train.spec == Spec(num_classes=4, input_shape=(1, 16, 16))
+@pytest.mark.parametrize(("suffix", "size"), [("", 16), (".gz", 8)])
+def test_idx_files_are_split_by_sample(tmp_path: Path, suffix: str, size: int) -> None:
+    splits = Images(path=write_idx(tmp_path, suffix=suffix), size=size, held_out_fraction=0.25).open()
+    assert splits.train.spec == Spec(num_classes=4, input_shape=(1, size, size))
     train, held_out = read_all(splits.train), read_all(splits.held_out)
     assert (len(train[0]), len(held_out[0])) == (15, 5)
     assert not rows(train[0]) & rows(held_out[0])
-    resized = F.interpolate(
-        torch.from_numpy(PIXELS)[:, None] / 127.5 - 1, (16, 16), mode="bilinear", antialias=True
-    )
+    pixels = torch.from_numpy(PIXELS)[:, None] / 127.5 - 1
+    resized = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    numbers = []
     for images, labels in (train, held_out):
         for image, label in zip(images, labels, strict=True):
             distance = (resized - image).abs().amax((1, 2, 3))
             assert distance.min() < 1e-5
-            assert LABELS[distance.argmin()] == label
+            numbers.append(int(distance.argmin()))
+            assert LABELS[numbers[-1]] == label
+    assert sorted(numbers) == list(range(20))
+    assert max(numbers[15:]) - min(numbers[15:]) > 4, "held out from all over, not from one end"
 
 
 def test_idx_files_of_the_size_asked_for_keep_their_pixels(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ IMAGES, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
         (changed(IMAGES, lambda data: b""), "but got 0x and 0 bytes"),
         (changed(IMAGES, lambda data: idx(PIXELS[:0])), "must hold one sample or more"),
         (changed(LABELS_FILE, lambda data: idx(LABELS[:7])), "as many images as labels, but got 20 and 7"),
-        (changed(LABELS_FILE, lambda data: idx(LABELS * 0)), "at least 2 classes, but got 1"),
+        (changed(LABELS_FILE, lambda data: idx(LABELS * 0 + 3)), "at least 2 classes, but got 1"),
         (lambda folder: (folder / LABELS_FILE).unlink(), f"labels .* but got no .*{LABELS_FILE}"),
     ],
 )

@@ -80,6 +80,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_needs_nothing_but_itself(told: Path) -> None:
     text = (told / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
     links = Page(text).links
     assert len(links) == 2
     assert all(link.startswith("data:image/png;base64,iVBOR") for link in links)

@@ -72,8 +72,10 @@ def test_rotation_turns_each_pair_by_its_own_angle() -> None:
     torch.testing.assert_close(turned, torch.tensor(expected))
 
 
-def test_order_matters() -> None:
-    model = build().double()
+def test_order_matters_to_a_single_layer() -> None:
+    model = build(
+        TINY.model_copy(update={"num_layers": 1})
+    ).double()  # more could tell it from the causal mask
     with torch.no_grad():
         one, swapped = model(tokens()), model(tokens()[:, [1, 0, *range(2, 24)]])
     assert (one - swapped)[:, -1].abs().max() > 1e-6
@@ -152,6 +154,12 @@ def test_it_runs_under_autocast() -> None:
     torch.testing.assert_close(logits.float(), model(tokens()), rtol=0, atol=0.02)
     logits.float().logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_it_can_be_all_bfloat16() -> None:
+    logits = build().to(torch.bfloat16)(tokens())
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), build()(tokens()), rtol=0, atol=0.02)
 
 
 def test_dropout_is_of_training_only() -> None:

@@ -48,7 +48,8 @@ def _train_here(
     overrides: list[tuple[str, str]],
 ) -> int:
     from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
-    from paceline.launch import ExitCode, launch
+    from paceline.launch import ExitCode
+    from paceline.launch.local import launch
     from paceline.monitor.reader import last_traceback
 
     if workers is not None and workers < 1:

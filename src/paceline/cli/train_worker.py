@@ -7,7 +7,8 @@ from pathlib import Path
 from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
 from paceline.comm import Group, join
 from paceline.errors import PacelineError, SettingsError
-from paceline.launch import ExitCode, work
+from paceline.launch import ExitCode
+from paceline.launch.worker import work
 from paceline.monitor.live import LiveView
 from paceline.training.run import RunFile
 

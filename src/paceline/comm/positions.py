@@ -1,6 +1,6 @@
 """Where each rank is, told out of band, so that a time-out can name who is missing.
 
-Each rank posts its position (which operation it has begun, which it waits in) to a store every half second from
+Each rank posts its position (which operation it has begun, which it waits in) to a store every quarter of a second from
 a thread of its own; nothing is posted on the path of an operation. When one fails, everybody's posts are read twice: a
 rank whose posts have stopped is dead or frozen, the others say where they are.
 """
@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from paceline.errors import CommunicationError
 
-POST_INTERVAL_S = 0.5
+POST_INTERVAL_S = 0.25
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Images(Data):
     def _open_arrays(self, name: str, train: "_Arrays", test: "_Arrays | None") -> Splits:
         labels = train.labels_N if test is None else torch.cat([train.labels_N, test.labels_N])
         num_classes = int(labels.max()) + 1
-        _require_classes(name, num_classes)
+        _require_classes(name, int((labels.bincount() > 0).sum()))
         if test is None:
             kept, held_out = _split([str(i) for i in range(len(labels))], self.held_out_fraction)
             train, test = train.take(kept), train.take(held_out)

@@ -1,6 +1,6 @@
 """Text and token files as samples of a language model.
 
-Shapes: B samples of a batch, T tokens of a sample (`sequence_length`), N tokens of a side.
+Shapes: B samples of a batch, T tokens of a sample (`sequence_length`).
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Tokens = np.ndarray[tuple[int], np.dtype[Any]]
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SNIFFED_BYTES = 8192
 SEPARATOR = b"\n"
-NOT_PROSE = frozenset(
+LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 )
 """Folders of the standard library that hold others' packages, tests or tables: no code to learn from."""
@@ -78,7 +78,7 @@ class Text(Data):
         return TokenSource(path, tokens, self.sequence_length, self.vocab_size)
 
     def _open_folder(self, folder: Path) -> tuple[Tokens, Tokens]:
-        suffix, excluded = (".py", NOT_PROSE) if self.path is None else ("", frozenset[str]())
+        suffix, excluded = (".py", LEFT_OUT) if self.path is None else ("", frozenset[str]())
         files = _limit(list(_find_texts(folder, suffix, excluded)), self.max_bytes)
         if not files:
             raise DataError(

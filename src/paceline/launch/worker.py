@@ -1,7 +1,10 @@
 """One worker process: joins the others, trains, and says in the log how it ended."""
 
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -61,6 +64,7 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
 def main() -> int:
     """Run the worker that a local launcher started."""
     directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_leave_with_launcher, args=(os.getppid(),), daemon=True).start()
     try:
         file = RunFile.load(directory)
         group = join(timeout_s=file.run.get("timeout_s", 300.0))
@@ -79,6 +83,13 @@ def _code_of(error: Exception) -> ExitCode:
     if isinstance(error, CommunicationError):
         return ExitCode.PEERS_LOST
     return ExitCode.REFUSED if isinstance(error, PacelineError) else ExitCode.FAILED
+
+
+def _leave_with_launcher(launcher: int) -> None:
+    """Ask this worker to stop, with a checkpoint, when its launcher is killed: nobody would start it again."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _count_threads() -> int:

@@ -143,25 +143,13 @@ def _dress(axes: "Axes", title: str, palette: Palette) -> None:
 def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
     raw = as_floats([record.event.loss for record in summary.steps])
     smoothed = smooth(raw, max(1, len(raw) // 30))
-    judged_at = np.array([record.step for record in summary.evaluations], dtype=np.float64)
     judged = as_floats([record.event.loss for record in summary.evaluations])
     dots = "o" if len(raw) < 3 else ""
     axes.plot(*thin(steps, raw), color=palette.train, alpha=0.25, linewidth=0.8, zorder=2)
     axes.plot(
         *thin(steps, smoothed), color=palette.train, linewidth=2, marker=dots, label="training", zorder=3
     )
-    if np.isfinite(judged).any():
-        axes.plot(
-            judged_at,
-            judged,
-            color=palette.held_out,
-            linewidth=1.4,
-            marker="o",
-            markersize=5.5 if len(judged) <= 40 else 2.5,
-            markeredgecolor=palette.paper,
-            label=f"held out, last {number(judged[np.isfinite(judged)][-1])}",
-            zorder=4,
-        )
+    _draw_held_out(axes, summary, palette)
     bad = steps[~np.isfinite(raw)]
     if len(bad):
         label = f"not finite ({len(bad):,} steps)"
@@ -182,6 +170,24 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
         )
     _fit(axes, raw, np.concatenate([smoothed, judged]))
     _place_legend(axes, palette)
+
+
+def _draw_held_out(axes: "Axes", summary: Summary, palette: Palette) -> None:
+    steps = [record.step for record in summary.evaluations]
+    losses = as_floats([record.event.loss for record in summary.evaluations])
+    known = losses[np.isfinite(losses)]
+    if len(known):
+        axes.plot(
+            steps,
+            losses,
+            color=palette.held_out,
+            linewidth=1.4,
+            marker="o",
+            markersize=5.5 if len(losses) <= 40 else 2.5,
+            markeredgecolor=palette.paper,
+            label=f"held out, last {number(known[-1])}",
+            zorder=4,
+        )
 
 
 def _fit(axes: "Axes", raw: Floats, shown: Floats) -> None:

@@ -35,6 +35,9 @@ from paceline.training.run import Run
 from paceline.training.state import capture, restore
 
 
+_SEEDING = threading.Lock()  # workers that are threads share torch's generator
+
+
 @dataclass
 class Training:
     """The parts of a training under way on one worker."""
@@ -95,9 +98,10 @@ def tell_failure(log: EventLog, error: Exception, step: int = -1) -> None:
 
 
 def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str) -> Training:
-    torch.manual_seed(run.seed)
     splits = run.data.open()
-    module = run.model.build(splits.train.spec).to(group.device)
+    with _SEEDING:
+        torch.manual_seed(run.seed)
+        module = run.model.build(splits.train.spec).to(group.device)
     optimizer = run.optimizer.build(module)
     replica = Replica(
         module,

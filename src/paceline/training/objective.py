@@ -52,7 +52,7 @@ class NextToken(Objective):
     def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
         logits = _logits(model(batch.inputs))
-        mean = F.cross_entropy(logits.flatten(0, -2).float(), batch.targets.flatten())
+        mean = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten())
         return Loss(mean, batch.num_samples * batch.targets.shape[-1])
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
@@ -68,7 +68,7 @@ class NextToken(Objective):
         module.eval()
         with torch.no_grad():
             for _ in range(self.sample_tokens):
-                logits = _logits(module(tokens[:, -context_length:]))[:, -1].float()
+                logits = _logits(module(tokens[:, -context_length:]))[:, -1]
                 probabilities = torch.softmax(logits / self.temperature, dim=-1)
                 tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
         module.train(training)
@@ -85,7 +85,7 @@ class Classification(Objective):
 
     def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
         """Return the mean over samples, and how many answers were right."""
-        logits = _logits(model(batch.inputs)).float()
+        logits = _logits(model(batch.inputs))
         mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
         counts = min(batch.num_samples, 1)  # a borrowed sample counts for nothing
         correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts
@@ -93,8 +93,7 @@ class Classification(Objective):
 
 
 def _logits(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    logits = output.logits
+    """Return the logits, in 32 bits at least."""
+    logits = output if isinstance(output, Tensor) else output.logits
     assert isinstance(logits, Tensor)
-    return logits
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

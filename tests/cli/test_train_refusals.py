@@ -1,0 +1,143 @@
+"""Bad input to `paceline train`: one clear message and exit code 2 each, and nothing is made or overwritten."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paceline.cli.main import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refuse(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train nope", "recipe must be a known name, but got 'nope'"),
+        ("train transformer", "did you mean 'transformer_lm'?"),
+        ("train", "either a recipe or --resume RUN must be given"),
+        ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given"),
+        ("train transformer_lm --num_stps 4", "did you mean 'num_steps'?"),
+        ("train transformer_lm --optimizer.learning_rat 4", "did you mean 'learning_rate'?"),
+        ("train transformer_lm --optimizer.learning_rate fast", "--optimizer.learning_rate must be a valid number"),
+        ("train transformer_lm --optimizer.learning_rate -1", "optimizer.learning_rate must be greater than 0, but got -1.0"),
+        ("train transformer_lm --num_steps 1.5", "--num_steps must be a valid integer"),
+        ("train transformer_lm --num_steps", "--num_steps must have a value"),
+        ("train transformer_lm --num_steps.x 1", "--num_steps.x must name a field, but num_steps has no fields of its own"),
+        ("train transformer_lm --sync gossip", "sync must be a known name, but got 'gossip'; known: every_step"),
+        ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
+        ("train transformer_lm --workers 0", "--workers must be at least 1"),
+        ("train transformer_lm --workers 3 --global_batch 2", "global_batch must be at least the number of workers"),
+        ("train transformer_lm --workers 3 --shares [1,2]", "shares must be one weight a worker, but got 2 for 3"),
+        ("train transformer_lm --schedule.warmup_steps 9999", "schedule.warmup_steps must be at most num_steps"),
+        ("train transformer_lm --data.path missing", "missing"),
+        ("train resnet --data.path missing", "missing"),
+        ("train transformer_lm --data.path empty.txt", "empty.txt"),
+        ("train transformer_lm --data.path short.txt", "short.txt"),
+        ("train transformer_lm --data.path floats.npy", "float64"),
+        ("train resnet --data.path empty_folder", "empty_folder"),
+        ("train nofile.py:run", "the file of a function must exist"),
+        ("train mine.py:walk", "must define the function 'walk', but it has: number"),
+        ("train mine.py:number", "must return a paceline.Run, but got int"),
+        ("train no.such.module:run", "must be importable"),
+        ("train --resume missing", "must hold run.json"),
+        ("report missing", "missing"),
+        ("bench nope", "benchmark must be a known name"),
+        ("recipes nope", "recipe must be a known name"),
+    ],
+)
+def test_bad_input_is_refused(here, monkeypatch, capsys, arguments, message):
+    (here / "empty.txt").touch()
+    (here / "short.txt").write_text("too short")
+    np.save(here / "floats.npy", np.zeros(10_000))
+    (here / "empty_folder").mkdir()
+    (here / "mine.py").write_text("def number(): return 3\n")
+    before = sorted(here.iterdir())
+    assert message in refuse(monkeypatch, capsys, *arguments.split())
+    assert [path for path in sorted(here.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_an_existing_directory_is_never_written_into(here, monkeypatch, capsys):
+    (here / "precious").mkdir()
+    (here / "precious" / "thesis.txt").write_text("years of work")
+    error = refuse(monkeypatch, capsys, "train", "transformer_lm", "--out", "precious")
+    assert "--out must be a new or empty directory" in error
+    assert [path.name for path in (here / "precious").iterdir()] == ["thesis.txt"]
+
+
+TINY = (
+    "--num_steps 6 --checkpoint_interval 3 --evaluate_samples 4 --schedule.warmup_steps 1 --objective.sample_tokens 0 "
+    "--model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 --data.max_bytes 100000 "
+    "--global_batch 4 --num_threads 1"
+).split()
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_from_start_to_resume_to_report(here):
+    first = run("train", "transformer_lm", "--workers", 2, "--out", "first", *TINY)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "held-out loss" in first.stdout
+    for name in ("events.jsonl", "run.json", "report.html", "report.png"):
+        assert (here / "first" / name).stat().st_size > 0
+        assert name == "run.json" or str(here / "first" / name) in first.stdout
+    over = run("train", "--resume", "first")
+    assert over.returncode == 2
+    assert "is at step 6 of 6" in over.stderr
+    more = run("train", "--resume", "first", "--num_steps", 8, "--workers", 3)
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert "resumed from" in more.stdout
+    assert (here / "first" / "run-1.json").exists()
+    again = run("report", "first", "--tensorboard", "board")
+    assert again.returncode == 0, again.stderr
+    assert any((here / "board").iterdir())
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_the_users_own_code_shows_its_traceback_and_is_not_retried(here):
+    (here / "mine.py").write_text(
+        "from paceline.recipes.transformer_lm import run as base\n"
+        "import paceline\n"
+        "def build(): raise ZeroDivisionError('mine')\n"
+        "def run(): return base().model_copy(update={'model': paceline.Model.model_validate(build)})\n"
+    )
+    done = run("train", "mine.py", "--out", "out")
+    assert done.returncode == 1
+    assert "ZeroDivisionError: mine" in done.stdout + done.stderr
+    assert "in build" in done.stderr
+    assert "restart" not in done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here):
+    disk = here / "disk"
+    disk.mkdir()
+    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        done = run("train", "transformer_lm", "--out", disk / "run", *TINY, "--model.width", 128)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "No space left on device" in done.stdout
+        assert "restart" not in done.stdout
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,0 +1,84 @@
+import json
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from paceline.comm import positions
+from paceline.comm.positions import Position, PositionBoard
+
+
+@pytest.fixture
+def open_board(monkeypatch):
+    """Open boards of one store that post quickly, and close them at the end."""
+    monkeypatch.setattr(positions, "POST_INTERVAL_S", 0.02)
+    store, boards = dist.HashStore(), []
+
+    def open_one(rank, size=6):
+        boards.append(PositionBoard(store, rank, size))
+        return boards[-1]
+
+    open_one.store = store
+    yield open_one
+    for board in boards:
+        board.close()
+
+
+def freeze_at(store, rank, begun, name):
+    """Leave the last post of a process that posts no more."""
+    store.set(f"position/{rank}", json.dumps(asdict(Position("far", 7, begun=begun, begun_name=name))))
+
+
+def test_causes_come_before_victims(open_board):
+    mine = open_board(0)
+    mine.begin(8, "bucket 3")
+    behind, fine = open_board(1), open_board(2)
+    behind.begin(7, "bucket 2")
+    fine.begin(8, "bucket 3")
+    open_board(3).close("ValueError: no space left")
+    freeze_at(open_board.store, 4, 7, "bucket 2")
+    parts = mine.describe_others(8).split("; ")
+    assert len(parts) == 5, "itself is not among the others"
+    ranks = [int(part.split()[1]) for part in parts]
+    assert set(ranks[:2]) == {4, 5}, f"what is gone comes first: {parts}"
+    assert ranks[2:] == [3, 1, 2], f"then who stopped, who is behind, and who is fine: {parts}"
+    text = dict(zip(ranks, parts, strict=True))
+    assert text[5] == "rank 5 has never been heard of"
+    assert "(host far, pid 7) is dead or frozen" in text[4]
+    assert "had begun operation 7 'bucket 2'" in text[4]
+    assert text[3].endswith("stopped after it had begun no operation: ValueError: no space left")
+    assert "is alive but behind: it has begun operation 7 'bucket 2' and computes" in text[1]
+    assert text[2].endswith("is alive and has begun operation 8 'bucket 3'")
+
+
+@pytest.mark.parametrize("words", ["CommunicationError: lost", "PeerTimeoutError: must finish within 1 s"])
+def test_a_rank_that_only_lost_its_peers_is_not_put_before_the_one_that_is_late(open_board, words):
+    mine, victim, late = open_board(0, 3), open_board(1, 3), open_board(2, 3)
+    victim.begin(4, "sum")
+    late.begin(3, "sum")
+    victim.close(words)
+    parts = mine.describe_others(4).split("; ")
+    assert parts[0].startswith("rank 2 "), parts
+    assert "lost its peers too" in parts[1]
+
+
+def test_waiting_is_told_with_its_operation(open_board):
+    mine, other = open_board(0, 2), open_board(1, 2)
+    other.begin(5, "bucket 4")
+    other.wait_in(3)
+    assert "it has begun operation 5 'bucket 4' and waits in operation 3 since " in mine.describe_others(6)
+    other.wait_in(0)
+    assert "it has begun operation 5 'bucket 4' and computes" in mine.describe_others(6)
+
+
+def test_a_rank_that_finished_says_so(open_board):
+    mine, other = open_board(0, 2), open_board(1, 2)
+    other.close()
+    assert mine.describe_others(1).endswith("it has finished")
+
+
+def test_closing_twice_keeps_the_last_words(open_board):
+    mine, other = open_board(0, 2), open_board(1, 2)
+    other.close("ValueError: first")
+    other.close()
+    assert "ValueError: first" in mine.describe_others(1)

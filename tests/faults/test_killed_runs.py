@@ -1,0 +1,205 @@
+"""Workers and launchers are killed at any instant; the run must end as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished
+from paceline.monitor.reader import read_log, select
+
+SETTINGS = {
+    "global_batch": 12,
+    "checkpoint_interval": 4,
+    "evaluate_interval": 0,
+    "evaluate_samples": 8,
+    "hash_interval": 10,
+    "num_threads": 1,
+    "keep_checkpoints": 2,
+    "schedule.warmup_steps": 2,
+    "objective.sample_tokens": 0,
+    "model.width": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "data.sequence_length": 32,
+    "data.max_bytes": 300_000,
+    "bucket_bytes": 4000,
+}
+
+
+def make_command(*arguments, **settings):
+    overrides = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "paceline", "train", *map(str, arguments), *overrides]
+
+
+def start(directory, num_steps, num_workers=3, **settings):
+    command = make_command(
+        "transformer_lm", "--workers", num_workers, "--out", directory, **(SETTINGS | {"num_steps": num_steps} | settings)
+    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, timeout_s=200):
+    output, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, output
+
+
+def find_workers(directory):
+    """Return the process number of each rank that is alive."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"paceline.launch" in command and str(directory).encode() in command:
+                environment = dict(pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair)
+                found[int(environment[b"RANK"])] = int(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+def kill(directory, rank):
+    pid = find_workers(directory).get(rank)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid is not None
+
+
+def newest_step(directory):
+    log = directory / "events.jsonl"
+    steps = select(read_log(log), StepFinished) if log.exists() else []
+    return steps[-1].step if steps else -1
+
+
+def is_writing_checkpoint(directory):
+    return any(not (path / "COMMITTED").exists() for path in directory.glob("checkpoints/step-*"))
+
+
+def wait_until(condition, process, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the run stands still"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+
+
+def losses_of(directory):
+    return {record.step: record.event.loss for record in select(read_log(directory / "events.jsonl"), StepFinished)}
+
+
+def tensors_of(directory, step):
+    return sorted(path.read_bytes() for path in directory.glob(f"checkpoints/step-{step:08}*/*.safetensors"))
+
+
+def run_straight(directory, num_steps):
+    code, output = finish(start(directory, num_steps))
+    assert code == 0, output
+    return losses_of(directory), tensors_of(directory, num_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, seed):
+    """Half of the kills hit a random worker at a random step, half the writer in a checkpoint's making."""
+    num_kills, num_steps = 10, 160
+    chance = random.Random(seed)
+    killed = tmp_path / "killed"
+    process = start(killed, num_steps)
+    try:
+        for number in range(num_kills):
+            target = (number + 1) * num_steps // (num_kills + 1)
+            wait_until(lambda target=target: newest_step(killed) >= target - chance.randrange(8), process)
+            if number % 2:
+                wait_until(lambda: is_writing_checkpoint(killed), process)
+                time.sleep(chance.random() * 0.01)
+                rank = 0
+            else:
+                rank = chance.randrange(3)
+            assert kill(killed, rank), f"rank {rank} was not there to be killed"
+            num_restarts = number + 1
+            wait_until(lambda n=num_restarts: len(select(read_log(killed / "events.jsonl"), Restarted)) == n, process)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 0, output
+    records = read_log(killed / "events.jsonl")
+    assert all("was killed by SIGKILL" in record.event.reason for record in select(records, Restarted))
+    assert len(select(records, RunFinished)) == 1
+    losses, tensors = run_straight(tmp_path / "straight", num_steps)
+    assert losses_of(killed) == losses
+    assert tensors_of(killed, num_steps) == tensors
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path):
+    killed = tmp_path / "killed"
+    process = start(killed, 1000)
+    wait_until(lambda: newest_step(killed) >= 10, process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while find_workers(killed):
+        assert time.monotonic() < deadline, "workers outlive their launcher"
+        time.sleep(0.1)
+    (preempted,) = select(read_log(killed / "events.jsonl"), Preempted)
+    num_steps = preempted.step + 5
+    resumed = subprocess.run(make_command("--resume", killed, num_steps=num_steps), capture_output=True, text=True, timeout=100)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert sorted(losses_of(killed)) == list(range(num_steps))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_75(tmp_path, number):
+    stopped = tmp_path / "stopped"
+    process = start(stopped, 10_000, checkpoint_interval=0)
+    wait_until(lambda: newest_step(stopped) >= 5, process)
+    began_s = time.monotonic()
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 75, output
+    assert time.monotonic() - began_s < 30
+    (preempted,) = select(read_log(stopped / "events.jsonl"), Preempted)
+    checkpoint = Path(preempted.event.checkpoint)
+    assert (checkpoint / "COMMITTED").exists()
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == preempted.step == newest_step(stopped) + 1
+    assert "--resume" in output
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_to_one_worker_stops_all_in_the_same_step(tmp_path):
+    stopped = tmp_path / "stopped"
+    process = start(stopped, 10_000, checkpoint_interval=0)
+    wait_until(lambda: newest_step(stopped) >= 5, process)
+    os.kill(find_workers(stopped)[2], signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    assert len(select(read_log(stopped / "events.jsonl"), Preempted)) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path):
+    script = tmp_path / "dying.py"
+    script.write_text(
+        "import os, signal\n"
+        "from paceline.recipes.transformer_lm import run as base\n"
+        "def build():\n"
+        "    if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    import torch\n"
+        "    return torch.nn.Embedding(256, 256)\n"
+        "def run():\n"
+        "    return base().model_copy(update={'model': __import__('paceline').Model.model_validate(build)})\n"
+    )
+    command = make_command(f"{script}:run", "--workers", 2, "--max-restarts", 1, "--out", tmp_path / "run")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    records = read_log(tmp_path / "run" / "events.jsonl")
+    assert len(select(records, Restarted)) == 1
+    assert "gave up after 1 restarts without progress: rank 1 was killed by SIGKILL" in select(records, Failed)[-1].event.message
