@@ -1,7 +1,7 @@
 """Data and a model of your own, as a run: points on two spirals, told apart by a small network.
 
-    paceline train examples/mine.py:run
-    paceline train examples/mine.py:run --data.noise 0.3 --model.arguments.width 128
+paceline train examples/mine.py:run
+paceline train examples/mine.py:run --data.noise 0.3 --model.arguments.width 128
 """
 
 import math
@@ -35,9 +35,7 @@ class Spirals(paceline.Data):
         points_N2 = torch.stack([turned_N.cos(), turned_N.sin()], dim=1) * angle_N[:, None] / math.pi
         points_N2 += self.noise * torch.randn(self.num_samples, 2, generator=generator)
         cut = self.num_samples // 10
-        return Splits(
-            train=Points(points_N2[cut:], labels_N[cut:]), held_out=Points(points_N2[:cut], labels_N[:cut])
-        )
+        return Splits(train=Points(points_N2[cut:], labels_N[cut:]), held_out=Points(points_N2[:cut], labels_N[:cut]))
 
 
 class Points(Source):
@@ -58,9 +56,7 @@ class Points(Source):
 
 def build(width: int = 64) -> nn.Module:
     """Return any module; nothing in it need know of Paceline."""
-    return nn.Sequential(
-        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
-    )
+    return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
 
 
 def run() -> paceline.Run:

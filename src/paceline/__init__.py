@@ -26,7 +26,7 @@ _HOMES = {
 }
 _PACKAGES = ("checkpoint", "comm", "data", "monitor", "optim", "recipes", "schedules", "sync", "training")
 
-__all__ = ["__version__", *sorted(_HOMES), *_PACKAGES]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOMES), *_PACKAGES]
 
 if TYPE_CHECKING:
     from paceline import checkpoint, comm, data, monitor, optim, recipes, schedules, sync, training

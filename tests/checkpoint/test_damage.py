@@ -66,9 +66,7 @@ def test_any_changed_byte_of_any_file_is_detected(store):
     generator = random.Random(0)
     files = [store.directory / "step-00000002" / part for part in PARTS]
     places = [(file, offset) for file in files for offset in range(file.stat().st_size)]
-    chosen = [(file, generator.randrange(file.stat().st_size)) for file in files] + generator.sample(
-        places, 200
-    )
+    chosen = [(file, generator.randrange(file.stat().st_size)) for file in files] + generator.sample(places, 200)
     for file, offset in chosen:
         content = file.read_bytes()
         flip = generator.randrange(1, 256)
@@ -128,9 +126,7 @@ def test_a_file_that_is_a_directory_is_named(store):
 def test_one_without_a_marker_was_never_finished(store):
     (store.directory / "step-00000002" / "COMMITTED").unlink()
     assert_passed_over(store, "it was never finished")
-    with pytest.raises(
-        CheckpointError, match=r"step-00000002 must be whole, but it was never finished; load another"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-00000002 must be whole, but it was never finished; load another"):
         Checkpoint.open(store.directory / "step-00000002")
 
 

@@ -32,9 +32,7 @@ def store(tmp_path):
 
 def load(path):
     checkpoint = Checkpoint.open(path)
-    tensors = {
-        name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in checkpoint.list_tensors().items()
-    }
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in checkpoint.list_tensors().items()}
     checkpoint.load(tensors)
     return tensors, checkpoint.read_document()
 

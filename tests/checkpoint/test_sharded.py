@@ -38,10 +38,7 @@ def zeros_like(tensors):
 
 
 def full(tensors):
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-    }
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
 def assert_whole(tensors):
@@ -143,9 +140,7 @@ def test_two_ranks_save_and_one_process_loads(tmp_path):
             "tensors-00000-00000.safetensors",
             "tensors-00001-00000.safetensors",
         }
-        assert checkpoint.list_tensors() == {
-            name: (tensor.shape, tensor.dtype) for name, tensor in WHOLE.items()
-        }
+        assert checkpoint.list_tensors() == {name: (tensor.shape, tensor.dtype) for name, tensor in WHOLE.items()}
         tensors = {name: torch.full_like(tensor, 9) for name, tensor in WHOLE.items()}
         checkpoint.load(tensors)
         assert_whole(tensors)

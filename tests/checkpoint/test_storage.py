@@ -20,9 +20,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 def random_tensor(dtype, shape, seed=0):
     """Any bit pattern of the dtype, NaNs with payloads too (bool has two)."""
     generator = torch.Generator().manual_seed(seed)
-    content = torch.randint(
-        0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator
-    )
+    content = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     if dtype is torch.bool:
         content %= 2
     return content.view(dtype).view(shape)
@@ -43,16 +41,12 @@ def round_trip(directory, tensors, **options):
 
 
 @given(
-    kinds=st.dictionaries(
-        NAMES, st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES, st.integers(0, 99)), max_size=6
-    ),
+    kinds=st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES, st.integers(0, 99)), max_size=6),
     max_file_bytes=st.sampled_from([1, 64, 2**30]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path_factory, kinds, max_file_bytes):
-    tensors = {
-        name: random_tensor(DTYPES[dtype], shape, seed) for name, (dtype, shape, seed) in kinds.items()
-    }
+    tensors = {name: random_tensor(DTYPES[dtype], shape, seed) for name, (dtype, shape, seed) in kinds.items()}
     directory = tmp_path_factory.mktemp("round") / "trip"
     loaded = round_trip(directory, tensors, max_file_bytes=max_file_bytes)
     assert {name: as_bytes(tensor) for name, tensor in loaded.items()} == {
@@ -161,9 +155,7 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
     "tensor", [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()], ids=["complex128", "sparse"]
 )
 def test_a_tensor_that_cannot_be_stored_is_refused_by_name(tmp_path, tensor):
-    with pytest.raises(
-        CheckpointError, match=r"tensor 'odd' must be dense and of a dtype that safetensors knows"
-    ):
+    with pytest.raises(CheckpointError, match=r"tensor 'odd' must be dense and of a dtype that safetensors knows"):
         CheckpointStore(tmp_path).save({"odd": tensor}, {}, step=1)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
@@ -177,9 +169,7 @@ def test_a_document_that_is_not_json_is_refused(tmp_path):
 class TestWhatIsLoadedMustFit:
     @pytest.fixture
     def checkpoint(self, tmp_path):
-        return Checkpoint.open(
-            CheckpointStore(tmp_path).save({"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, 1).path
-        )
+        return Checkpoint.open(CheckpointStore(tmp_path).save({"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, 1).path)
 
     def test_missing_name(self, checkpoint):
         into = {"a": torch.zeros(2, 3), "b": torch.zeros(1), "c": torch.zeros(1)}

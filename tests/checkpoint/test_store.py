@@ -39,9 +39,7 @@ def test_saved_says_what_was_made(tmp_path):
     saved = save(CheckpointStore(tmp_path / "new" / "place"), 7)
     assert saved.path == tmp_path / "new" / "place" / "step-00000007"
     assert saved.step == 7
-    on_disk = sum(
-        file.stat().st_size for file in saved.path.glob("*s*t*")
-    )  # tensors and state, and the manifest
+    on_disk = sum(file.stat().st_size for file in saved.path.glob("*s*t*"))  # tensors and state, and the manifest
     assert on_disk - (saved.path / "manifest.json").stat().st_size == saved.num_bytes
     assert saved.duration_s > 0
     assert_complete(Checkpoint.open(saved.path))
@@ -130,8 +128,7 @@ class TestKeep:
         store = CheckpointStore(tmp_path, keep=1)
         (tmp_path / "elsewhere").mkdir()
         foreign = [
-            tmp_path / name
-            for name in ("step-1", "best", "step-00000001-1", "step-00000001.bak", "xstep-00000001")
+            tmp_path / name for name in ("step-1", "best", "step-00000001-1", "step-00000001.bak", "xstep-00000001")
         ]
         for path in foreign:
             path.mkdir()
@@ -161,9 +158,7 @@ class TestLock:
     def test_a_second_writer_is_refused_and_the_holder_named(self, tmp_path):
         store, second = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
         save(store, 1)
-        with pytest.raises(
-            CheckpointError, match=rf"must have one writer, but process {os.getpid()} on .* is writing"
-        ):
+        with pytest.raises(CheckpointError, match=rf"must have one writer, but process {os.getpid()} on .* is writing"):
             save(second, 2)
         assert newest(tmp_path).step == 1  # reading needs no lock
         store.close()
@@ -241,9 +236,7 @@ class TestFailures:
         with CheckpointStore(mount) as store:
             save(store, 1)
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        with pytest.raises(
-            CheckpointError, match=r"Read-only file system; make the directory writable, or choose"
-        ):
+        with pytest.raises(CheckpointError, match=r"Read-only file system; make the directory writable, or choose"):
             save(CheckpointStore(mount), 2)
         assert_complete(newest(mount))
 
@@ -285,9 +278,7 @@ class TestFailures:
         (tmp_path / "file").write_text("")
         with pytest.raises(CheckpointError, match=r"file could not be written: File exists"):
             save(CheckpointStore(tmp_path / "file"), 1)
-        with pytest.raises(
-            CheckpointError, match=r"file must be a directory of checkpoints, but Not a directory"
-        ):
+        with pytest.raises(CheckpointError, match=r"file must be a directory of checkpoints, but Not a directory"):
             newest(tmp_path / "file")
 
 
@@ -311,9 +302,7 @@ def test_between_any_two_disk_operations_the_newest_valid_one_is_complete(tmp_pa
                 shutil.copytree(home, copy)
                 checkpoint = newest(copy)
                 assert_complete(checkpoint)
-                seen.append(
-                    (name, checkpoint.step, [path.name for path in CheckpointStore(copy).list_checkpoints()])
-                )
+                seen.append((name, checkpoint.step, [path.name for path in CheckpointStore(copy).list_checkpoints()]))
                 shutil.rmtree(copy)
             return result
 

@@ -34,17 +34,38 @@ def refuse(monkeypatch, capsys, *arguments):
         ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given"),
         ("train transformer_lm --num_stps 4", "did you mean 'num_steps'?"),
         ("train transformer_lm --optimizer.learning_rat 4", "did you mean 'learning_rate'?"),
-        ("train transformer_lm --optimizer.learning_rate fast", "--optimizer.learning_rate must be a valid number"),
-        ("train transformer_lm --optimizer.learning_rate -1", "optimizer.learning_rate must be greater than 0, but got -1.0"),
+        (
+            "train transformer_lm --optimizer.learning_rate fast",
+            "--optimizer.learning_rate must be a valid number",
+        ),
+        (
+            "train transformer_lm --optimizer.learning_rate -1",
+            "optimizer.learning_rate must be greater than 0, but got -1.0",
+        ),
         ("train transformer_lm --num_steps 1.5", "--num_steps must be a valid integer"),
         ("train transformer_lm --num_steps", "--num_steps must have a value"),
-        ("train transformer_lm --num_steps.x 1", "--num_steps.x must name a field, but num_steps has no fields of its own"),
-        ("train transformer_lm --sync gossip", "sync must be a known name, but got 'gossip'; known: every_step"),
+        (
+            "train transformer_lm --num_steps.x 1",
+            "--num_steps.x must name a field, but num_steps has no fields of its own",
+        ),
+        (
+            "train transformer_lm --sync gossip",
+            "sync must be a known name, but got 'gossip'; known: every_step",
+        ),
         ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
         ("train transformer_lm --workers 0", "--workers must be at least 1"),
-        ("train transformer_lm --workers 3 --global_batch 2", "global_batch must be at least the number of workers"),
-        ("train transformer_lm --workers 3 --shares [1,2]", "shares must be one weight a worker, but got 2 for 3"),
-        ("train transformer_lm --schedule.warmup_steps 9999", "schedule.warmup_steps must be at most num_steps"),
+        (
+            "train transformer_lm --workers 3 --global_batch 2",
+            "global_batch must be at least the number of workers",
+        ),
+        (
+            "train transformer_lm --workers 3 --shares [1,2]",
+            "shares must be one weight a worker, but got 2 for 3",
+        ),
+        (
+            "train transformer_lm --schedule.warmup_steps 9999",
+            "schedule.warmup_steps must be at most num_steps",
+        ),
         ("train transformer_lm --data.path missing", "missing"),
         ("train resnet --data.path missing", "missing"),
         ("train transformer_lm --data.path empty.txt", "empty.txt"),
@@ -80,11 +101,32 @@ def test_an_existing_directory_is_never_written_into(here, monkeypatch, capsys):
     assert [path.name for path in (here / "precious").iterdir()] == ["thesis.txt"]
 
 
-TINY = (
-    "--num_steps 6 --checkpoint_interval 3 --evaluate_samples 4 --schedule.warmup_steps 1 --objective.sample_tokens 0 "
-    "--model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 --data.max_bytes 100000 "
-    "--global_batch 4 --num_threads 1"
-).split()
+TINY = [
+    "--num_steps",
+    "6",
+    "--checkpoint_interval",
+    "3",
+    "--evaluate_samples",
+    "4",
+    "--schedule.warmup_steps",
+    "1",
+    "--objective.sample_tokens",
+    "0",
+    "--model.width",
+    "16",
+    "--model.num_layers",
+    "1",
+    "--model.num_heads",
+    "2",
+    "--data.sequence_length",
+    "16",
+    "--data.max_bytes",
+    "100000",
+    "--global_batch",
+    "4",
+    "--num_threads",
+    "1",
+]
 
 
 def run(*arguments, **options):
@@ -132,7 +174,10 @@ def test_an_error_of_the_users_own_code_shows_its_traceback_and_is_not_retried(h
 def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here):
     disk = here / "disk"
     disk.mkdir()
-    if shutil.which("mount") is None or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode
+    ):
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         done = run("train", "transformer_lm", "--out", disk / "run", *TINY, "--model.width", 128)

@@ -5,7 +5,14 @@ import torch
 
 from paceline.comm import join
 from paceline.errors import CommunicationError
-from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure, faults, open_store, run_processes
+from paceline.testing import (
+    GROUP_CHECKS,
+    check_group,
+    check_words_of_failure,
+    faults,
+    open_store,
+    run_processes,
+)
 
 KEPT = []
 """Groups that live until their process ends, so that letting go of one is a test of its own."""
@@ -40,7 +47,12 @@ def run_steps(script, timeout_s, keep_group=True):
     except CommunicationError as error:
         waited_s = time.monotonic() - began_s
         group.close(error)
-        return {"error": type(error).__name__, "message": str(error), "waited_s": waited_s, "epoch": group.epoch}
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "waited_s": waited_s,
+            "epoch": group.epoch,
+        }
     except Exception as error:
         group.close(error)
         raise

@@ -23,9 +23,7 @@ def idx(array: np.ndarray, dtype: int = 0x08) -> bytes:
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, dtype, array.ndim, *array.shape) + array.tobytes()
 
 
-def write_idx(
-    folder: Path, prefix: str = "train", suffix: str = "", size: int = 20, labels: int | None = None
-) -> Path:
+def write_idx(folder: Path, prefix: str = "train", suffix: str = "", size: int = 20, labels: int | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     pack = gzip.compress if suffix else bytes
     images = folder / f"{prefix}-images-idx3-ubyte{suffix}"
@@ -34,9 +32,7 @@ def write_idx(
     return images
 
 
-def write_images(
-    folder: Path, colours: dict[str, Sequence[tuple[int, int, int]]], suffix: str = ".png"
-) -> Path:
+def write_images(folder: Path, colours: dict[str, Sequence[tuple[int, int, int]]], suffix: str = ".png") -> Path:
     for name, colours_of_class in colours.items():
         (folder / name).mkdir(parents=True)
         for i, colour in enumerate(colours_of_class):
@@ -147,9 +143,7 @@ def test_damaged_idx_files_are_refused(tmp_path: Path, spoil: Callable[[Path], N
         Images(path=tmp_path).open()
 
 
-@pytest.mark.parametrize(
-    "change", [lambda data: data[:-20], lambda data: b"no gzip", lambda data: data[:99] + data]
-)
+@pytest.mark.parametrize("change", [lambda data: data[:-20], lambda data: b"no gzip", lambda data: data[:99] + data])
 def test_damaged_gzip_files_are_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     path = write_idx(tmp_path, suffix=".gz")
     path.write_bytes(change(path.read_bytes()))
@@ -196,9 +190,7 @@ def test_images_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
 
 def test_an_image_stays_on_its_side_wherever_the_folder_lies(tmp_path: Path) -> None:
     colours = {"a": [(i * 20, 0, 0) for i in range(6)], "b": [(0, i * 20, 9) for i in range(6)]}
-    one, other = (
-        read_all(Images(path=write_images(tmp_path / name, colours)).open().train)[0] for name in "xy"
-    )
+    one, other = (read_all(Images(path=write_images(tmp_path / name, colours)).open().train)[0] for name in "xy")
     assert torch.equal(one, other)
 
 
@@ -213,9 +205,7 @@ def test_folders_to_train_and_test_with(tmp_path: Path, test: str) -> None:
     assert labels.tolist() == [0, 1, 1]
     assert images[:, 0].min() == 1
     (tmp_path / test / "c").mkdir()
-    with pytest.raises(
-        DataError, match=f"{test} must have the class folders of .*in one of the two only: c;"
-    ):
+    with pytest.raises(DataError, match=f"{test} must have the class folders of .*in one of the two only: c;"):
         Images(path=tmp_path).open()
 
 
@@ -230,9 +220,7 @@ def test_folders_without_two_classes_of_images_are_refused(tmp_path: Path) -> No
         Images(path=tmp_path).open()
 
 
-@pytest.mark.parametrize(
-    "change", [lambda data: b"", lambda data: b"no image", lambda data: data[: len(data) // 2]]
-)
+@pytest.mark.parametrize("change", [lambda data: b"", lambda data: b"no image", lambda data: data[: len(data) // 2]])
 def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     write_images(tmp_path, {"a": [(0, 0, 0)] * 5, "b": [(0, 0, 0)] * 5})
     source = Images(path=tmp_path).open().train
@@ -240,9 +228,7 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path, change: Callab
     for path in (tmp_path / "b").iterdir():
         path.write_bytes(change(path.read_bytes()))
     assert source.read(np.flatnonzero(labels == 0))[0].shape[1:] == (3, 16, 16)
-    with pytest.raises(
-        DataError, match=r"b/\d\.png must be a whole image, but got: .+; replace or remove it"
-    ):
+    with pytest.raises(DataError, match=r"b/\d\.png must be a whole image, but got: .+; replace or remove it"):
         source.read(np.flatnonzero(labels == 1))
 
 

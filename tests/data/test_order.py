@@ -178,7 +178,10 @@ def test_any_resizing_uses_each_sample_once_in_each_epoch(size, seed, phases):
         state = ledger.state_dict()
         ledger.claim(order, global_batch)  # read ahead, and lost with the worker
     assert state == {"low_water": len(used), "done_above": []}, "in step, the ledger is one integer"
-    assert used == [int(sample) for epoch in range(len(used) // size + 1) for sample in epoch_of(order, epoch)][: len(used)]
+    assert (
+        used
+        == [int(sample) for epoch in range(len(used) // size + 1) for sample in epoch_of(order, epoch)][: len(used)]
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -260,4 +263,3 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 TestLedger = LedgerMachine.TestCase
-

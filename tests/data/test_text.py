@@ -172,17 +172,12 @@ def test_the_default_is_the_standard_library() -> None:
     sides = [all_tokens(side).to(torch.uint8).numpy().tobytes() for side in (splits.train, splits.held_out)]
     assert 0.09 < len(sides[1]) / sum(map(len, sides)) < 0.1001
     stdlib = Path(sysconfig.get_path("stdlib"))
-    modules = [
-        (stdlib / name).read_bytes()[:3000]
-        for name in ("argparse.py", "asyncio/events.py", "json/decoder.py")
-    ]
+    modules = [(stdlib / name).read_bytes()[:3000] for name in ("argparse.py", "asyncio/events.py", "json/decoder.py")]
     assert all(any(module in side for side in sides) for module in modules)
     assert not any((stdlib / "encodings/aliases.py").read_bytes()[:3000] in side for side in sides)
 
 
-def test_the_default_leaves_out_tests_and_packages_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_leaves_out_tests_and_packages_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.py", "b.py", "c.txt", "test/d.py", "site-packages/e.py", "x/__pycache__/f.pyc", "x/g.py"):
         write(tmp_path / name, Path(name).stem.encode() * 500)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
@@ -253,9 +248,7 @@ def test_data_that_cannot_be_used_is_refused_when_opened(
 def test_a_folder_too_short_for_a_window_a_side_says_which(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", b"a" * 500)
     write(tmp_path / "b.txt", b"b" * 20)
-    with pytest.raises(
-        DataError, match=r"held out of .* at least data.sequence_length \+ 1 = 129 bytes, but got 20"
-    ):
+    with pytest.raises(DataError, match=r"held out of .* at least data.sequence_length \+ 1 = 129 bytes, but got 20"):
         Text(path=tmp_path).open()
 
 

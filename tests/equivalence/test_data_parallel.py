@@ -50,7 +50,9 @@ def train(name, group, shares=None, num_micro_batches=1):
     run, source, weights = get_recipe(name)
     module = run.model.build(source.spec).double()
     module.load_state_dict(weights)
-    replica = Replica(module, run.optimizer.build(module), group=group, clip_norm=1.0, bucket_bytes=20_000, hash_interval=5)
+    replica = Replica(
+        module, run.optimizer.build(module), group=group, clip_norm=1.0, bucket_bytes=20_000, hash_interval=5
+    )
     loader = Loader(source, run.global_batch, group=group, shares=shares, num_micro_batches=num_micro_batches)
     losses, norms = [], []
     for batch in loader:

@@ -40,7 +40,12 @@ def make_command(*arguments, **settings):
 
 def start(directory, num_steps, num_workers=3, **settings):
     command = make_command(
-        "transformer_lm", "--workers", num_workers, "--out", directory, **(SETTINGS | {"num_steps": num_steps} | settings)
+        "transformer_lm",
+        "--workers",
+        num_workers,
+        "--out",
+        directory,
+        **(SETTINGS | {"num_steps": num_steps} | settings),
     )
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -57,7 +62,9 @@ def find_workers(directory):
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
             if b"paceline.launch" in command and str(directory).encode() in command:
-                environment = dict(pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair)
+                environment = dict(
+                    pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair
+                )
                 found[int(environment[b"RANK"])] = int(folder.name)
         except OSError:
             continue
@@ -150,7 +157,9 @@ def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path):
         time.sleep(0.1)
     (preempted,) = select(read_log(killed / "events.jsonl"), Preempted)
     num_steps = preempted.step + 5
-    resumed = subprocess.run(make_command("--resume", killed, num_steps=num_steps), capture_output=True, text=True, timeout=100)
+    resumed = subprocess.run(
+        make_command("--resume", killed, num_steps=num_steps), capture_output=True, text=True, timeout=100
+    )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert sorted(losses_of(killed)) == list(range(num_steps))
 
@@ -202,4 +211,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     records = read_log(tmp_path / "run" / "events.jsonl")
     assert len(select(records, Restarted)) == 1
-    assert "gave up after 1 restarts without progress: rank 1 was killed by SIGKILL" in select(records, Failed)[-1].event.message
+    assert (
+        "gave up after 1 restarts without progress: rank 1 was killed by SIGKILL"
+        in select(records, Failed)[-1].event.message
+    )

@@ -90,9 +90,7 @@ def tell_run(path: Path, total_steps: int, *, ends_with: Callable[[EventLog], No
             error = Failed(error="PeerTimeoutError", message="rank 0 is gone", traceback="Traceback ...")
             other.write(error, step=lost_at)
         log.write(Restarted(attempt=1, reason="rank 1 was killed by SIGKILL"), step=lost_at)
-        resumed = make_start(
-            total_steps=total_steps, start_step=resumed_at, resumed_from=f"step-{resumed_at}"
-        )
+        resumed = make_start(total_steps=total_steps, start_step=resumed_at, resumed_from=f"step-{resumed_at}")
         log.write(resumed, step=resumed_at)
         _tell_steps(log, clock, range(resumed_at + 1, total_steps + 1), total_steps)
         (ends_with or _finish)(log)
@@ -100,9 +98,7 @@ def tell_run(path: Path, total_steps: int, *, ends_with: Callable[[EventLog], No
 
 def _finish(log: EventLog) -> None:
     log.write(Showcased(text="ROMEO:▸ What light\nthrough yonder <script>alert(1)</script>"), step=400)
-    finish = RunFinished(
-        held_out_loss=1.56, metrics={"accuracy": 0.541}, duration_s=63.0, samples_per_s=512.3
-    )
+    finish = RunFinished(held_out_loss=1.56, metrics={"accuracy": 0.541}, duration_s=63.0, samples_per_s=512.3)
     log.write(finish, step=400)
 
 

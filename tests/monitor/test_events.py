@@ -12,9 +12,7 @@ from paceline.errors import PacelineError
 from paceline.monitor import EventError, Record, RunStarted, Warned, from_json, list_kinds, to_json
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
-TEXTS = st.text(
-    st.characters(), max_size=20
-)  # all of Unicode: line breaks, control characters, lone surrogates
+TEXTS = st.text(st.characters(), max_size=20)  # all of Unicode: line breaks, control characters, lone surrogates
 JSON = st.recursive(
     st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda items: st.lists(items, max_size=3) | st.dictionaries(TEXTS, items, max_size=3),
@@ -42,9 +40,7 @@ EVENTS = st.one_of([st.builds(cls, **strategies_of(cls)) for cls in list_kinds()
 def comparable(value: Any) -> Any:
     """Return `value` with NaN in a form that equals itself, and types where == is blind to them."""
     if dataclasses.is_dataclass(value):
-        return type(value), comparable(
-            {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        )
+        return type(value), comparable({one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
     if isinstance(value, dict):
         return {key: comparable(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -43,8 +43,7 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
     start = make_start(start_step=2, resumed_from="step-2")
     shown = show(start, make_step(5), saved, evaluated, make_step(6), Showcased(text="a\nb"), FINISH)
     assert shown.splitlines() == [
-        "transformer_lm: 4,816,128 parameters, 2 workers on cpu, steps 2 to 100, 64 samples each,"
-        " resumed from step-2",
+        "transformer_lm: 4,816,128 parameters, 2 workers on cpu, steps 2 to 100, 64 samples each, resumed from step-2",
         "step 5: held-out loss 2, accuracy 0.5 (1,000 samples in 1.2 s)",
         "finished: held-out loss 1.5, accuracy 0.541, 1 min 03 s, 512.3 samples/s",
         "    a",
@@ -138,9 +137,7 @@ def test_a_dumb_terminal_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_texts_are_neither_markup_nor_commands_to_the_terminal(terminal: bool) -> None:
     evil = "[red]x[/red] [/] \x1b]0;owned\x07 \x9b31m \r \u202e \ud800 \x00 é"
-    shown = show(
-        make_start(recipe=evil), Warned(message=evil), Showcased(text=evil), FINISH, terminal=terminal
-    )
+    shown = show(make_start(recipe=evil), Warned(message=evil), Showcased(text=evil), FINISH, terminal=terminal)
     assert shown.count(r"[red]x[/red] [/] \x1b]0;owned\x07 \x9b31m \r \u202e \ud800 \x00 é") == 3
     assert "\x07" not in shown
     assert "\x1b]" not in shown

@@ -81,9 +81,7 @@ def test_a_torn_line_is_closed_by_the_next_writer(tmp_path: Path) -> None:
 
 def test_a_full_disk_warns_once_and_counts() -> None:
     with EventLog("/dev/full", run="first", rank=0) as log:
-        with pytest.warns(
-            RuntimeWarning, match=r"/dev/full must be writable, but got: No space left"
-        ) as caught:
+        with pytest.warns(RuntimeWarning, match=r"/dev/full must be writable, but got: No space left") as caught:
             log.write(make_step(1), step=1)
         assert len(caught) == 1
         with warnings.catch_warnings():

@@ -8,9 +8,7 @@ import paceline.monitor
 
 
 def test_every_public_name_is_there() -> None:
-    assert paceline.monitor.__all__ == sorted(
-        paceline.monitor.__all__, key=lambda name: (name[0].islower(), name)
-    )
+    assert paceline.monitor.__all__ == sorted(paceline.monitor.__all__, key=lambda name: (name[0].islower(), name))
     for name in paceline.monitor.__all__:
         assert getattr(paceline.monitor, name).__module__.startswith("paceline.monitor.")
     with pytest.raises(AttributeError, match="has no attribute 'LiveVeiw'; it has: CheckpointSaved"):

@@ -49,9 +49,7 @@ def test_lines_that_are_no_event_are_counted(tmp_path: Path) -> None:
 
 
 def test_no_log_is_an_error_that_says_where(tmp_path: Path) -> None:
-    with pytest.raises(
-        EventError, match=r"a log must be a file, but got .*absent; give the directory of a run"
-    ):
+    with pytest.raises(EventError, match=r"a log must be a file, but got .*absent; give the directory of a run"):
         read_log(tmp_path / "absent")
 
 
@@ -147,9 +145,7 @@ def test_the_state_is_what_was_said_last(last: Failed, state: str) -> None:
 
 def test_speed_counts_the_median_step_and_all_the_time_spent() -> None:
     durations_s = [4.0, 0.5, 0.5, 0.5, 0.0]
-    steps = [
-        make_step(1 + at, duration_s=took, communication_s=took / 4) for at, took in enumerate(durations_s)
-    ]
+    steps = [make_step(1 + at, duration_s=took, communication_s=took / 4) for at, took in enumerate(durations_s)]
     records = [make_record(make_start(), unix_s=100.0)]
     records += [make_record(step, 1 + at, unix_s=101.0 + at) for at, step in enumerate(steps)]
     records += [make_record(Warned(message="another host's clock"), 5, rank=1, unix_s=9999.0)]

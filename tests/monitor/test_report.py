@@ -46,9 +46,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [
-            value or "" for name, value in attrs if name in ("src", "srcset", "href", "action", "data")
-        ]
+        self.links += [value or "" for name, value in attrs if name in ("src", "srcset", "href", "action", "data")]
         assert not [name for name, _ in attrs if name.startswith("on")]
         if tag not in self.VOID:
             self._open.append(tag)

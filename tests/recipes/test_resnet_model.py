@@ -64,9 +64,7 @@ def test_the_stem_fits_the_image(stem: str, size: int, side: int) -> None:
 def test_the_bottlenecks_3x3_convolution_strides() -> None:
     model = build(depth=50)
     strides = {
-        module.kernel_size[0]: module.stride[0]
-        for module in model.stages[1][0].branch
-        if isinstance(module, nn.Conv2d)
+        module.kernel_size[0]: module.stride[0] for module in model.stages[1][0].branch if isinstance(module, nn.Conv2d)
     }
     assert strides == {1: 1, 3: 2}
 

@@ -57,9 +57,7 @@ def test_rotated_products_depend_on_the_distance_only() -> None:
     scores = queries @ keys.T
     for distance in range(-39, 40):
         diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(
-            diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5
-        )  # float32 angles
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)  # float32 angles
     assert torch.unique(scores[:, 0].round(decimals=4)).numel() == 40
     torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(40))
     torch.testing.assert_close(queries[0], query)
@@ -73,9 +71,7 @@ def test_rotation_turns_each_pair_by_its_own_angle() -> None:
 
 
 def test_order_matters_to_a_single_layer() -> None:
-    model = build(
-        TINY.model_copy(update={"num_layers": 1})
-    ).double()  # more could tell it from the causal mask
+    model = build(TINY.model_copy(update={"num_layers": 1})).double()  # more could tell it from the causal mask
     with torch.no_grad():
         one, swapped = model(tokens()), model(tokens()[:, [1, 0, *range(2, 24)]])
     assert (one - swapped)[:, -1].abs().max() > 1e-6
@@ -97,9 +93,7 @@ def test_one_matrix_serves_input_and_output() -> None:
 def test_every_parameter_gets_a_gradient() -> None:
     model = build()
     F.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten()).backward()
-    assert all(
-        parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters()
-    )
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 def test_the_state_is_its_weights_and_nothing_else() -> None:

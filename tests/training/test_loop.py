@@ -10,7 +10,15 @@ from torch import nn
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
 from paceline.errors import CheckpointError, CommunicationError, DataError, SettingsError
-from paceline.monitor.events import CheckpointSaved, CheckpointSkipped, Evaluated, Failed, RunFinished, RunStarted, StepFinished
+from paceline.monitor.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    Evaluated,
+    Failed,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
@@ -55,7 +63,12 @@ class Convolution(Model):
 
     def build(self, spec):
         return nn.Sequential(
-            nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.0), nn.Linear(24, 3)
+            nn.Conv2d(2, 6, 3, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.0),
+            nn.Linear(24, 3),
         )
 
 
@@ -105,7 +118,11 @@ def test_a_run_writes_what_happened(tmp_path):
     assert train_here(make_run(), tmp_path, num_workers=2) == [True, True]
     records = read_log(tmp_path / "events.jsonl")
     (started,) = select(records, RunStarted)
-    assert (started.event.num_workers, started.event.samples_per_epoch, started.event.total_steps) == (2, 50, 14)
+    assert (started.event.num_workers, started.event.samples_per_epoch, started.event.total_steps) == (
+        2,
+        50,
+        14,
+    )
     assert Run.model_validate(started.event.settings) == make_run()
     steps = select(records, StepFinished)
     assert [record.step for record in steps] == list(range(14))

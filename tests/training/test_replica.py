@@ -44,7 +44,9 @@ def make_module(seed=0):
 
 def make_batch(num_samples=12, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(11, (num_samples,), generator=generator), torch.randint(11, (num_samples,), generator=generator)
+    return torch.randint(11, (num_samples,), generator=generator), torch.randint(
+        11, (num_samples,), generator=generator
+    )
 
 
 def train_plainly(num_steps, *, clip_norm=None, momentum=0.9):
@@ -70,13 +72,23 @@ def train_replicas(num_workers, cuts, num_steps, *, num_micro_batches=1, clip_no
         module = copy.deepcopy(base)
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
         replica = Replica(
-            module, optimizer, group=group, clip_norm=clip_norm, bucket_bytes=bucket_bytes, hash_interval=1, **options
+            module,
+            optimizer,
+            group=group,
+            clip_norm=clip_norm,
+            bucket_bytes=bucket_bytes,
+            hash_interval=1,
+            **options,
         )
         losses = []
         for step in range(num_steps):
             inputs, targets = make_batch(seed=step)
             mine = slice(cuts[group.rank], cuts[group.rank + 1])
-            parts = zip(inputs[mine].tensor_split(num_micro_batches), targets[mine].tensor_split(num_micro_batches), strict=True)
+            parts = zip(
+                inputs[mine].tensor_split(num_micro_batches),
+                targets[mine].tensor_split(num_micro_batches),
+                strict=True,
+            )
             for number, (x, y) in enumerate(parts):
                 weight = len(x)
                 if weight == 0:
@@ -92,7 +104,14 @@ def train_replicas(num_workers, cuts, num_steps, *, num_micro_batches=1, clip_no
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize(
     ("num_workers", "cuts", "num_micro_batches"),
-    [(1, (0, 12), 1), (1, (0, 12), 4), (2, (0, 6, 12), 1), (3, (0, 1, 5, 12), 1), (3, (0, 4, 8, 12), 4), (4, (0, 0, 2, 3, 12), 2)],
+    [
+        (1, (0, 12), 1),
+        (1, (0, 12), 4),
+        (2, (0, 6, 12), 1),
+        (3, (0, 1, 5, 12), 1),
+        (3, (0, 4, 8, 12), 4),
+        (4, (0, 0, 2, 3, 12), 2),
+    ],
 )
 def test_uneven_workers_equal_one_plain_loop(num_workers, cuts, num_micro_batches, clip_norm):
     losses, module = train_plainly(6, clip_norm=clip_norm)

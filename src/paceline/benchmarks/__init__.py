@@ -4,7 +4,15 @@ from paceline.benchmarks.base import Benchmark, Row, print_table, write_rows
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.registry import find_variant, list_variants
 
-__all__ = ["Benchmark", "ReplicaBenchmark", "Row", "find_benchmark", "list_benchmarks", "print_table", "write_rows"]
+__all__ = [
+    "Benchmark",
+    "ReplicaBenchmark",
+    "Row",
+    "find_benchmark",
+    "list_benchmarks",
+    "print_table",
+    "write_rows",
+]
 
 
 def find_benchmark(name: str) -> type[Benchmark]:

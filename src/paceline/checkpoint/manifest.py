@@ -144,9 +144,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, KeyError, TypeError):
         raise DamagedError(directory, f"{MARKER_NAME} is damaged") from None
     if version != FORMAT:
-        raise DamagedError(
-            directory, f"{MARKER_NAME} says format {version!r}, and this version reads {FORMAT}"
-        )
+        raise DamagedError(directory, f"{MARKER_NAME} says format {version!r}, and this version reads {FORMAT}")
     content = read_part(directory, MANIFEST_NAME)
     if marker != _marker(step, digest(content)):
         raise DamagedError(directory, f"{MANIFEST_NAME} is not what {MARKER_NAME} says it is")

@@ -123,11 +123,7 @@ class AsyncSaver:
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    is_same = (
-        buffer.shape == tensor.shape
-        and buffer.dtype == tensor.dtype
-        and type(buffer) is type(tensor.detach())
-    )
+    is_same = buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and type(buffer) is type(tensor.detach())
     return is_same and getattr(buffer, "placements", None) == getattr(tensor, "placements", None)
 
 

@@ -165,9 +165,7 @@ class SafetensorsReader(StorageReader):
         tensors = {name: _to_metadata(tensor) for name, tensor in self.manifest.tensors.items()}
         return Metadata(dict(tensors))
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: every rank reads for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -219,9 +217,7 @@ class SafetensorsReader(StorageReader):
         return False
 
 
-def save_tensors(
-    tensors: Mapping[str, Tensor], writer: StorageWriter, process_group: ProcessGroup | None
-) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], writer: StorageWriter, process_group: ProcessGroup | None) -> None:
     """Save through `writer`: together with the other ranks of `process_group`, or as one process alone.
 
     Alone, the planner's steps are called here one by one: `torch.distributed.checkpoint.save` warns every
@@ -281,9 +277,7 @@ def _join(name: str, tensor: TensorStorageMetadata, chunks: Sequence[Chunk]) -> 
 
 
 def _to_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks
-    ]
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks]
     return TensorStorageMetadata(TensorProperties(DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
 
 

@@ -187,9 +187,7 @@ class CheckpointStore:
 
     def _names(self, step: int) -> Iterator[Path]:
         taken = [path.name for path in self._list_directories()]
-        attempts = [
-            int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step
-        ]
+        attempts = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
         attempt = max(attempts, default=0)
         while True:  # a file, or a link, may have a name that no directory has
             attempt += 1

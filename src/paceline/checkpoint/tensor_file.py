@@ -22,9 +22,7 @@ from torch import Tensor
 
 from paceline.checkpoint.manifest import DTYPE_NAMES, Chunk, TensorFile, digest
 
-PIECE_BYTES = (
-    2**24
-)  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
+PIECE_BYTES = 2**24  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ def write_tensor_file(path: Path, entries: Sequence[Entry]) -> tuple[TensorFile,
         num_bytes = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    record = TensorFile(
-        name=path.name, num_bytes=num_bytes, header_bytes=len(header), header_digest=digest(header)
-    )
+    record = TensorFile(name=path.name, num_bytes=num_bytes, header_bytes=len(header), header_digest=digest(header))
     return record, chunks
 
 

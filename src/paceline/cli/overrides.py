@@ -45,7 +45,9 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     while waiting:
         word = waiting.pop(0)
         if not word.startswith("--") or len(word) == 2:
-            raise SettingsError(f"an override must look like --field value, but got {word!r}; see `paceline train --help`")
+            raise SettingsError(
+                f"an override must look like --field value, but got {word!r}; see `paceline train --help`"
+            )
         path, separator, value = word[2:].partition("=")
         if not separator:
             if not waiting:
@@ -95,7 +97,11 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
     family = _settings_class(field)
     if family is not None and issubclass(family, Family):
         find_variant(family, value)
-        return present if isinstance(present, dict) and present.get("name") == value else find_variant(family, value)().model_dump()
+        return (
+            present
+            if isinstance(present, dict) and present.get("name") == value
+            else find_variant(family, value)().model_dump()
+        )
     adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or str)
     refused = None
     for candidate in (value, _from_json(value)):

@@ -70,9 +70,7 @@ def prepare_new(
     return directory, file
 
 
-def prepare_resumed(
-    directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]
-) -> tuple[Path, RunFile]:
+def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> tuple[Path, RunFile]:
     """Make ready to go on with a run, at another number of workers or with other settings if asked.
 
     Raises:

@@ -12,10 +12,13 @@ from paceline.errors import SettingsError
 def train(
     context: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function.")
+        str | None,
+        typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine. [default: 2]")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the run; must be new. [default: runs/RECIPE-n]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the run; must be new. [default: runs/RECIPE-n]")
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
 ) -> None:

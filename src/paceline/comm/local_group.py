@@ -55,9 +55,7 @@ class LocalGroup(Group):
         return [cls(rank, room, epoch=epoch) for rank in range(size)]
 
     @classmethod
-    def run(
-        cls, size: int, worker: Callable[["LocalGroup"], T], *, timeout_s: float = 60.0
-    ) -> list[T]:
+    def run(cls, size: int, worker: Callable[["LocalGroup"], T], *, timeout_s: float = 60.0) -> list[T]:
         """Run ``worker(group)`` in `size` threads and return what each returned, by rank.
 
         Raises:

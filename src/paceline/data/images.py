@@ -2,7 +2,6 @@
 
 Shapes: B images of a batch, N of a source, C channels, H and W pixels, S pixels of a side after resizing.
 """
-# ruff: noqa: N806, N815 - shape letters are capitals
 
 import gzip
 import hashlib
@@ -69,9 +68,7 @@ class Images(Data):
             return self._open_arrays(str(path), _read_idx_pair(idx), _read_idx_pair(test) if test else None)
         except OSError as error:
             found = error.strerror or error
-            raise DataError(
-                f"{error.filename or path} must be readable, but got: {found}; check data.path"
-            ) from error
+            raise DataError(f"{error.filename or path} must be readable, but got: {found}; check data.path") from error
 
     def _open_arrays(self, name: str, train: "_Arrays", test: "_Arrays | None") -> Splits:
         labels = train.labels_N if test is None else torch.cat([train.labels_N, test.labels_N])
@@ -173,18 +170,14 @@ def _split(names: Sequence[str], fraction: float) -> tuple[list[int], list[int]]
 
 def _require_classes(name: str, num_classes: int) -> None:
     if num_classes < 2:
-        raise DataError(
-            f"{name} must have at least 2 classes, but got {num_classes}; there is nothing to tell apart"
-        )
+        raise DataError(f"{name} must have at least 2 classes, but got {num_classes}; there is nothing to tell apart")
 
 
 def _load_digits() -> _Arrays:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise missing_extra(
-            "scikit-learn", "vision", "training on the bundled digits (data.path=None)"
-        ) from error
+        raise missing_extra("scikit-learn", "vision", "training on the bundled digits (data.path=None)") from error
     digits = load_digits()
     pixels = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)
     return _Arrays(pixels, torch.from_numpy(digits.target).long())
@@ -209,9 +202,7 @@ def _list_files(folder: Path, classes: Sequence[str]) -> _Samples:
         files = [file for file in sorted((folder / name).iterdir()) if file.suffix.lower() in IMAGE_SUFFIXES]
         if not files:
             kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-            raise DataError(
-                f"{folder / name} must hold images ({kinds}), but got none; add some or remove the folder"
-            )
+            raise DataError(f"{folder / name} must hold images ({kinds}), but got none; add some or remove the folder")
         samples += [(file, label) for file in files]
     return samples
 

@@ -133,7 +133,7 @@ class Loader:
         parts = iter(
             DataLoader(
                 _Reader(self._source),
-                sampler=plan(),  # type: ignore[arg-type]  # a sampler is any iterable of keys
+                sampler=plan(),
                 batch_size=None,
                 num_workers=self._num_processes,
                 prefetch_factor=max(1, self._prefetch * self.num_micro_batches // self._num_processes),

@@ -64,14 +64,10 @@ class Text(Data):
         """
         path = _standard_library() if self.path is None else self.path.expanduser()
         try:
-            train, held_out = (
-                self._open_folder(path) if path.is_dir() else self._split(path, _open_file(path))
-            )
+            train, held_out = self._open_folder(path) if path.is_dir() else self._split(path, _open_file(path))
         except OSError as error:
             found = error.strerror or error
-            raise DataError(
-                f"{error.filename or path} must be readable, but got: {found}; check data.path"
-            ) from error
+            raise DataError(f"{error.filename or path} must be readable, but got: {found}; check data.path") from error
         return Splits(self._source(path, train), self._source(path, held_out))
 
     def _source(self, path: Path, tokens: Tokens) -> "TokenSource":
@@ -81,9 +77,7 @@ class Text(Data):
         suffix, excluded = (".py", LEFT_OUT) if self.path is None else ("", frozenset[str]())
         files = _limit(list(_find_texts(folder, suffix, excluded)), self.max_bytes)
         if not files:
-            raise DataError(
-                f"{folder} must hold text files, but got none; give data.path a folder or file of text"
-            )
+            raise DataError(f"{folder} must hold text files, but got none; give data.path a folder or file of text")
         if len(files) == 1:
             return self._split(folder, _join(files))
         window = self.sequence_length + 1
@@ -252,9 +246,7 @@ def _open_npy(path: Path) -> Tokens:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, tokenize.TokenError) as error:  # NumPy lets Python's tokenizer read the header
-        raise DataError(
-            f"{path} must be a whole NumPy array file, but got: {error}; write it again"
-        ) from error
+        raise DataError(f"{path} must be a whole NumPy array file, but got: {error}; write it again") from error
     if tokens.ndim != 1 or tokens.dtype.name not in TOKEN_TYPES:
         raise DataError(
             f"{path} must be an array of one dim and of type {', '.join(TOKEN_TYPES)}, but got "

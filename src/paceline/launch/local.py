@@ -15,10 +15,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
-from paceline.monitor.events import Event, Failed, Preempted, Restarted, StepFinished
+from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import Record, read_log
+from paceline.monitor.reader import read_log
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 
@@ -64,7 +64,12 @@ def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_re
         furthest = max(furthest, outcome.last_step)
         if num_restarts > max_restarts:
             message = f"gave up after {max_restarts} restarts without progress: {outcome.reason}"
-            _tell(directory, log_path, attempt, Failed(error="CommunicationError", message=message, traceback=""))
+            _tell(
+                directory,
+                log_path,
+                attempt,
+                Failed(error="CommunicationError", message=message, traceback=""),
+            )
             return ExitCode.FAILED
         attempt += 1
         _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))

@@ -37,7 +37,9 @@ def load_run(file: RunFile) -> Run:
     try:
         return Run.model_validate(file.run)
     except ValidationError as error:
-        raise SettingsError(f"the settings of this run must fit the recipe {file.recipe}, but: {explain(error)}") from error
+        raise SettingsError(
+            f"the settings of this run must fit the recipe {file.recipe}, but: {explain(error)}"
+        ) from error
 
 
 def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode:
@@ -79,10 +81,11 @@ def main() -> int:
 
 
 def _code_of(error: Exception) -> ExitCode:
-    traceback.print_exception(error)
-    if isinstance(error, CommunicationError):
-        return ExitCode.PEERS_LOST
-    return ExitCode.REFUSED if isinstance(error, PacelineError) else ExitCode.FAILED
+    if not isinstance(error, PacelineError):
+        traceback.print_exception(error)
+        return ExitCode.FAILED
+    print(f"paceline: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return ExitCode.PEERS_LOST if isinstance(error, CommunicationError) else ExitCode.REFUSED
 
 
 def _leave_with_launcher(launcher: int) -> None:

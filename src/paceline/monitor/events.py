@@ -283,9 +283,7 @@ def _decode(cls: type[Any], what: str, content: Any) -> dict[str, Any]:
     missing = [name for name, field in known.items() if field.required and name not in content]
     unknown = [name for name in content if name not in known]
     if missing or unknown:
-        raise EventError(
-            f"{what} must have just its fields, but {missing=} and {unknown=}; is it of another version?"
-        )
+        raise EventError(f"{what} must have just its fields, but {missing=} and {unknown=}; is it of another version?")
     return {name: _decode_floats(known[name].annotation, value) for name, value in content.items()}
 
 

@@ -27,8 +27,7 @@ _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     dict[str, float]: (
         "numbers by name",
         lambda value: (
-            isinstance(value, dict)
-            and all(isinstance(key, str) and _is_float(item) for key, item in value.items())
+            isinstance(value, dict) and all(isinstance(key, str) and _is_float(item) for key, item in value.items())
         ),
     ),
     dict[str, Any]: (

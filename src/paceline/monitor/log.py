@@ -58,9 +58,7 @@ class EventLog:
         """
         with self._lock:
             if self._fd is None:
-                raise EventError(
-                    f"a log must be open to be written to, but {self.path} is closed; keep it open longer"
-                )
+                raise EventError(f"a log must be open to be written to, but {self.path} is closed; keep it open longer")
             if self._num_unreported:
                 message = f"{self._num_unreported} events are missing here: the log could not be written"
                 if self._append(self._fd, Warned(message=message), step) is None:

@@ -77,9 +77,7 @@ def _header(summary: Summary) -> str:
         f"{last.num_parameters:,} parameters",
         f"global batch {last.global_batch:,}",
     ]
-    return (
-        f"<header><h1>{_safe(last.recipe)} {state}</h1><p class=facts>{_safe(' · '.join(facts))}</p></header>"
-    )
+    return f"<header><h1>{_safe(last.recipe)} {state}</h1><p class=facts>{_safe(' · '.join(facts))}</p></header>"
 
 
 def _when(record: Record) -> str:
@@ -94,9 +92,7 @@ def _tiles(summary: Summary) -> str:
     total = f"of {summary.starts[-1].event.total_steps:,}" if summary.starts else ""
     losses = [one.event.loss for one in summary.evaluations if isfinite(one.event.loss)]
     best = f"best {number(min(losses))}" if losses else ""
-    overall = (
-        "" if summary.samples_per_s_overall is None else f"{number(summary.samples_per_s_overall)} overall"
-    )
+    overall = "" if summary.samples_per_s_overall is None else f"{number(summary.samples_per_s_overall)} overall"
     undone = f"{summary.num_lost_steps:,} steps were undone" if summary.num_lost_steps else ""
     tiles = [
         ("held-out loss", _known(summary.held_out_loss, number), best),
@@ -182,11 +178,7 @@ def _evaluations(summary: Summary) -> str:
 
 def _history(summary: Summary) -> str:
     stops: list[Record] = [*summary.restarts, *summary.preemptions, *summary.failures]
-    if (
-        len(summary.starts) < 2
-        and not stops
-        and not any(start.event.resumed_from for start in summary.starts)
-    ):
+    if len(summary.starts) < 2 and not stops and not any(start.event.resumed_from for start in summary.starts):
         return ""
     finish: list[Record] = [summary.finish] if summary.finish is not None else []
     records = sorted([*summary.starts, *stops, *finish], key=lambda record: record.unix_s)
@@ -207,11 +199,7 @@ def _checkpoints(summary: Summary) -> str:
         for one in summary.skipped_checkpoints
     ]
     cells = [row for _, row in sorted(rows, reverse=True)]
-    return (
-        _section("Checkpoints", _table(["step", "size", "took", "path"], cells, num_numeric=3))
-        if cells
-        else ""
-    )
+    return _section("Checkpoints", _table(["step", "size", "took", "path"], cells, num_numeric=3)) if cells else ""
 
 
 def _settings(summary: Summary) -> str:
@@ -233,9 +221,7 @@ def _section(title: str, content: str, kind: str = "") -> str:
     return f'<section class="{kind}"><h2>{title}</h2>{content}</section>'
 
 
-def _table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_numeric: int = 0, code: bool = False
-) -> str:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_numeric: int = 0, code: bool = False) -> str:
     """Return a table whose first `num_numeric` columns are numbers; every cell is made safe here."""
 
     def cells(tag: str, values: Sequence[str]) -> str:

@@ -82,9 +82,7 @@ def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
         (0.945, 15, "bold", palette.ink, title),
         (0.908, 10, "normal", palette.muted, "  ·  ".join(details)),
     ):
-        plain = (
-            one_line(printable(text), 70).encode("latin-1", "replace").decode("latin-1")
-        )  # what the font has
+        plain = one_line(printable(text), 70).encode("latin-1", "replace").decode("latin-1")  # what the font has
         figure.text(0.055, y, plain, size=size, weight=weight, color=color, parse_math=False)
 
 
@@ -146,9 +144,7 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     judged = as_floats([record.event.loss for record in summary.evaluations])
     dots = "o" if len(raw) < 3 else ""
     axes.plot(*thin(steps, raw), color=palette.train, alpha=0.25, linewidth=0.8, zorder=2)
-    axes.plot(
-        *thin(steps, smoothed), color=palette.train, linewidth=2, marker=dots, label="training", zorder=3
-    )
+    axes.plot(*thin(steps, smoothed), color=palette.train, linewidth=2, marker=dots, label="training", zorder=3)
     _draw_held_out(axes, summary, palette)
     bad = steps[~np.isfinite(raw)]
     if len(bad):
@@ -165,9 +161,7 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
             zorder=5,
         )
     if _resumes(summary):
-        axes.plot(
-            [], [], color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, label="restart or resume"
-        )
+        axes.plot([], [], color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, label="restart or resume")
     _fit(axes, raw, np.concatenate([smoothed, judged]))
     _place_legend(axes, palette)
 
@@ -243,9 +237,7 @@ def _draw_time(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     at, shares = np.append(at, steps[-1] + 1) - 0.5, np.clip(np.append(shares, shares[-1]), 0, 1)
     known = np.isfinite(shares)
     for alpha, low, high in ((0.85, 0.0, shares), (0.16, shares, 1.0)):
-        axes.fill_between(
-            at, low, high, where=known, step="post", color=palette.train, alpha=alpha, linewidth=0
-        )
+        axes.fill_between(at, low, high, where=known, step="post", color=palette.train, alpha=alpha, linewidth=0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 

@@ -136,9 +136,7 @@ class Summary:
     @property
     def samples_per_s(self) -> float | None:
         """Median over steps: what the run does while it trains."""
-        rates = [
-            step.event.num_samples / step.event.duration_s for step in self.steps if step.event.duration_s > 0
-        ]
+        rates = [step.event.num_samples / step.event.duration_s for step in self.steps if step.event.duration_s > 0]
         return median(rates) if rates else None
 
     @property
@@ -171,9 +169,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         failures=select(records, Failed),
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
-        unused_parameters=sorted(
-            {name for one in select(records, UnusedParameters) for name in one.event.names}
-        ),
+        unused_parameters=sorted({name for one in select(records, UnusedParameters) for name in one.event.names}),
         showcase=showcases[-1] if showcases else None,
         finish=finishes[-1] if finishes else None,
         num_lost_steps=len(select(records, StepFinished)) - len(steps),
@@ -183,9 +179,7 @@ def summarise(records: Iterable[Record]) -> Summary:
 
 def _parse(line: bytes) -> list[Record]:
     text = line.decode("utf-8", errors="replace").strip()
-    return (
-        [from_json(text)] if text else []
-    )  # a writer that closed another's torn line may leave an empty one
+    return [from_json(text)] if text else []  # a writer that closed another's torn line may leave an empty one
 
 
 _CURVES = (StepFinished, Evaluated)

@@ -64,7 +64,9 @@ def sums_have_the_same_bits_on_every_rank(group: Group) -> None:
         exact = torch.stack([part.double() for part in parts]).sum(0)
         magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
         bound = (group.size - 1) * torch.finfo(torch.float32).eps * magnitude
-        assert bool(((mine.double() - exact).abs() <= bound).all()), "a float32 sum is further off than rounding takes it"
+        assert bool(((mine.double() - exact).abs() <= bound).all()), (
+            "a float32 sum is further off than rounding takes it"
+        )
 
 
 def sums_keep_nan_and_infinity(group: Group) -> None:

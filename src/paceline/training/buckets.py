@@ -93,7 +93,11 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: 
         for name, piece in zip(names, pieces, strict=True):
             parameter = parameters[name]
             # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
-            view = piece.as_strided(parameter.shape, parameter.stride()) if _is_dense(parameter) else piece.view_as(parameter)
+            view = (
+                piece.as_strided(parameter.shape, parameter.stride())
+                if _is_dense(parameter)
+                else piece.view_as(parameter)
+            )
             bucket.slots.append(Slot(name, parameter, view, bucket))
         buckets.append(bucket)
     return buckets
@@ -113,9 +117,7 @@ class Reducer:
         self._armed = False
         self._next = 0
         slots = [slot for bucket in buckets for slot in bucket.slots]
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in slots
-        ]
+        self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in slots]
 
     def arm(self) -> None:
         """Let buckets leave in the backward pass that comes."""

@@ -16,7 +16,7 @@ def hash_tensor(tensor: Tensor) -> int:
     plain = tensor.detach().cpu().contiguous().flatten()
     if plain.numel() == 0:
         return 0
-    return xxhash.xxh3_64_intdigest(memoryview(plain.view(torch.uint8).numpy()))
+    return xxhash.xxh3_64_intdigest(plain.view(torch.uint8).numpy().data)
 
 
 def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> None:

@@ -34,7 +34,6 @@ from paceline.training.replica import Replica, StepResult
 from paceline.training.run import Run
 from paceline.training.state import capture, restore
 
-
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
 
 
@@ -255,9 +254,7 @@ def _save(training: Training, *, wait: bool) -> str:
 def _tell_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
     for checkpoint in saved:
         training.tell(
-            CheckpointSaved(
-                path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s
-            )
+            CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)
         )
 
 

@@ -84,7 +84,11 @@ def name_function(function: Callable[..., Any]) -> str:
     module = sys.modules[function.__module__]
     file = getattr(module, "__file__", None)
     is_script = function.__module__ == "__main__" or function.__module__.startswith(_FILE_PREFIX)
-    return f"{Path(file).resolve()}:{function.__name__}" if is_script and file else f"{function.__module__}:{function.__name__}"
+    return (
+        f"{Path(file).resolve()}:{function.__name__}"
+        if is_script and file
+        else f"{function.__module__}:{function.__name__}"
+    )
 
 
 _FILE_PREFIX = "paceline_user_"

@@ -42,7 +42,8 @@ class Objective(Family):
 @register("next_token")
 class NextToken(Objective):
     """Cross entropy of the next token, a mean over tokens. Targets x_BT; the model's output is logits x_BTV,
-    or an object that holds them as ``logits`` (as those of the transformers library do)."""
+    or an object that holds them as ``logits`` (as those of the transformers library do).
+    """
 
     sample_tokens: int = 200
     """Length of the text that is generated after training; 0 for none."""
@@ -72,7 +73,10 @@ class NextToken(Objective):
                 probabilities = torch.softmax(logits / self.temperature, dim=-1)
                 tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
         module.train(training)
-        as_text = [bytes(part.tolist()).decode("utf-8", errors="replace") for part in (tokens[0, :prompt_length], tokens[0, prompt_length:])]
+        as_text = [
+            bytes(part.tolist()).decode("utf-8", errors="replace")
+            for part in (tokens[0, :prompt_length], tokens[0, prompt_length:])
+        ]
         return f"{as_text[0]}▸{as_text[1]}"
 
 

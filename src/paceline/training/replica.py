@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from paceline.comm.group import Group, Work
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError, SettingsError
-from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import Rule
 from paceline.training.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
 from paceline.training.hashing import check_equal

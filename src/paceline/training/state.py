@@ -57,9 +57,13 @@ def restore(
     if header is None:
         return None
     document: Document = header["document"]
-    extra = read[2] if read else {
-        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in header["shapes"].items()
-    }
+    extra = (
+        read[2]
+        if read
+        else {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in header["shapes"].items()
+        }
+    )
     if group.size > 1:
         broadcast_tensors(_model_tensors(module).values(), group)
         broadcast_tensors((extra[name] for name in sorted(extra)), group)
@@ -149,7 +153,10 @@ def _load_worker_buffers(module: nn.Module, tensors: Mapping[str, Tensor], num_s
     for name, layer in find_statistics(module).items():
         mean, variance = f"{name}.running_mean", f"{name}.running_var"
         saved = [
-            (tensors.get(f"worker{rank}/{mean}", buffers[mean]), tensors.get(f"worker{rank}/{variance}", buffers[variance]))
+            (
+                tensors.get(f"worker{rank}/{mean}", buffers[mean]),
+                tensors.get(f"worker{rank}/{variance}", buffers[variance]),
+            )
             for rank in range(num_saved)
         ]
         set_moments(layer, pool_moments(saved))

@@ -16,7 +16,7 @@ def run() -> Run:
     `--data.path` takes an IDX pair (MNIST, Fashion-MNIST) or a folder with a subfolder of pictures a class.
     """
     return Run(
-        model=ResNet(depth=18),
+        model=ResNet(depth=18, width=16),
         data=Images(size=16),
         objective=Classification(),
         optimizer=SGD(learning_rate=0.05, weight_decay=5e-4),

@@ -5,7 +5,6 @@ Goyal et al. 2017 (the last scale of each block starts at 0); Wu and He 2018 (gr
 
 Shapes: B batch, C channels, H and W pixels.
 """
-# ruff: noqa: N803, N806 - shape letters are capitals
 
 from collections.abc import Callable
 from typing import ClassVar, Literal, Self
@@ -56,9 +55,7 @@ class ResNet(Model):
                 f"{spec.input_shape}; choose data of images or another model"
             )
         num_channels, height, width = spec.input_shape
-        is_small = self.stem == "small" or (
-            self.stem == "auto" and min(height, width) < SMALLEST_IMAGENET_STEM
-        )
+        is_small = self.stem == "small" or (self.stem == "auto" and min(height, width) < SMALLEST_IMAGENET_STEM)
         return ResidualNetwork(self, num_channels, spec.num_classes, small_stem=is_small)
 
 

@@ -16,14 +16,14 @@ def run() -> Run:
     Any text will do: `--data.path my/texts` takes a file, a folder, or a memory-mapped token file.
     """
     return Run(
-        model=TransformerLM(width=192, num_layers=4, num_heads=4),
-        data=Text(sequence_length=128, max_bytes=20_000_000),
+        model=TransformerLM(width=128, num_layers=4, num_heads=4),
+        data=Text(sequence_length=128),
         objective=NextToken(),
         optimizer=AdamW(learning_rate=2e-3),
-        schedule=Cosine(warmup_steps=30),
-        global_batch=32,
-        num_steps=400,
-        evaluate_interval=100,
+        schedule=Cosine(warmup_steps=80),
+        global_batch=8,
+        num_steps=1600,
+        evaluate_interval=200,
         evaluate_samples=256,
-        checkpoint_interval=100,
+        checkpoint_interval=400,
     )

@@ -6,7 +6,6 @@ CPUs torch has a fused backward pass for it, which makes forward and backward fo
 
 Shapes: B batch, T tokens, V vocabulary, W width, H heads, D dims of a head.
 """
-# ruff: noqa: N803, N806 - shape letters are capitals
 
 import math
 from typing import Self
