@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 import paceline
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,8 +31,18 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_default_options = {"exclude-members": "model_config"}
 autosummary_generate = True
-autosummary_ignore_module_all = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+
+def keep_colons(app: object, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from taking the first words of a field's docstring, up to a colon, for its type."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what comes before napoleon."""
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)

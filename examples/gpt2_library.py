@@ -39,7 +39,7 @@ def train(num_steps: int) -> None:
     text = Text(sequence_length=128, max_bytes=5_000_000).open()
     with paceline.join() as group:
         model = build_gpt2().to(group.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         replica = paceline.Replica(model, optimizer, group=group, clip_norm=1.0)
         for batch in paceline.Loader(text.train, global_batch=16, group=group):
             logits = replica(batch.inputs).logits

@@ -57,9 +57,6 @@ class Drawing(Settings):
     layers: tuple[Shape, ...] = ()
 
 
-# --- variants and their names
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -160,9 +157,6 @@ def test_a_class_of_no_family_is_refused():
             pass
 
 
-# --- settings
-
-
 def test_settings_are_frozen_keyword_only_and_know_their_fields():
     circle = Circle(radius=2)
     with pytest.raises(ValidationError, match="frozen"):
@@ -212,8 +206,6 @@ def test_rules_of_our_own_are_told_in_their_own_words():
         Drawing(shape={"name": "ring", "inner": 2})
     assert explain(refused.value) == "shape: inner must be below radius, but got 2.0 >= 1.0"
 
-
-# --- to JSON and back
 
 EXAMPLES = {"function": {"path": "json:dumps"}}
 """Fields of variants that cannot be made of defaults alone."""
@@ -278,9 +270,6 @@ def test_a_number_that_json_cannot_hold_is_refused_or_kept(value):
         return
     again = Clipped.model_validate_json(clipped.model_dump_json())
     assert repr(again.clip_norm) == repr(value)
-
-
-# --- messages
 
 
 def test_errors_of_names_and_extras_say_what_to_do():

@@ -1,3 +1,4 @@
+import functools
 import threading
 import time
 
@@ -30,18 +31,16 @@ def test_operations_return_before_the_others_have_come():
 
 
 def test_sums_have_the_same_bits_at_every_run():
-    def add(group):
+    def add(group, late):
+        if group.rank == late:
+            time.sleep(0.01)
         generator = torch.Generator().manual_seed(group.rank)
-        if group.rank == (call % 5):
-            time.sleep(0.01)  # another rank is the last to come each time
         tensor = torch.randn(100, generator=generator) * 10 ** torch.arange(-8, 8, 0.16)
         group.all_reduce(tensor, name="sum").wait()
         return tensor
 
-    sums = []
-    for call in range(5):
-        sums += LocalGroup.run(5, add)
-    assert all(torch.equal(result, sums[0]) for result in sums)
+    sums = [result for late in range(5) for result in LocalGroup.run(5, functools.partial(add, late=late))]
+    assert all(torch.equal(result, sums[0]) for result in sums), "whoever comes last"
 
 
 def test_different_operations_are_refused_by_name():

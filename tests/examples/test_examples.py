@@ -52,12 +52,12 @@ def test_gpt2_as_a_run_learns(tmp_path):
     run(
         tmp_path,
         *("-m", "paceline", "train", f"{EXAMPLES / 'gpt2_run.py'}:run", "--workers", 2, "--out", "run"),
-        *("--num_steps", 12, "--model.arguments.width", 64, "--model.arguments.num_layers", 2),
+        *("--num_steps", 16, "--model.arguments.width", 64, "--model.arguments.num_layers", 2),
         *("--evaluate_samples", 16, "--objective.sample_tokens", 0),
     )
     losses = losses_of(tmp_path / "run")
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 1
+    assert len(losses) == 16
+    assert losses[-1] < losses[0] - 0.8
 
 
 @pytest.mark.timeout(120)

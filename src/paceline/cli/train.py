@@ -28,7 +28,8 @@ def train(
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
     `paceline recipes NAME` lists them. Under torchrun the same command trains on many machines.
 
-    Exit codes: 0 finished, 2 refused with a message, 75 preempted with a checkpoint saved (go on with --resume), 1 failed.
+    Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (go on with
+    --resume), 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 

@@ -159,9 +159,13 @@ class Reducer:
         return unused
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters and let the buffers go: hooks and slots refer to each other in a ring."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        for bucket in self.buckets:
+            bucket.slots.clear()
+        self.buckets = ()
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from pydantic import JsonValue, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, JsonValue, ModelWrapValidatorHandler, field_validator, model_validator
 from torch import nn
 
 from paceline.data.base import Spec
@@ -41,7 +41,7 @@ class FunctionModel(Model):
 
     path: str
     """Where the function is: ``package.module:function`` or ``file.py:function``."""
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments it is called with."""
 
     @field_validator("path")
@@ -79,7 +79,7 @@ def name_function(function: Callable[..., Any]) -> str:
     """Return the path under which `find_function` finds a module-level `function` in another process."""
     if "." in function.__qualname__:
         raise SettingsError(
-            f"a function in a run must be defined at the top of a module, but got {function.__qualname__}; move it there"
+            f"a function in a run must stand at the top of a module, but got {function.__qualname__}; move it there"
         )
     module = sys.modules[function.__module__]
     file = getattr(module, "__file__", None)

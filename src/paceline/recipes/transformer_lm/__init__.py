@@ -20,10 +20,10 @@ def run() -> Run:
         data=Text(sequence_length=128),
         objective=NextToken(),
         optimizer=AdamW(learning_rate=2e-3),
-        schedule=Cosine(warmup_steps=80),
+        schedule=Cosine(warmup_steps=60),
         global_batch=8,
-        num_steps=1600,
+        num_steps=1200,
         evaluate_interval=200,
         evaluate_samples=256,
-        checkpoint_interval=400,
+        checkpoint_interval=300,
     )

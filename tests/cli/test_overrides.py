@@ -1,0 +1,244 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field, JsonValue
+
+from paceline.cli.overrides import apply_overrides, parse_pairs
+from paceline.data.text import Text
+from paceline.errors import SettingsError, UnknownNameError
+from paceline.optim import SGD, AdamW
+from paceline.recipes import find_recipe
+from paceline.registry import Settings
+from paceline.schedules import Constant, Cosine
+from paceline.training import FunctionModel, NextToken, Run
+
+
+def make_run():
+    return Run(
+        model=FunctionModel(path="json:dumps", arguments={"width": 8, "sizes": [1, 2]}),
+        data=Text(sequence_length=16),
+        objective=NextToken(),
+        global_batch=4,
+        num_steps=100,
+    )
+
+
+def override(*arguments):
+    return apply_overrides(make_run(), parse_pairs(arguments))
+
+
+def refuse(*arguments):
+    with pytest.raises(SettingsError) as caught:
+        override(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pairs"),
+    [
+        (["--num_steps", "5"], [("num_steps", "5")]),
+        (["--num-steps=5"], [("num_steps", "5")]),
+        (["--data.path=a=b"], [("data.path", "a=b")]),
+        (["--data.path="], [("data.path", "")]),
+        (["--seed", "-1", "--seed=-2"], [("seed", "-1"), ("seed", "-2")]),
+        (["--optimizer.learning-rate", "3e-4"], [("optimizer.learning_rate", "3e-4")]),
+        (["--data.path", "a-b c"], [("data.path", "a-b c")]),
+        ([], []),
+    ],
+)
+def test_pairs_are_read_in_both_spellings(arguments, pairs):
+    assert parse_pairs(arguments) == pairs
+
+
+@pytest.mark.parametrize("word", ["num_steps", "-n", "--", "5"])
+def test_what_is_no_option_is_refused_as_it_was_written(word):
+    with pytest.raises(SettingsError, match=f"must look like --field value, but got '{word}'"):
+        parse_pairs(["--seed", "1", word])
+
+
+@pytest.mark.parametrize("arguments", [["--num_steps"], ["--seed", "1", "--num-steps"], ["--num_steps", "--seed", "1"]])
+def test_an_option_without_a_value_is_told_by_its_name(arguments):
+    with pytest.raises(SettingsError, match=r"--num.steps must have a value"):
+        parse_pairs(arguments)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("num_steps", "70", 70),
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("clip_norm", "none", None),
+        ("clip_norm", "None", None),
+        ("clip_norm", "2", 2.0),
+        ("precision", "bf16", "bf16"),
+        ("shares", "[2, 1]", (2.0, 1.0)),
+        ("shares", "none", None),
+        ("data.path", "some/where", Path("some/where")),
+        ("data.path", "2024", Path("2024")),
+        ("data.max_bytes", "1000", 1000),
+        ("optimizer.betas", "[0.8, 0.9]", (0.8, 0.9)),
+        ("model.path", "json:loads", "json:loads"),
+        ("model.arguments", '{"depth": 3}', {"depth": 3}),
+        ("model.arguments.width", "16", {"width": 16, "sizes": [1, 2]}),
+        ("model.arguments.name", "wide", {"width": 8, "sizes": [1, 2], "name": "wide"}),
+        ("model.arguments.bias", "true", {"width": 8, "sizes": [1, 2], "bias": True}),
+        ("model.arguments.sizes", "[3]", {"width": 8, "sizes": [3]}),
+        ("objective.temperature", "1", 1.0),
+    ],
+)
+def test_a_value_lands_at_its_path_with_its_type(path, value, expected):
+    found = override(f"--{path}", value)
+    for part in path.split("."):
+        found = found if isinstance(found, dict) else getattr(found, part)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize("value", ["none", "None"])
+def test_none_takes_back_a_path(value):
+    run = apply_overrides(make_run(), [("data.path", "some/where"), ("data.path", value)])
+    assert run.data.path is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("false", False), ("1", True), ("0", False)])
+def test_booleans_are_read_as_words_or_numbers(value, expected):
+    run = override("--optimizer", "sgd", "--optimizer.nesterov", value)
+    assert run.optimizer.nesterov is expected
+
+
+def test_a_variant_is_chosen_by_name_and_then_its_fields():
+    run = override("--optimizer", "sgd", "--optimizer.momentum", "0.5", "--schedule=constant")
+    assert run.optimizer == SGD(momentum=0.5)
+    assert run.schedule == Constant(), "fields of the variant that was there are gone"
+
+
+def test_naming_the_variant_that_is_there_keeps_its_fields():
+    run = override("--schedule.warmup_steps", "7", "--schedule", "cosine", "--schedule.final_factor", "0")
+    assert run.schedule == Cosine(warmup_steps=7, final_factor=0)
+
+
+def test_a_variant_whose_fields_have_no_defaults_can_be_chosen_with_them():
+    run = apply_overrides(find_recipe("transformer_lm")(), [("model", "function"), ("model.path", "json:dumps")])
+    assert run.model == FunctionModel(path="json:dumps")
+
+
+def test_a_variant_that_lacks_a_field_is_refused_by_the_fields_path():
+    with pytest.raises(SettingsError, match=r"model\.path must be given"):
+        apply_overrides(find_recipe("transformer_lm")(), [("model", "function")])
+
+
+def test_the_last_of_two_values_counts():
+    assert override("--seed", "1", "--seed", "2").seed == 2
+
+
+def test_an_unknown_field_is_told_with_the_closest_and_all():
+    message = refuse("--optimizer.momentun", "0.5", "--seed", "1")
+    known = ", ".join(sorted(AdamW.model_fields))
+    assert message == f"the field --optimizer.momentun must be a known name, but got 'momentun'; known: {known}"
+    message = refuse("--optimizer", "sgd", "--optimizer.momentun", "0.5")
+    assert "did you mean 'momentum'?" in message
+    message = refuse("--num_step", "5")
+    assert message.startswith(
+        "the field --num_step must be a known name, but got 'num_step'; did you mean 'num_steps'?"
+    )
+    assert "global_batch, " in message
+
+
+def test_an_unknown_variant_is_told_with_the_closest_and_all():
+    with pytest.raises(UnknownNameError) as caught:
+        override("--optimizer", "adam")
+    assert (
+        str(caught.value) == "optimizer must be a known name, but got 'adam'; did you mean 'adamw'? known: adamw, sgd"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule"),
+    [
+        ("num_steps", "many", "integer"),
+        ("num_steps", "1.5", "integer"),
+        ("num_steps", "none", "integer"),
+        ("num_steps", "0", "greater than or equal to 1"),
+        ("optimizer.learning_rate", "fast", "number"),
+        ("optimizer.learning_rate", "-1.0", "greater than 0"),
+        ("optimizer.betas", "[0.9]", "betas"),
+        ("shares", "half", "tuple"),
+        ("precision", "fp8", "'fp32', 'bf16' or 'fp16'"),
+        ("data.sequence_length", "", "integer"),
+        ("model.arguments", "[1]", "dict"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_with_path_rule_and_value(path, value, rule):
+    message = refuse(f"--{path}", value)
+    assert path in message
+    assert rule in message
+    assert value in message
+
+
+def test_a_field_that_has_no_fields_is_told():
+    assert "num_steps has no fields of its own" in refuse("--num_steps.more", "1")
+    assert "has no fields of its own" in refuse("--clip_norm.more", "1")
+    assert "has no fields of its own" in refuse("--model.arguments.width.more", "1")
+
+
+def test_rules_between_fields_are_checked_after_all_overrides():
+    assert override("--num_steps", "10", "--schedule.warmup_steps", "10").num_steps == 10
+    assert "schedule.warmup_steps must be at most num_steps, but got 20 > 10" in refuse("--num_steps", "10")
+
+
+def test_the_original_is_left_as_it_was():
+    run = make_run()
+    before = json.dumps(run.model_dump(mode="json"))
+    changed = apply_overrides(
+        run, [("model.arguments.width", "16"), ("model.arguments.sizes", "[]"), ("optimizer", "sgd"), ("seed", "3")]
+    )
+    assert json.dumps(run.model_dump(mode="json")) == before
+    assert changed != run
+    changed.model.arguments["sizes"].append(1)
+    assert json.dumps(run.model_dump(mode="json")) == before, "nor is anything shared"
+
+
+@pytest.mark.parametrize("recipe", ["resnet", "transformer_lm"])
+def test_no_overrides_change_nothing(recipe):
+    run = find_recipe(recipe)()
+    assert apply_overrides(run, []) == run
+
+
+class Everything(Settings):
+    integer: int = 0
+    number: float = 0.0
+    text: str = ""
+    maybe: float | None = None
+    flag: bool = False
+    path: Path = Path()
+    numbers: tuple[float, ...] = ()
+    table: dict[str, JsonValue] = Field(default_factory=dict)
+    bounded: int = Field(default=1, ge=1)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    integer=st.integers(),
+    number=st.floats(allow_nan=False, allow_infinity=False),
+    text=st.text(),
+    flag=st.booleans(),
+    numbers=st.lists(st.floats(-1e6, 1e6)),
+    table=st.dictionaries(st.text("abc", min_size=1), st.one_of(st.none(), st.integers(), st.text(), st.booleans())),
+)
+def test_every_value_can_be_given(integer, number, text, flag, numbers, table):
+    """What is written as text or JSON comes back as it was, whatever its type."""
+    values = {
+        "integer": integer,
+        "number": number,
+        "text": text,
+        "maybe": number,
+        "flag": flag,
+        "numbers": tuple(numbers),
+        "table": table,
+    }
+    written = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
+    found = apply_overrides(Everything(), written)
+    assert {name: getattr(found, name) for name in values} == values

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from paceline.optim import SGD, AdamW, Optimizer
+
+
+class Small(nn.Module):
+    """A tied matrix, a bias, a norm, a scalar, and a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.third = nn.Linear(4, 4, bias=False)
+        self.third.weight = self.second.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+    def forward(self, x):
+        return self.scale * self.third(self.second(self.norm(self.first(x)))) + self.frozen.sum()
+
+
+def make(dtype=torch.float64):
+    torch.manual_seed(0)
+    return Small().to(dtype)
+
+
+def train(module, optimizer, num_steps=5):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        dtype = module.scale.dtype
+        x, y = torch.randn(2, 6, 4, generator=generator).to(dtype)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x[:, :3]), y).backward()
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def split_by_decay(module, weight_decay):
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def plain_sgd(module, lr, weight_decay, **options):
+    return torch.optim.SGD(split_by_decay(module, weight_decay), lr=lr, foreach=False, **options)
+
+
+def plain_adamw(module, lr, weight_decay, **options):
+    return torch.optim.AdamW(split_by_decay(module, weight_decay), lr=lr, foreach=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain"),
+    [
+        (SGD(learning_rate=0.3), lambda m: plain_sgd(m, 0.3, 0.0, momentum=0.9)),
+        (SGD(momentum=0), lambda m: plain_sgd(m, 0.1, 0.0)),
+        (SGD(nesterov=True, weight_decay=0.2), lambda m: plain_sgd(m, 0.1, 0.2, momentum=0.9, nesterov=True)),
+        (AdamW(learning_rate=0.02), lambda m: plain_adamw(m, 0.02, 0.1, betas=(0.9, 0.95), eps=1e-8)),
+        (
+            AdamW(betas=(0.5, 0.6), epsilon=0.01, weight_decay=0.3),
+            lambda m: plain_adamw(m, 1e-3, 0.3, betas=(0.5, 0.6), eps=0.01),
+        ),
+    ],
+    ids=str,
+)
+def test_settings_build_the_update_rule_of_torch(settings, plain):
+    module, reference = make(), make()
+    trained, expected = train(module, settings.build(module)), train(reference, plain(reference))
+    for name, value in expected.items():
+        # Fused kernels and the loop of torch round in a different order: a few units of 1e-16 a step.
+        torch.testing.assert_close(trained[name], value, rtol=1e-12, atol=1e-14, msg=name)
+    moved = [name for name, before in make().named_parameters() if not torch.equal(before, trained[name])]
+    assert "frozen" not in moved
+    assert set(moved) == {name for name, _ in make().named_parameters()} - {"frozen"}
+
+
+@pytest.mark.parametrize("settings", [SGD(weight_decay=0.5), AdamW(weight_decay=0.5)], ids=str)
+def test_only_matrices_decay_and_each_parameter_is_held_once(settings):
+    module = make()
+    groups = settings.build(module).param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    assert sum(len(group["params"]) for group in groups) == len(trained) == len(decays)
+    for parameter in trained:
+        assert decays[id(parameter)] == (0.5 if parameter.dim() >= 2 else 0.0)
+
+
+def test_adamw_without_decay_is_adam():
+    module, reference = make(), make()
+    expected = train(reference, torch.optim.Adam(split_by_decay(reference, 0.0), lr=1e-3, betas=(0.9, 0.95)))
+    for name, value in train(module, AdamW(weight_decay=0).build(module)).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("settings", [SGD(), AdamW()], ids=str)
+@pytest.mark.parametrize("only", ["matrices", "vectors"])
+def test_a_module_with_parameters_of_one_kind_has_one_group(settings, only):
+    module = nn.Linear(3, 3, bias=False) if only == "matrices" else nn.LayerNorm(3)
+    assert len(settings.build(module).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "sgd", "learning_rate": 0},
+        {"name": "sgd", "learning_rate": -1},
+        {"name": "sgd", "learning_rate": float("nan")},
+        {"name": "sgd", "learning_rate": float("inf")},
+        {"name": "sgd", "weight_decay": -0.1},
+        {"name": "sgd", "momentum": 1},
+        {"name": "sgd", "momentum": 0, "nesterov": True},
+        {"name": "adamw", "betas": (0.9, 1.0)},
+        {"name": "adamw", "betas": (-0.1, 0.9)},
+        {"name": "adamw", "betas": (0.9,)},
+        {"name": "adamw", "epsilon": 0},
+    ],
+    ids=str,
+)
+def test_what_torch_would_refuse_later_is_refused_when_it_is_made(fields):
+    with pytest.raises(ValidationError):
+        Optimizer.model_validate(fields)

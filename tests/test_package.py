@@ -1,0 +1,125 @@
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).parents[1]
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+LAYERS = [line.split(" : ") for line in LINTER[0]["layers"] if not line.startswith("_")]
+"""From the highest to the lowest, as the import linter holds them; entry points are of no layer."""
+WITHOUT_TORCH = LINTER[1]["source_modules"]
+
+
+def test_the_public_names_are_frozen():
+    """A name that goes away breaks programs; one that comes is a promise."""
+    assert paceline.__all__ == [
+        "__version__",
+        "Batch",
+        "Data",
+        "Family",
+        "Group",
+        "Loader",
+        "Loss",
+        "Model",
+        "Objective",
+        "PacelineError",
+        "Replica",
+        "Run",
+        "Settings",
+        "join",
+        "register",
+        "checkpoint",
+        "comm",
+        "data",
+        "monitor",
+        "optim",
+        "recipes",
+        "schedules",
+        "sync",
+        "training",
+    ]
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_every_public_name_is_there(name):
+    found = getattr(paceline, name)
+    assert name == "__version__" or name in getattr(found, "__name__", "")
+    assert name in dir(paceline)
+
+
+def test_a_name_that_is_not_there_is_told_with_those_that_are():
+    with pytest.raises(AttributeError, match=r"'paceline' has no attribute 'Replicas'; it has: .*Replica,"):
+        _ = paceline.Replicas
+
+
+def packages():
+    return [info.name for info in pkgutil.walk_packages(paceline.__path__, "paceline.") if info.ispkg]
+
+
+@pytest.mark.parametrize("package", packages())
+def test_every_package_lists_what_it_offers(package):
+    module = importlib.import_module(package)
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert missing == []
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def numbered_layer(name):
+    doc = importlib.import_module(f"paceline.{name}").__doc__ or ""
+    match = re.match(r"Layer (\d): \S", doc)
+    assert match, f"the first line of paceline.{name} must say its layer and what it is for, but it says: {doc[:60]!r}"
+    return int(match[1])
+
+
+@pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer])
+def test_every_first_line_says_the_layer(name):
+    assert 0 <= numbered_layer(name) <= 9
+
+
+def test_layers_are_numbered_as_the_import_linter_stacks_them():
+    numbers = [{numbered_layer(name) for name in layer} for layer in LAYERS]
+    assert all(len(layer) == 1 for layer in numbers), f"neighbours in one layer have one number: {numbers}"
+    flat = [layer.pop() for layer in numbers]
+    assert flat == sorted(flat, reverse=True)
+    assert len(set(flat[:-1])) == len(flat[:-1]), "only errors and registry share the lowest"
+
+
+def test_every_package_and_module_is_in_the_linters_layers():
+    here = {info.name for info in pkgutil.iter_modules(paceline.__path__) if not info.name.startswith("_")}
+    assert here == {name for layer in LAYERS for name in layer}
+
+
+@pytest.mark.parametrize("package", [name for name in packages() if name.count(".") > 1])
+def test_a_package_inside_another_is_of_its_layer(package):
+    assert numbered_layer(package.removeprefix("paceline.")) == numbered_layer(package.split(".")[1])
+
+
+def imported_by(statement):
+    """Return the top-level modules that a fresh interpreter has after `statement`."""
+    script = f"{statement}\nimport sys; print(*(name for name in sys.modules if '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    assert not imported_by("import paceline") & {"torch", "numpy", "pydantic", "typer", "rich"}
+
+
+def test_what_says_it_needs_no_torch_needs_none():
+    """At run time too, which the linter cannot see: through a function's import, or another package."""
+    statement = "\n".join(f"import {name}" for name in WITHOUT_TORCH)
+    statement += "\nfrom paceline.schedules import Cosine; Cosine(warmup_steps=3).factor(5, 10)"
+    imported = imported_by(statement)
+    assert {"paceline", "pydantic"} <= imported
+    assert "torch" not in imported
+
+
+def test_the_types_are_shipped():
+    assert (Path(paceline.__file__).parent / "py.typed").is_file()

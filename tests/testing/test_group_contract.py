@@ -1,0 +1,144 @@
+"""A contract is worth something only if it refuses what breaks it: groups that are wrong in one way each."""
+
+import pytest
+import torch
+
+from paceline.comm import LocalGroup
+from paceline.comm.group import DoneWork
+from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure
+
+
+class LastBitGroup(LocalGroup):
+    """Its sums differ in the last bit on one rank."""
+
+    def all_reduce(self, tensor, *, name):
+        super().all_reduce(tensor, name=name).wait()
+        if self.rank == 1 and tensor.dtype == torch.float32 and tensor.numel() > 1000:
+            tensor[7] = torch.nextafter(tensor[7], torch.tensor(float("inf")))
+        return DoneWork()
+
+
+class HalfGroup(LocalGroup):
+    """It sums in half precision."""
+
+    def all_reduce(self, tensor, *, name):
+        short = tensor.half()
+        super().all_reduce(short, name=name).wait()
+        tensor.copy_(short)
+        return DoneWork()
+
+
+class LonelyGroup(LocalGroup):
+    """Its sums are of one rank."""
+
+    def all_reduce(self, tensor, *, name):
+        return DoneWork()
+
+
+class FiniteGroup(LocalGroup):
+    """It hides what is not finite."""
+
+    def all_reduce(self, tensor, *, name):
+        tensor.nan_to_num_()
+        return super().all_reduce(tensor, name=name)
+
+
+class SourcelessGroup(LocalGroup):
+    """It always copies from rank 0."""
+
+    def broadcast(self, tensor, *, source=0, name):
+        return super().broadcast(tensor, name=name)
+
+
+class ReversedGroup(LocalGroup):
+    """It gathers in the wrong order."""
+
+    def all_gather(self, output, tensor, *, name):
+        super().all_gather(output, tensor, name=name).wait()
+        output.copy_(output.flip(0).clone())
+        return DoneWork()
+
+
+class AsciiGroup(LocalGroup):
+    """Its documents lose what is not ASCII."""
+
+    def gather_documents(self, document, *, name):
+        if isinstance(document, str):
+            document = document.encode("ascii", "ignore").decode()
+        return super().gather_documents(document, name=name)
+
+
+class OpenDoorGroup(LocalGroup):
+    """Its barrier stops nobody."""
+
+    def barrier(self, *, name="barrier"):
+        pass
+
+
+class DirtyGroup(LocalGroup):
+    """Its buffers are not zeroed."""
+
+    def allocate(self, num_elements, dtype):
+        return super().allocate(num_elements, dtype) + 1
+
+
+class OneBufferGroup(LocalGroup):
+    """It hands out one buffer twice."""
+
+    def allocate(self, num_elements, dtype):
+        self.buffer = getattr(self, "buffer", super().allocate(num_elements, dtype))
+        return self.buffer
+
+
+class LostEpochGroup(LocalGroup):
+    """Its members disagree about the epoch."""
+
+    def gather_documents(self, document, *, name):
+        self.epoch = self.rank
+        return super().gather_documents(document, name=name)
+
+
+BROKEN = [
+    (LastBitGroup, "sums_have_the_same_bits_on_every_rank"),
+    (HalfGroup, "sums_are_exact"),
+    (HalfGroup, "sums_have_the_same_bits_on_every_rank"),
+    (LonelyGroup, "sums_are_exact"),
+    (LonelyGroup, "operations_leave_the_rest_of_a_buffer_alone"),
+    (FiniteGroup, "sums_keep_nan_and_infinity"),
+    (SourcelessGroup, "broadcast_copies_each_source"),
+    (SourcelessGroup, "many_operations_can_be_in_flight"),
+    (ReversedGroup, "all_gather_keeps_the_order_of_ranks"),
+    (AsciiGroup, "documents_of_any_length_arrive_whole"),
+    (OpenDoorGroup, "barrier_holds_everybody_until_the_last"),
+    (LostEpochGroup, "members_know_their_place"),
+    (DirtyGroup, "allocated_buffers_are_zeroed_and_take_part"),
+    (OneBufferGroup, "allocated_buffers_are_zeroed_and_take_part"),
+]
+
+
+@pytest.mark.parametrize(("broken", "check"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+def test_a_group_that_breaks_the_contract_is_refused(broken, check):
+    checks = {check.__name__: check for check in GROUP_CHECKS}
+    with pytest.raises(AssertionError):
+        broken.run(3, checks[check], timeout_s=5)
+
+
+def test_every_check_refuses_something():
+    assert {check for _, check in BROKEN} == {check.__name__ for check in GROUP_CHECKS}
+
+
+def test_the_check_that_failed_is_named():
+    with pytest.raises(AssertionError, match=r"^sums_are_exact: sum of \(\) torch.float64 must be "):
+        LonelyGroup.run(3, check_group, timeout_s=5)
+
+
+class SilentGroup(LocalGroup):
+    """It does not tell why a rank stopped."""
+
+    def close(self, error=None):
+        super().close(ValueError("something") if error else None)
+
+
+def test_a_group_that_keeps_the_cause_to_itself_is_refused():
+    with pytest.raises(AssertionError, match="must say 'the disk is full'"):
+        SilentGroup.run(2, check_words_of_failure, timeout_s=5)
