@@ -40,7 +40,7 @@ napoleon_numpy_docstring = False
 def keep_colons(app: object, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
     """Keep napoleon from taking the first words of a field's docstring, up to a colon, for its type."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines[:0] = [".. An invisible first line, without a colon.", ""]
 
 
 def setup(app: Sphinx) -> None:

@@ -1,4 +1,6 @@
+import importlib
 import json
+import pkgutil
 from abc import abstractmethod
 from enum import Enum
 from pathlib import Path
@@ -6,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+import paceline
 from paceline.errors import SettingsError, UnknownNameError, missing_extra, unknown_name
 from paceline.registry import Family, Settings, explain, find_variant, list_variants, register
 
@@ -212,12 +215,18 @@ EXAMPLES = {"function": {"path": "json:dumps"}}
 
 
 def all_variants():
+    """Return every variant that Paceline registers, whatever module it is in."""
+    for info in pkgutil.walk_packages(paceline.__path__, "paceline."):
+        if not info.name.endswith("__main__"):
+            importlib.import_module(info.name)
+
     def below(cls):
         for child in cls.__subclasses__():
             yield child
             yield from below(child)
 
-    return sorted({v for v in below(Family) if v.name and v.__module__.startswith("paceline.")}, key=lambda v: v.name)
+    found = {variant for variant in below(Family) if variant.name and variant.__module__.startswith("paceline.")}
+    return sorted(found, key=lambda variant: (variant.family, variant.name))
 
 
 @pytest.mark.parametrize("variant", all_variants(), ids=lambda variant: f"{variant.family}-{variant.name}")

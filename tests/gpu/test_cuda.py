@@ -1,6 +1,5 @@
 """On a CUDA device: what the CPU tests prove, once more where kernels run behind the program's back."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

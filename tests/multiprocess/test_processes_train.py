@@ -50,15 +50,20 @@ def test_processes_equal_one_process(num_ranks, weights):
         assert result.value[1] == results[0].value[1]
 
 
-SETTINGS = (
-    "--checkpoint_interval 3 --evaluate_interval 0 --evaluate_samples 4 --schedule.warmup_steps 1 "
-    "--objective.sample_tokens 0 --model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 "
-    "--data.max_bytes 100000 --global_batch 4 --num_threads 1"
-).split()
+SETTINGS = ["--checkpoint_interval", "3", "--evaluate_interval", "0", "--evaluate_samples", "4", "--schedule.warmup_steps", "1", "--objective.sample_tokens", "0", "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--data.sequence_length", "16", "--data.max_bytes", "100000", "--global_batch", "4", "--num_threads", "1"]
 
 
 def start_torchrun(directory, num_steps):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
     command += ["-m", "paceline", "train", "transformer_lm", "--out", str(directory), "--num_steps", str(num_steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
