@@ -50,11 +50,24 @@ def test_processes_equal_one_process(num_ranks, weights):
         assert result.value[1] == results[0].value[1]
 
 
-SETTINGS = ["--checkpoint_interval", "3", "--evaluate_interval", "0", "--evaluate_samples", "4", "--schedule.warmup_steps", "1", "--objective.sample_tokens", "0", "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--data.sequence_length", "16", "--data.max_bytes", "100000", "--global_batch", "4", "--num_threads", "1"]
+SETTINGS = {
+    "checkpoint_interval": 3,
+    "evaluate_interval": 0,
+    "evaluate_samples": 4,
+    "schedule.warmup_steps": 1,
+    "objective.sample_tokens": 0,
+    "model.width": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "data.sequence_length": 16,
+    "data.max_bytes": 100_000,
+    "global_batch": 4,
+    "num_threads": 1,
+}
 
 
 def start_torchrun(directory, num_steps):
-    command = [
+    launcher = [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -64,10 +77,12 @@ def start_torchrun(directory, num_steps):
         "--max-restarts",
         "2",
     ]
-    command += ["-m", "paceline", "train", "transformer_lm", "--out", str(directory), "--num_steps", str(num_steps)]
+    command = ["-m", "paceline", "train", "transformer_lm", "--out", str(directory)]
+    for name, value in (SETTINGS | {"num_steps": num_steps}).items():
+        command += [f"--{name}", str(value)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command + SETTINGS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        launcher + command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
 
 

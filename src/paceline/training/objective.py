@@ -41,8 +41,10 @@ class Objective(Family):
 
 @register("next_token")
 class NextToken(Objective):
-    """Cross entropy of the next token, a mean over tokens. Targets x_BT; the model's output is logits x_BTV,
-    or an object that holds them as ``logits`` (as those of the transformers library do).
+    """Cross entropy of the next token, a mean over tokens.
+
+    Targets x_BT; the model's output is logits x_BTV, or an object that holds them as ``logits`` (as those of the
+    transformers library do).
     """
 
     sample_tokens: int = 200
