@@ -54,9 +54,9 @@ def test_the_loop_runs_as_it_stands_alone_and_on_two_workers(tmp_path):
     (tmp_path / "script.py").write_text(find_block("python", containing="paceline.join()"))
     alone = run(tmp_path, "script.py")
     both = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py")
-    (loss,) = re.findall(r"rank 0 of 1: loss (\S+)", alone)
+    (loss,) = re.findall(r"rank 0 of 1: loss (\d+\.\d{6})", alone)
     assert float(loss) < 0.1  # the sum of 16 normal numbers has variance 16
-    losses = dict(re.findall(r"rank (\d) of 2: loss (\S+)", both))
+    losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", both))
     assert set(losses) == {"0", "1"}
     assert losses["0"] == losses["1"]
     assert float(losses["0"]) == pytest.approx(float(loss), abs=2e-6)  # rounding, shown with 6 decimals

@@ -1,5 +1,6 @@
 import json
 import math
+from fractions import Fraction
 from itertools import accumulate
 
 import numpy as np
@@ -133,6 +134,17 @@ def test_shares_add_up_and_are_within_one_of_exact(num_samples, weights):
         assert share >= 0
         assert abs(share - num_samples * (weight / total)) < 1 + 1e-6
         assert weight > 0 or share == 0, "no weight, no samples"
+
+
+@always
+@given(num_samples=st.integers(0, 500), weights=st.lists(st.integers(0, 30), min_size=1, max_size=9).filter(any))
+def test_what_is_left_over_goes_to_the_largest_remainders(num_samples, weights):
+    shares = apportion(num_samples, weights)
+    exact = [Fraction(num_samples * weight, sum(weights)) for weight in weights]
+    rounded_up = [share - int(share) for share, given in zip(exact, shares, strict=True) if given > share]
+    rounded_down = [share - int(share) for share, given in zip(exact, shares, strict=True) if given < share]
+    # Shares are computed in float64: two remainders nearer than this may change places.
+    assert min(rounded_up, default=1) >= max(rounded_down, default=0) - Fraction(1, 10**9)
 
 
 @always

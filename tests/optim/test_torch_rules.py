@@ -67,7 +67,6 @@ def plain_adamw(module, lr, weight_decay, **options):
             lambda m: plain_adamw(m, 1e-3, 0.3, betas=(0.5, 0.6), eps=0.01),
         ),
     ],
-    ids=str,
 )
 def test_settings_build_the_update_rule_of_torch(settings, plain):
     module, reference = make(), make()
@@ -80,7 +79,7 @@ def test_settings_build_the_update_rule_of_torch(settings, plain):
     assert set(moved) == {name for name, _ in make().named_parameters()} - {"frozen"}
 
 
-@pytest.mark.parametrize("settings", [SGD(weight_decay=0.5), AdamW(weight_decay=0.5)], ids=str)
+@pytest.mark.parametrize("settings", [SGD(weight_decay=0.5), AdamW(weight_decay=0.5)], ids=["sgd", "adamw"])
 def test_only_matrices_decay_and_each_parameter_is_held_once(settings):
     module = make()
     groups = settings.build(module).param_groups
@@ -98,7 +97,7 @@ def test_adamw_without_decay_is_adam():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("settings", [SGD(), AdamW()], ids=str)
+@pytest.mark.parametrize("settings", [SGD(), AdamW()], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("only", ["matrices", "vectors"])
 def test_a_module_with_parameters_of_one_kind_has_one_group(settings, only):
     module = nn.Linear(3, 3, bias=False) if only == "matrices" else nn.LayerNorm(3)
@@ -120,7 +119,6 @@ def test_a_module_with_parameters_of_one_kind_has_one_group(settings, only):
         {"name": "adamw", "betas": (0.9,)},
         {"name": "adamw", "epsilon": 0},
     ],
-    ids=str,
 )
 def test_what_torch_would_refuse_later_is_refused_when_it_is_made(fields):
     with pytest.raises(ValidationError):

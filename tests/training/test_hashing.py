@@ -50,7 +50,7 @@ def compare(values):
     return messages[0]
 
 
-SAME = {"a": 1.0, "b": 2.0, "c": 3.0}
+SAME = {"c": 1.0, "b": 2.0, "a": 3.0}  # the order of the model, not of the alphabet
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -72,9 +72,9 @@ def test_of_three_ranks_the_odd_one_is_named(odd):
 
 
 def test_the_first_parameter_that_differs_is_named_though_others_do_too():
-    message = compare([SAME, SAME, {"a": 1.0, "b": 7.0, "c": 7.0}])
+    message = compare([SAME, SAME, {"c": 1.0, "b": 7.0, "a": 7.0}])
     assert "first in parameter b;" in message
-    message = compare([SAME, {**SAME, "c": 9.0}, {**SAME, "b": 9.0}])
+    message = compare([SAME, {**SAME, "a": 9.0}, {**SAME, "b": 9.0}])
     assert "the 3 ranks differ, first in parameter b;" in message
 
 

@@ -181,7 +181,9 @@ def test_what_is_no_module_is_refused_when_it_is_built():
         model.build(SPEC)
 
 
-@pytest.mark.parametrize("arguments", [{"object": object()}, {"function": build_small}, {1: 2}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"object": object()}, {"function": build_small}, {1: 2}], ids=["object", "function", "key"]
+)
 def test_arguments_that_json_cannot_hold_are_refused(arguments):
     with pytest.raises(ValidationError):
         FunctionModel(path="json:dumps", arguments=arguments)

@@ -16,7 +16,7 @@ from paceline.schedules import Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.training.model import Model
 from paceline.training.objective import Objective
-from paceline.training.replica import DEFAULT_BUCKET_BYTES, Precision
+from paceline.training.replica import Precision
 
 
 class Run(Settings):
@@ -58,8 +58,8 @@ class Run(Settings):
     """Newest checkpoints that are kept; none for all."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; 0 for none."""
-    bucket_bytes: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1)
-    """Size of the buffers that gradients are exchanged in."""
+    bucket_bytes: int | None = Field(default=None, ge=1)
+    """Size of the buffers that gradients are exchanged in; by default 1 MiB on CPUs, 25 MiB on GPUs."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; by default its part of the host's cores. Another number changes rounding."""
     num_data_processes: int = Field(default=0, ge=0)
