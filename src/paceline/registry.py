@@ -31,7 +31,9 @@ from paceline.errors import SettingsError, unknown_name
 class Settings(BaseModel):
     """A frozen, keyword-only object of settings; an unknown key is an error, state is never in it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class Family(Settings):

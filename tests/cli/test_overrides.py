@@ -2,11 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, JsonValue
+from typer.testing import CliRunner
 
-from paceline.cli.overrides import apply_overrides, parse_pairs
+from paceline.cli.overrides import OverridesCommand, apply_overrides, parse_pairs
 from paceline.data.text import Text
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.optim import SGD, AdamW
@@ -185,8 +187,9 @@ def test_a_field_that_has_no_fields_is_told():
 
 
 def test_rules_between_fields_are_checked_after_all_overrides():
-    assert override("--num_steps", "10", "--schedule.warmup_steps", "10").num_steps == 10
-    assert "schedule.warmup_steps must be at most num_steps, but got 20 > 10" in refuse("--num_steps", "10")
+    nesterov = ["--optimizer", "sgd", "--optimizer.momentum", "0", "--optimizer.nesterov", "true"]
+    assert override(*nesterov, "--optimizer.momentum", "0.5").optimizer == SGD(momentum=0.5, nesterov=True)
+    assert "momentum must be more than 0 with nesterov" in refuse(*nesterov)
 
 
 def test_the_original_is_left_as_it_was():
@@ -205,6 +208,47 @@ def test_the_original_is_left_as_it_was():
 def test_no_overrides_change_nothing(recipe):
     run = find_recipe(recipe)()
     assert apply_overrides(run, []) == run
+
+
+def parse_line(*line):
+    """Return what a command with options of its own makes of a command line."""
+    seen = {}
+
+    def train(context: typer.Context, recipe: str, workers: int = 2, out: str = ""):
+        seen.update(recipe=recipe, workers=workers, out=out, overrides=parse_pairs(context.args))
+
+    app = typer.Typer()
+    app.command(cls=OverridesCommand)(train)
+    result = CliRunner().invoke(app, line)
+    return seen or result
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["mine.py", "--workers", "4", "--seed", "1", "--data.path=a=b", "--out", "here"],
+        ["--seed", "1", "mine.py", "--data.path=a=b", "--workers=4", "--out=here"],
+        ["--seed=1", "--data.path", "a=b", "--out", "here", "--workers", "4", "mine.py"],
+    ],
+    ids=["after", "around", "before"],
+)
+def test_overrides_stand_anywhere_beside_a_commands_own_options(line):
+    expected = [("seed", "1"), ("data.path", "a=b")]
+    assert parse_line(*line) == {"recipe": "mine.py", "workers": 4, "out": "here", "overrides": expected}
+
+
+def test_values_that_look_like_options_or_arguments_stay_with_their_override():
+    assert parse_line("mine.py", "--seed", "-1")["overrides"] == [("seed", "-1")]
+    assert parse_line("--model.path", "other.py:f", "mine.py")["recipe"] == "mine.py"
+
+
+def test_help_is_given_beside_overrides():
+    result = parse_line("--seed", "1", "--help")
+    assert "--workers" in result.output
+
+
+def test_an_argument_too_many_is_refused():
+    assert "unexpected extra argument" in parse_line("mine.py", "yours.py", "--seed", "1").output
 
 
 class Everything(Settings):

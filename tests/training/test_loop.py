@@ -125,7 +125,7 @@ def test_a_run_writes_what_happened(tmp_path):
     )
     assert Run.model_validate(started.event.settings) == make_run()
     steps = select(records, StepFinished)
-    assert [record.step for record in steps] == list(range(14))
+    assert [record.step for record in steps] == list(range(1, 15))
     assert steps[-1].event.loss < steps[0].event.loss
     # 50 samples an epoch in batches of 12: the fifth is short.
     assert [record.event.num_samples for record in steps[:6]] == [12, 12, 12, 12, 2, 12]
@@ -243,4 +243,4 @@ def test_resuming_needs_no_shared_file_system(tmp_path):
 
     assert LocalGroup.run(3, worker) == [True] * 3
     steps = losses_of(alone[0])
-    assert set(steps) == set(range(14))
+    assert set(steps) == set(range(1, 15))

@@ -50,8 +50,8 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
             )
         path, separator, value = word[2:].partition("=")
         if not separator:
-            if not waiting:
-                raise SettingsError(f"--{path} must have a value, but the command ends; write --{path} VALUE")
+            if not waiting or waiting[0].startswith("--"):
+                raise SettingsError(f"--{path} must have a value, but none follows; write --{path} VALUE")
             value = waiting.pop(0)
         pairs.append((path.replace("-", "_"), value))
     return pairs
@@ -80,9 +80,11 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         raise unknown_name(f"the field --{path}", name, cls.model_fields)
     field = cls.model_fields[name]
     if not rest:
-        document[name] = _parse(field, path, value, document[name])
+        document[name] = _parse(field, path, value, document.get(name))
         return
-    child, child_class = document[name], _settings_class(field)
+    default = field.get_default(call_default_factory=True, validated_data={})
+    child = document.setdefault(name, default.model_dump() if isinstance(default, Settings) else default)
+    child_class = _settings_class(field)
     if child_class is not None and isinstance(child, dict):
         if issubclass(child_class, Family):
             child_class = find_variant(child_class, child["name"])
@@ -97,18 +99,17 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
     family = _settings_class(field)
     if family is not None and issubclass(family, Family):
         find_variant(family, value)
-        return (
-            present
-            if isinstance(present, dict) and present.get("name") == value
-            else find_variant(family, value)().model_dump()
-        )
+        is_present = isinstance(present, dict) and present.get("name") == value
+        return present if is_present else {"name": value}
     adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or str)
+    # "none" means none wherever none is possible, also where any text is.
+    candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
     refused = None
-    for candidate in (value, _from_json(value)):
+    for candidate in candidates:
         try:
             return adapter.validate_python(candidate)
         except ValidationError as error:
-            refused = refused or error
+            refused = refused if refused and candidate is not value else error
     assert refused is not None
     raise SettingsError("\n".join(f"--{path}{line.removeprefix('settings')}" for line in explain(refused).splitlines()))
 

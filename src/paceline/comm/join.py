@@ -58,23 +58,23 @@ def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) 
     A launcher that restarts workers hands them the store of those that died, full of their addresses, and its own
     restart count differs from host to host. So rank 0 opens a new generation, every other rank enters its
     name into the newest one, and rank 0 confirms it once all are in. A rank whose entry an earlier process
-    of the same rank has taken waits for a newer generation.
+    of the same rank has taken waits for a newer generation. Starts of different sizes never meet.
     """
     deadline_s = time.monotonic() + timeout_s
     me = uuid.uuid4().hex
     if rank == 0:
         generation = int(store.add("generations", 1))
-        while not store.check([f"{generation}/entry/{other}" for other in range(1, size)]):
+        while not store.check([f"{generation}/{size}/entry/{other}" for other in range(1, size)]):
             _sleep_until(deadline_s, f"generation {generation} must have {size} workers, but some did not come")
-        store.set(f"{generation}/confirmed", me)
+        store.set(f"{generation}/{size}/confirmed", me)
         return generation
     generation = 0
     entered = False
-    while not (entered and store.check([f"{generation}/confirmed"])):
+    while not (entered and store.check([f"{generation}/{size}/confirmed"])):
         newest = int(store.add("generations", 0))
         if newest > generation:
             generation = newest
-            entered = store.compare_set(f"{generation}/entry/{rank}", "", me) == me.encode()
+            entered = store.compare_set(f"{generation}/{size}/entry/{rank}", "", me) == me.encode()
         _sleep_until(deadline_s, f"rank {rank} waited for rank 0, which did not come")
     return generation
 

@@ -5,19 +5,26 @@ a thread of its own; nothing is posted on the path of an operation. When one fai
 rank whose posts have stopped is dead or frozen, the others say where they are.
 """
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import Store
 
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, PeerTimeoutError
 
 POST_INTERVAL_S = 0.25
+_STORE_TIMEOUT_S = 2.0
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -63,19 +70,20 @@ class PositionBoard:
         self._mine.waiting = sequence
 
     def close(self, last_words: str = "") -> None:
-        """Post for the last time."""
+        """Post for the last time; the words of the first call stand."""
         self._closed.set()
-        self._thread.join()
-        self._mine.last_words = last_words or "it has finished"
-        self._post()
+        self._thread.join(timeout=_STORE_TIMEOUT_S)
+        if not self._mine.last_words and not self._thread.is_alive():
+            self._mine.last_words = last_words or "it has finished"
+            _run_within(_STORE_TIMEOUT_S, self._post)
 
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
-        before = self._read()
-        if before is None:
-            return "the store that ranks post to does not answer: the process that holds it (with rank 0) is gone"
+        before = _run_within(_STORE_TIMEOUT_S, self._read)
         time.sleep(3 * POST_INTERVAL_S)
-        after = self._read() or before
+        after = _run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
+        if before is None or after is None:
+            return "the store that ranks post to does not answer: who holds it (with rank 0) is gone or frozen"
         lines = []
         for rank in range(self._size):
             if rank != self._rank:
@@ -97,11 +105,8 @@ class PositionBoard:
             except RuntimeError:
                 self._closed.set()  # the store is gone; whoever waits finds out and says so
 
-    def _read(self) -> list[Position | None] | None:
-        try:
-            return [self._read_one(f"position/{rank}") for rank in range(self._size)]
-        except RuntimeError:
-            return None
+    def _read(self) -> list[Position | None]:
+        return [self._read_one(f"position/{rank}") for rank in range(self._size)]
 
     def _read_one(self, key: str) -> Position | None:
         if not self._store.check([key]):
@@ -110,13 +115,30 @@ class PositionBoard:
         return Position(**json.loads(self._store.get(key)))
 
 
+def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
+    """Return what `function` does, or None when it fails or takes longer: a frozen store answers no call, ever."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(function())
+
+    thread = threading.Thread(target=run, name="paceline-store", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return results[0] if results else None
+
+
+_LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
+
+
 def _describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, words); the lowest urgency is the likeliest cause."""
     if after is None:
         return 0, "has never been heard of"
     place = f"(host {after.host}, pid {after.pid})"
     where = f"operation {after.begun} {after.begun_name!r}" if after.begun else "no operation"
-    if after.last_words.startswith(CommunicationError.__name__):
+    if after.last_words.startswith(_LOST_PEERS):
         return 3, f"{place} lost its peers too, in {where}"
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"

@@ -1,5 +1,6 @@
 """A group over torch.distributed's process groups: gloo on CPUs, NCCL on GPUs."""
 
+import ctypes
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.comm.positions import PositionBoard
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
 
 
 class TorchGroup(Group):
@@ -69,7 +70,7 @@ class TorchGroup(Group):
         try:
             work = operation()
         except RuntimeError as error:
-            raise self._explain(error, self._sequence, name, time.monotonic()) from error
+            raise _refusal(error, self._sequence, name) from error
         return _TorchWork(self, work, self._sequence, name)
 
     def _wait(self, work: dist.Work, sequence: int, name: str) -> None:
@@ -81,6 +82,10 @@ class TorchGroup(Group):
             else:
                 work.wait()
         except RuntimeError as error:
+            if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+                raise _refusal(error, sequence, name) from error
+            # The backend's destructor would wait for the operation that failed, a minute and more: it is never run.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
             raise self._explain(error, sequence, name, began_s) from error
         self._board.wait_in(0)
 
@@ -89,8 +94,7 @@ class TorchGroup(Group):
         others = self._board.describe_others(sequence)
         if time.monotonic() - began_s >= self.timeout_s:
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
-        reason = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
-        return CommunicationError(f"{where} lost its peers: {others} (the backend says: {reason})")
+        return CommunicationError(f"{where} lost its peers: {others} (the backend says: {_first_line(error)})")
 
 
 class _TorchWork(Work):
@@ -102,6 +106,21 @@ class _TorchWork(Work):
 
     def wait(self) -> None:
         self._group._wait(self._work, self._sequence, self._name)
+
+
+# Backends tell the loss of a peer from a call they cannot do by words alone.
+_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "nccl")
+
+
+def _refusal(error: RuntimeError, sequence: int, name: str) -> SettingsError:
+    return SettingsError(
+        f"operation {sequence} {name!r} must be one that the backend can do, but it says {_first_line(error)!r}; "
+        "use another dtype or device"
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
 
 
 def _make_backend(

@@ -1,13 +1,16 @@
 """Layer 5: sources of samples, the global order they are used in, and the loader of a worker's share."""
 
 from paceline.data.base import Batch, Data, Source, Spec, Splits
+from paceline.data.images import Images
 from paceline.data.loader import Loader, MapSource
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data.text import Text
 
 __all__ = [
     "Batch",
     "Data",
     "GlobalOrder",
+    "Images",
     "Interval",
     "Ledger",
     "Loader",
@@ -15,6 +18,7 @@ __all__ = [
     "Source",
     "Spec",
     "Splits",
+    "Text",
     "apportion",
     "derive_seed",
 ]

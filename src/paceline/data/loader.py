@@ -1,9 +1,10 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.comm.group import Group
-from paceline.data.base import Batch, Indices, Source
+from paceline.data.base import Batch, Indices, Source, Spec
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
 from paceline.errors import DataError, SettingsError
 
@@ -60,6 +61,8 @@ class Loader:
                 f"global_batch must be at least the number of workers, but got {global_batch} for {num_workers} "
                 "workers; raise global_batch or start fewer workers"
             )
+        if num_micro_batches < 1:
+            raise SettingsError(f"num_micro_batches must be at least 1, but got {num_micro_batches}")
         self._source = dataset if isinstance(dataset, Source) else MapSource(dataset)
         self.order = GlobalOrder(len(self._source), seed, shuffle)
         self.global_batch = global_batch
@@ -80,7 +83,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data, as JSON; it fits any number of workers."""
-        return {"seed": self.order.seed, "num_samples": self.order.num_samples, **self._ledger.state_dict()}
+        return {**asdict(self.order), **self._ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, at any number of workers.
@@ -88,11 +91,11 @@ class Loader:
         Raises:
             DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
         """
-        for name, here in (("num_samples", self.order.num_samples), ("seed", self.order.seed)):
+        for name, here in asdict(self.order).items():
             if state[name] != here:
                 raise DataError(
                     f"the data's {name} must be that of the checkpoint, but got {here} instead of {state[name]}; "
-                    "resume with the data and seed that the run was started with"
+                    "resume with the data and order that the run was started with"
                 )
         self._ledger = Ledger.from_state(state)
 
@@ -161,9 +164,16 @@ class _Step:
 
 
 class MapSource(Source):
-    """Any torch data set of (input, target) pairs, as a `Source`."""
+    """Any torch data set of (input, target) pairs, as a `Source`.
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    Args:
+        dataset: With a length, and samples that torch's default collation can stack.
+        spec: What a model must know of it; only a `Run` needs it.
+    """
+
+    def __init__(self, dataset: Dataset[Any], spec: Spec | None = None) -> None:
+        if spec is not None:
+            self.spec = spec
         self._dataset = dataset
         self._num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ out
 
@@ -233,7 +243,7 @@ class _ReadAhead:
 
 def _check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:
     weights = [1.0] * num_workers if shares is None else [float(weight) for weight in shares]
-    if len(weights) != num_workers or min(weights) < 0 or sum(weights) <= 0:
+    if len(weights) != num_workers or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
         raise SettingsError(
             f"shares must be {num_workers} weights (one a worker), none negative and not all 0, but got {shares}"
         )

@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
-from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, StepFinished
+from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log
@@ -112,9 +112,9 @@ def _judge(records: list[Record], reason: str, signalled: bool) -> _Outcome:
         return _Outcome(ExitCode.REFUSED if is_ours else ExitCode.FAILED)
     if signalled:
         return _Outcome(ExitCode.FAILED)
-    if reason:
-        return _Outcome(ExitCode.PEERS_LOST, reason, last_step)
-    return _Outcome(ExitCode.FINISHED)
+    if any(isinstance(record.event, RunFinished) for record in records):
+        return _Outcome(ExitCode.FINISHED)
+    return _Outcome(ExitCode.PEERS_LOST, reason or "the workers ended without a word", last_step)
 
 
 def _silence_launcher() -> None:

@@ -1,11 +1,15 @@
 """The update rules that torch has."""
 
+from typing import Annotated, Self
+
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from paceline.optim.base import Optimizer
 from paceline.registry import register
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @register("sgd")
@@ -16,6 +20,12 @@ class SGD(Optimizer):
     """Base learning rate, before the schedule's factor."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("momentum must be more than 0 with nesterov, but got 0.0; give it or turn nesterov off")
+        return self
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return torch.optim.SGD."""
@@ -36,7 +46,7 @@ class AdamW(Optimizer):
     """Base learning rate, before the schedule's factor."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices and larger tensors; vectors (biases, norms) have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
 

@@ -29,9 +29,10 @@ def find_statistics(module: nn.Module) -> dict[str, _BatchNorm]:
 def pool_moments(moments: Sequence[Moments]) -> Moments:
     """Return mean and variance of the union of equally large sets, given those of each."""
     means = torch.stack([mean.double() for mean, _ in moments])
-    seconds = torch.stack([variance.double() + mean.double() ** 2 for mean, variance in moments])
+    variances = torch.stack([variance.double() for _, variance in moments])
     mean = means.mean(0)
-    return mean, seconds.mean(0) - mean**2
+    # The mean of second moments less the second moment of the mean, without its cancellation.
+    return mean, variances.mean(0) + (means - mean).square().mean(0)
 
 
 @contextmanager

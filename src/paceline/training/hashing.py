@@ -43,8 +43,8 @@ def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> No
 
 
 def _name_odd(totals: list[tuple[int, ...]]) -> str:
-    common, count = Counter(totals).most_common(1)[0]
-    if len(totals) == 2 or count == 1:
+    (common, count), *others = Counter(totals).most_common()
+    if count == others[0][1]:
         return f"the {len(totals)} ranks differ"
     odd = [str(rank) for rank, total in enumerate(totals) if total != common]
     return f"rank {', '.join(odd)} differs from the others"

@@ -182,8 +182,8 @@ def _run_steps(training: Training) -> bool:
         training.loader.ack(batch)
         training.num_samples += batch.interval.num_samples
         now_s = time.perf_counter()
-        _tell_step(training, result, batch.interval.num_samples, learning_rate, now_s - step_began_s)
         training.step += 1
+        _tell_step(training, result, batch.interval.num_samples, learning_rate, now_s - step_began_s)
         _do_after_step(training, result)
         if result.stop and training.step < run.num_steps:
             return False

@@ -82,6 +82,11 @@ def name_function(function: Callable[..., Any]) -> str:
             f"a function in a run must stand at the top of a module, but got {function.__qualname__}; move it there"
         )
     module = sys.modules[function.__module__]
+    if getattr(module, function.__name__, None) is not function:
+        raise SettingsError(
+            f"a function in a run must stand at the top of a module under its own name, but got {function.__name__} of "
+            f"{function.__module__}; define it there with def"
+        )
     file = getattr(module, "__file__", None)
     is_script = function.__module__ == "__main__" or function.__module__.startswith(_FILE_PREFIX)
     return (
@@ -97,6 +102,8 @@ _FILE_PREFIX = "paceline_user_"
 def _import(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"module {place!r} must be an absolute name, but {error}") from error
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
             raise

@@ -83,7 +83,7 @@ class Replica:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self.group = group or LocalGroup()
+        self.group = group or LocalGroup(device=next((p.device for p in module.parameters()), None))
         self.sync = Rule.model_validate(sync)
         self.clip_norm = clip_norm
         self.num_updates = 0
@@ -91,6 +91,7 @@ class Replica:
         self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
         self._hash_interval = hash_interval
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._check_placement()
         self._check_optimizer()
         self._scaler = torch.amp.GradScaler(self.group.device.type, enabled=precision == "fp16")
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
@@ -211,6 +212,14 @@ class Replica:
         if self._reducer is not None and layout and {n for names in layout for n in names} == set(self._parameters):
             self._layout_is_learnt = True
             self._use_layout(layout)
+
+    def _check_placement(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.device.type != self.group.device.type:
+                raise SettingsError(
+                    f"the module must be on its group's device {self.group.device}, but {name} is on "
+                    f"{parameter.device}; call module.to(group.device) before building the optimizer"
+                )
 
     def _check_optimizer(self) -> None:
         known = {id(parameter) for parameter in self.module.parameters()}

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.data.base import Data
@@ -66,15 +66,6 @@ class Run(Settings):
     """Processes a worker reads data with; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """How long workers wait for one another before an error says who is missing."""
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        if self.schedule.warmup_steps > self.num_steps:
-            raise ValueError(
-                f"schedule.warmup_steps must be at most num_steps, but got {self.schedule.warmup_steps} > "
-                f"{self.num_steps}; lower it"
-            )
-        return self
 
 
 class RunFile(Settings):

@@ -51,9 +51,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Group, source: int = 0) 
 
 def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).to(group.device)
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    group.broadcast(flat, source=source, name="copy of the state").wait()
+    if flat.numel() > 0:
+        # As bytes, since no backend knows every dtype.
+        group.broadcast(flat.view(torch.uint8), source=source, name="copy of the state").wait()
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.detach().copy_(piece.view_as(tensor))
 
