@@ -60,9 +60,8 @@ def refuse(monkeypatch, capsys, *arguments):
         ),
         (
             "train transformer_lm --workers 3 --shares [1,2]",
-            "shares must be one weight a worker, but got 2 for 3",
+            "shares must be 3 weights (one a worker)",
         ),
-        ("schedule.warmup_steps must be at most num_steps",),
         ("train transformer_lm --data.path missing", "missing"),
         ("train resnet --data.path missing", "missing"),
         ("train transformer_lm --data.path empty.txt", "empty.txt"),

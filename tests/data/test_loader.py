@@ -135,7 +135,7 @@ def test_resuming_at_any_number_of_workers_uses_each_sample_once_an_epoch(num_sa
     assert used == sum(epochs, [])[: len(used)]
 
 
-def test_a_batch_counts_when_it_is_acknowledged_or_the_next_is_asked_for():
+def test_a_batch_counts_when_it_is_acknowledged_or_the_next_is_asked_for_or_the_loop_is_left():
     (loader,) = make_loaders(100, 10, 1)
     with contextlib.closing(iter(loader)) as batches:
         first = next(batches)
@@ -148,7 +148,7 @@ def test_a_batch_counts_when_it_is_acknowledged_or_the_next_is_asked_for():
         next(batches)
         assert loader.position == 20
     again = next(iter(loader))
-    assert tuple(again.interval) == (20, 30), "what was read and not used is read again"
+    assert tuple(again.interval) == (30, 40), "the loop was left, as by break after the step: its batch is used"
 
 
 def test_half_a_step_is_no_step():
@@ -177,11 +177,7 @@ def test_loader_processes_read_the_same_batches(num_micro_batches):
 
 
 def wait_until(is_true):
-    for _ in range(500):
-        if is_true():
-            return True
-        time.sleep(0.01)
-    return False
+    return any(is_true() or time.sleep(0.01) for _ in range(500))
 
 
 def loader_threads():
@@ -300,3 +296,13 @@ def test_batches_are_moved_to_the_devices_of_their_group():
     batch = next(iter(Loader(Numbers(10), 2, group=group)))
     assert batch.inputs.device.type == batch.targets.device.type == "meta"
     assert batch.num_samples == 2
+
+
+def test_two_iterators_at_once_are_refused():
+    (loader,) = make_loaders(100, 10, 1)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    with pytest.raises(DataError, match="iterated once at a time"):
+        next(first)
+    second.close()

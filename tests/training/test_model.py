@@ -175,6 +175,14 @@ def test_an_error_inside_the_users_file_is_not_hidden(tmp_path):
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_error_inside_the_users_module_is_not_taken_for_a_wrong_name(tmp_path, monkeypatch, error):
+    (tmp_path / f"broken_by_{error.__name__}.py").write_text(f"raise {error.__name__}('a mistake of mine')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match=r"^a mistake of mine$"):
+        find_function(f"broken_by_{error.__name__}:build")
+
+
 def test_what_is_no_module_is_refused_when_it_is_built():
     model = FunctionModel(path=name_function(build_nothing))
     with pytest.raises(SettingsError, match=r"build_nothing must return a torch\.nn\.Module, but got dict"):

@@ -488,3 +488,70 @@ def test_layout_keeps_order_and_separates_dtypes():
         "d": nn.Parameter(torch.zeros(100)),
     }
     assert plan_layout(parameters, ["d", "a", "b", "c"], 100) == [["d"], ["a", "c"], ["b"]]
+
+
+def test_a_failed_backward_while_accumulating_leaves_no_mass():
+    def worker(group, fail):
+        replica = make_replica(make_module(), group)
+        inputs, targets = make_batch()
+        if fail:
+            loss = F.cross_entropy(replica(inputs), targets)
+            loss.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                replica.backward(loss, weight=12, last=False)
+        result = run_one_step(replica)
+        return result.weight, replica.module.block.weight.detach()
+
+    plain, failed = (LocalGroup.run(2, lambda group, f=fail: worker(group, f))[0] for fail in (False, True))
+    assert plain[0] == failed[0] == 24
+    assert torch.equal(plain[1], failed[1])
+
+
+def test_a_loss_of_no_weight_may_be_nan():
+    def worker(group):
+        replica = make_replica(make_module(), group, hash_interval=1)
+        nothing = group.rank == 1
+        for _ in range(2):
+            result = run_one_step(replica, weight=0.0 if nothing else 12.0, scale=float("nan") if nothing else 1.0)
+        return result.loss, result.weight
+
+    losses = LocalGroup.run(2, worker)
+    assert losses[0] == losses[1]
+    assert losses[0][1] == 12
+    assert losses[0][0] == losses[0][0]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_mass_is_refused(weight):
+    with pytest.raises(GradientError, match="weight must be a number of at least 0"):
+        run_one_step(make_replica(make_module()), weight=weight)
+
+
+def test_unfreezing_after_the_replica_was_made_is_refused_by_name():
+    replica = make_replica(make_module())
+    run_one_step(replica)
+    replica.module.frozen.requires_grad_(True)
+    with pytest.raises(GradientError, match=r"frozen\.weight must stay frozen"):
+        run_one_step(replica)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "float32"}, "precision must be one of"),
+        ({"clip_norm": -1.0}, "clip_norm must be more than 0"),
+        ({"sync": "gossip"}, "sync must be a known name"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_replica(make_module(), **options)
+
+
+def test_a_loss_that_is_no_scalar_and_a_module_without_parameters_are_refused():
+    replica = make_replica(make_module())
+    with pytest.raises(GradientError, match="0-dim"):
+        replica.backward(torch.ones(2, requires_grad=True))
+    module = make_module().requires_grad_(False)
+    with pytest.raises(SettingsError, match="it has none"):
+        Replica(module, torch.optim.SGD(module.parameters(), lr=0.1))

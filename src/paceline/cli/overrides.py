@@ -66,7 +66,8 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
         SettingsError: A field does not exist, or a value does not fit its type.
     """
     document = settings.model_dump()
-    for path, value in pairs:
+    # A variant is chosen before its fields are set, in whichever order they were written.
+    for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         _set(type(settings), document, path.split("."), path, value)
     try:
         return type(settings).model_validate(document)

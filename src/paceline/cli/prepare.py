@@ -9,8 +9,11 @@ from pydantic import ValidationError
 
 from paceline.checkpoint import CheckpointStore
 from paceline.cli.overrides import apply_overrides
+from paceline.data.loader import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
+from paceline.monitor.events import RunFinished
+from paceline.monitor.reader import read_log, select
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.run import Run, RunFile
@@ -44,8 +47,7 @@ def check_workers(run: Run, num_workers: int) -> None:
             f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "
             "workers; raise --global_batch or lower --workers"
         )
-    if run.shares is not None and len(run.shares) != num_workers:
-        raise SettingsError(f"shares must be one weight a worker, but got {len(run.shares)} for {num_workers} workers")
+    check_shares(run.shares, num_workers)
     run.data.open()
 
 
@@ -82,7 +84,8 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     workers = num_workers or file.num_workers
     check_workers(run, workers)
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
-    if newest and (step := _step_of(newest[0])) >= run.num_steps:
+    is_finished = any(select(read_log(directory / "events.jsonl"), RunFinished))
+    if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps:
         raise SettingsError(
             f"a resumed run must have steps left, but {directory} is at step {step} of {run.num_steps}; "
             f"give --num_steps more than {step} to train on"
@@ -91,6 +94,12 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     if resumed != file:
         resumed.save(directory)
     return directory, resumed
+
+
+def take_back(directory: Path, file: RunFile) -> None:
+    """Put the run's file from before back, when settings that a resume gave did not work."""
+    if RunFile.load(directory) != file:
+        file.save(directory)
 
 
 def write_report(directory: Path) -> None:
@@ -121,7 +130,12 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
                 f"--out must be a new or empty directory, but {directory} exists; "
                 "choose another, or go on with that run by --resume"
             )
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"--out must be a directory that can be made, but got {directory}: {error.strerror}"
+            ) from error
         return directory
     title = re.sub(r"\W+", "_", Path(recipe.rpartition(":")[0] or recipe).stem)
     number = 1

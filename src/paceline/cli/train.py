@@ -51,20 +51,33 @@ def _train_here(
     max_restarts: int,
     overrides: list[tuple[str, str]],
 ) -> int:
-    from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
+    from paceline.checkpoint.durable import WriterLock
+    from paceline.cli.prepare import prepare_new, prepare_resumed, take_back, write_report
     from paceline.launch import ExitCode
     from paceline.launch.local import launch
-    from paceline.monitor.reader import last_traceback
+    from paceline.monitor.events import RunStarted
+    from paceline.monitor.reader import last_traceback, read_log, select
+    from paceline.training.run import RunFile
 
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
+    before = None
     if resume is not None:
+        before = RunFile.load(resume)
+        lock = WriterLock(resume.absolute())
+        lock.acquire()
+        num_starts = len(select(read_log(resume / "events.jsonl"), RunStarted))
         directory, file = prepare_resumed(resume, workers, overrides)
     else:
         assert recipe is not None
         directory, file = prepare_new(recipe, workers or 2, out, overrides)
+        lock = WriterLock(directory)
+        lock.acquire()
     typer.echo(f"run: {directory}")
     code = launch(directory, file.num_workers, max_restarts=max_restarts)
+    lock.release()
+    if before is not None and len(select(read_log(directory / "events.jsonl"), RunStarted)) == num_starts:
+        take_back(directory, before)
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:
         write_report(directory)

@@ -1,11 +1,13 @@
 """`paceline train` as one of the workers that torchrun started."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 
-from paceline.cli.prepare import prepare_new, prepare_resumed, write_report
+from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, write_report
 from paceline.comm import Group, join
+from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.errors import PacelineError, SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.worker import work
@@ -20,7 +22,8 @@ def train_as_worker(
 
     Workers that torchrun restarted go on with the run they had begun.
     """
-    group = join()
+    # Every rank knows the recipe, and how long it may wait, before it knows the others.
+    group = join(timeout_s=make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S)
     directory, file, attempt = _agree_run(group, recipe, out, resume, overrides)
     stop = threading.Event()
     viewer = None
@@ -65,7 +68,8 @@ def _prepare(
     if resume is not None:
         return prepare_resumed(resume, group.size, overrides)
     assert recipe is not None
-    launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    # torchrun's own process, which outlives the workers it restarts, tells this job from those before it.
+    launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
     is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and (begun := _find_begun(out, launch)) is not None:
         return begun, RunFile.load(begun)
@@ -74,7 +78,7 @@ def _prepare(
 
 def _find_begun(out: Path | None, launch: str) -> Path | None:
     """Return the directory of the run that this job began before it was restarted."""
-    candidates = [out.absolute()] if out is not None else sorted(Path("runs").absolute().glob("*/"))
+    candidates = [out.absolute()] if out is not None else list(Path("runs").absolute().glob("*/"))
     for directory in candidates:
         if (directory / "run.json").is_file() and RunFile.load(directory).launch == launch:
             return directory

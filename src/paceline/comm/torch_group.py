@@ -70,6 +70,8 @@ class TorchGroup(Group):
         try:
             work = operation()
         except RuntimeError as error:
+            if _is_of_network(error):
+                raise self._explain(error, self._sequence, name, time.monotonic()) from error
             raise _refusal(error, self._sequence, name) from error
         return _TorchWork(self, work, self._sequence, name)
 
@@ -82,7 +84,7 @@ class TorchGroup(Group):
             else:
                 work.wait()
         except RuntimeError as error:
-            if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+            if not _is_of_network(error):
                 raise _refusal(error, sequence, name) from error
             # The backend's destructor would wait for the operation that failed, a minute and more: it is never run.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
@@ -109,7 +111,11 @@ class _TorchWork(Work):
 
 
 # Backends tell the loss of a peer from a call they cannot do by words alone.
-_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "nccl")
+_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
+
+
+def _is_of_network(error: RuntimeError) -> bool:
+    return any(word in str(error).lower() for word in _NETWORK_WORDS)
 
 
 def _refusal(error: RuntimeError, sequence: int, name: str) -> SettingsError:

@@ -47,7 +47,11 @@ class Batch:
 
 
 class Source(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Samples under indices 0..len-1. It is read by a background thread, and by forked loader processes."""
+    """Samples under indices 0..len-1. It is read by a background thread, and by forked loader processes.
+
+    What is read must depend on the index alone: a draw from a global random generator would also change what the
+    model's dropout draws, and could not be repeated on resume.
+    """
 
     spec: Spec
 

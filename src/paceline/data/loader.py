@@ -2,6 +2,7 @@
 
 import math
 import queue
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,8 @@ class Loader:
 
     One global order feeds all workers: each step takes the next `global_batch` positions and cuts them into
     shares, so what is learnt from does not depend on how many workers there are. It iterates for ever; an epoch's
-    last global batch is shorter. A batch counts as used once `ack` was called for it or the next one was asked for.
+    last global batch is shorter. A batch counts as used once `ack` was called for it, the next one was asked for, or
+    the loop was left; call `ack` before `state_dict` in the middle of a loop.
 
     Args:
         dataset: A `Source`, or any torch data set with a length and samples of the form (input, target).
@@ -55,7 +57,7 @@ class Loader:
     ) -> None:
         self._rank, num_workers = (group.rank, group.size) if group else (0, 1)
         self._device = group.device if group else torch.device("cpu")
-        self._weights = _check_shares(shares, num_workers)
+        self._weights = check_shares(shares, num_workers)
         if global_batch < num_workers:
             raise SettingsError(
                 f"global_batch must be at least the number of workers, but got {global_batch} for {num_workers} "
@@ -70,6 +72,7 @@ class Loader:
         self._prefetch = prefetch
         self._num_processes = num_processes
         self._ledger = Ledger()
+        self._num_iterators = 0
 
     @property
     def position(self) -> int:
@@ -102,9 +105,19 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batch after micro-batch, from the low-water mark on, for ever."""
         self._ledger = Ledger.from_state(self._ledger.state_dict())
+        self._num_iterators += 1
+        mine = self._num_iterators
         with _ReadAhead(self._read_steps(), self._prefetch) as steps:
             for step in steps:
-                yield from step
+                if mine != self._num_iterators:
+                    raise DataError("a loader must be iterated once at a time, but a newer iterator was begun")
+                for batch in step:
+                    try:
+                        yield batch
+                    except GeneratorExit:  # the loop was left by break: its last batch is used all the same
+                        if batch.last and mine == self._num_iterators:
+                            self.ack(batch)
+                        raise
                 self.ack(step[-1])
 
     def _plan_step(self) -> "_Step":
@@ -139,6 +152,7 @@ class Loader:
                 sampler=plan(),
                 batch_size=None,
                 num_workers=self._num_processes,
+                worker_init_fn=_ignore_signals,
                 prefetch_factor=max(1, self._prefetch * self.num_micro_batches // self._num_processes),
             )
         )
@@ -241,7 +255,18 @@ class _ReadAhead:
         return False
 
 
-def _check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:
+def _ignore_signals(_: int) -> None:
+    """Leave it to the worker, which a launcher signals too, to end this process after its last step."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:
+    """Return the weights of all workers.
+
+    Raises:
+        SettingsError: There are too few or too many, one is negative or not finite, or all are 0.
+    """
     weights = [1.0] * num_workers if shares is None else [float(weight) for weight in shares]
     if len(weights) != num_workers or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
         raise SettingsError(

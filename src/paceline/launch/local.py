@@ -110,10 +110,10 @@ def _judge(records: list[Record], reason: str, signalled: bool) -> _Outcome:
     if final:
         is_ours = hasattr(paceline.errors, final[0].error)
         return _Outcome(ExitCode.REFUSED if is_ours else ExitCode.FAILED)
-    if signalled:
-        return _Outcome(ExitCode.FAILED)
     if any(isinstance(record.event, RunFinished) for record in records):
         return _Outcome(ExitCode.FINISHED)
+    if signalled:  # before the first step there was nothing to save
+        return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
     return _Outcome(ExitCode.PEERS_LOST, reason or "the workers ended without a word", last_step)
 
 

@@ -49,14 +49,14 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
     with log, _warnings_in(log):
         try:
             run = load_run(file)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             tell_failure(log, error)
             group.close(error)
             return _code_of(error)
         torch.set_num_threads(run.num_threads or _count_threads())
         try:
             finished = train(run, directory, group, log, recipe=file.recipe)
-        except Exception as error:  # train has told the log
+        except (Exception, SystemExit) as error:  # train has told the log
             group.close(error)
             return _code_of(error)
     group.close()
@@ -80,7 +80,7 @@ def main() -> int:
     return ExitCode.FINISHED if code is ExitCode.PREEMPTED else code
 
 
-def _code_of(error: Exception) -> ExitCode:
+def _code_of(error: BaseException) -> ExitCode:
     if not isinstance(error, PacelineError):
         traceback.print_exception(error)
         return ExitCode.FAILED

@@ -42,7 +42,7 @@ class Linear(LearningRate):
     """A straight line from 1 to `final_factor`."""
 
     final_factor: float = Field(default=0.0, ge=0)
-    """Factor at the last step."""
+    """Factor at the end, after the last step."""
 
     def decay(self, progress: float) -> float:
         """Return the point on the line."""
@@ -54,7 +54,7 @@ class Cosine(LearningRate):
     """Half a cosine from 1 to `final_factor` (Loshchilov and Hutter 2017, without restarts)."""
 
     final_factor: float = Field(default=0.1, ge=0)
-    """Factor at the last step."""
+    """Factor at the end, after the last step."""
 
     def decay(self, progress: float) -> float:
         """Return the point on the cosine."""

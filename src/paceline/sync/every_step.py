@@ -4,7 +4,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.registry import register
-from paceline.sync.rule import Rule, Source, Traffic
+from paceline.sync.rule import Rule, Traffic
 
 
 @register("every_step")
@@ -17,17 +17,8 @@ class EveryStep(Rule):
     """
 
     @property
-    def source(self) -> Source:
-        """Gradients."""
-        return Source.GRADIENTS
-
-    @property
     def keeps_replicas_equal(self) -> bool:
         """Always."""
-        return True
-
-    def is_due(self, step: int) -> bool:
-        """Return True: every step."""
         return True
 
     def exchange(self, numerators: Tensor, group: Group, *, name: str) -> Work:

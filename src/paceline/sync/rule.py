@@ -1,10 +1,10 @@
 """What a synchronisation method is: four small answers.
 
-A `Replica` asks them: *what* is exchanged (`source`), *when* (`is_due`), *with whom and how* (`exchange`), and *what is
-done on arrival* (`land`). Everything exchanged is a numerator whose mass travels beside it; `land` divides.
+*What* is exchanged, *when*, *with whom*, and *what is done on arrival*. The rules here all send gradients, at every
+step; a `Replica` asks them how a buffer is exchanged (`exchange`) and landed (`land`). Everything exchanged is a
+numerator whose mass travels beside it; `land` divides.
 """
 
-import enum
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -12,12 +12,6 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.registry import Family
-
-
-class Source(enum.Enum):
-    """What a rule exchanges."""
-
-    GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
@@ -42,17 +36,8 @@ class Rule(Family):
 
     @property
     @abstractmethod
-    def source(self) -> Source:
-        """What is exchanged."""
-
-    @property
-    @abstractmethod
     def keeps_replicas_equal(self) -> bool:
         """Whether parameters are the same on all workers after every step, so that hashing them is a check."""
-
-    @abstractmethod
-    def is_due(self, step: int) -> bool:
-        """Return whether `step` (from 0) ends in an exchange."""
 
     @abstractmethod
     def exchange(self, numerators: Tensor, group: Group, *, name: str) -> Work:

@@ -1,6 +1,7 @@
 """The loss over held-out data, divided among the workers."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,23 +26,33 @@ class Evaluation:
 
 
 def evaluate(
-    replica: Replica, objective: Objective, source: Source, *, batch_size: int, max_samples: int | None = None
-) -> Evaluation:
+    replica: Replica,
+    objective: Objective,
+    source: Source,
+    *,
+    batch_size: int,
+    max_samples: int | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Return the loss and metrics over the first `max_samples` of `source` (over all without it).
 
     The samples are cut among the workers; sums and their mass are added, so the result does not depend on how many
-    there are. BatchNorm uses the statistics pooled over all workers.
+    there are. BatchNorm uses the statistics pooled over all workers. Once `is_stopped` says so on some
+    worker that one ends early, and the result is None on all.
     """
     began_s = time.perf_counter()
     group = replica.group
     num_samples = min(len(source), max_samples or len(source))
     shares = apportion(num_samples, [1.0] * group.size)
     start = sum(shares[: group.rank])
-    was_training = replica.module.training
+    was_training = {module: module.training for module in replica.module.modules()}
     replica.module.eval()
     sums: dict[str, float] = {}
     with torch.no_grad(), pooled_over_workers(replica.module, group):
         for first in range(start, start + shares[group.rank], batch_size):
+            if is_stopped():
+                sums["stopped"] = 1.0
+                break
             interval = Interval(first, min(first + batch_size, start + shares[group.rank]))
             inputs, targets = source.read(np.arange(*interval, dtype=np.int64))
             batch = Batch(inputs, targets, interval.num_samples, interval).to(group.device)
@@ -50,8 +61,11 @@ def evaluate(
             parts |= {f"metric {name}": float(total) for name, total in loss.totals.items()}
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value
-    replica.module.train(was_training)
+    for module, training in was_training.items():
+        module.training = training
     totals = _add_over_workers(sums, group)
+    if "stopped" in totals:
+        return None
     weight = totals.pop("weight")
     metrics = {name.removeprefix("metric "): total / weight for name, total in totals.items() if name != "loss"}
     return Evaluation(totals["loss"] / weight, metrics, num_samples, time.perf_counter() - began_s)

@@ -15,6 +15,7 @@ import torch
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedCheckpoint
 from paceline.comm.group import Group
 from paceline.data import Loader, Splits, derive_seed
+from paceline.errors import CheckpointError, NonFiniteError
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -67,7 +68,8 @@ class Training:
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str) -> bool:
     """Train `run` in `directory`, going on from its newest valid checkpoint if it has one.
 
-    Every worker calls it. SIGTERM and SIGINT make all workers stop after the step they are in, with a checkpoint.
+    Every worker calls it. SIGTERM, SIGINT and SIGHUP make all workers stop after the step they are in, with a
+    checkpoint.
 
     Returns:
         True when the last step is done, False when a signal ended it before.
@@ -76,13 +78,11 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     try:
         training = _set_up(run, directory, group, log, recipe)
         with _stop_on_signal(training):
-            finished = _run_steps(training)
-        if finished:
-            _finish(training)
+            finished = _run_steps(training) and _finish(training)
         if training.saver is not None:
             training.saver.close()
         return finished
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         tell_failure(log, error, step=training.step if training else -1)
         raise
     finally:
@@ -90,7 +90,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
             training.store.close()
 
 
-def tell_failure(log: EventLog, error: Exception, step: int = -1) -> None:
+def tell_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     """Write to the log how this worker failed; step -1 is before the first."""
     trace = "".join(traceback.format_exception(error))
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=step)
@@ -150,6 +150,11 @@ def _resume(training: Training) -> None:
     checkpoint: Checkpoint | None = None
     if replica.group.rank == 0:
         checkpoint = training.store.find_newest_valid(skip)
+        if checkpoint is None and (damaged := training.store.list_checkpoints()):
+            raise CheckpointError(
+                f"one checkpoint must be whole, but all {len(damaged)} in {training.store.directory} are damaged; "
+                "move them away to begin again"
+            )
     document = restore(checkpoint, replica.module, replica.optimizer, replica.group)
     if document is None:
         return
@@ -164,7 +169,6 @@ def _run_steps(training: Training) -> bool:
     run, replica = training.run, training.replica
     if training.step >= run.num_steps:
         return True
-    replica.module.train()
     training.began_s = step_began_s = time.perf_counter()
     num_micro_batches = 0
     for batch in training.loader:
@@ -231,6 +235,12 @@ def _do_after_step(training: Training, result: StepResult) -> None:
 def _save(training: Training, *, wait: bool) -> str:
     """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
     replica = training.replica
+    for name, parameter in replica.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NonFiniteError(
+                f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
+                "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
+            )
     tensors, document = capture(replica.module, replica.optimizer, replica.group)
     document |= {
         "step": training.step,
@@ -258,7 +268,8 @@ def _tell_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
         )
 
 
-def _evaluate(training: Training) -> Evaluation:
+def _evaluate(training: Training) -> Evaluation | None:
+    """Evaluate; None if a signal came meanwhile."""
     run = training.run
     evaluation = evaluate(
         training.replica,
@@ -266,21 +277,28 @@ def _evaluate(training: Training) -> Evaluation:
         training.splits.held_out,
         batch_size=max(1, run.global_batch // training.replica.group.size // run.num_micro_batches),
         max_samples=run.evaluate_samples,
+        is_stopped=lambda: bool(training.stopped_by),
     )
-    training.tell(
-        Evaluated(
-            loss=evaluation.loss,
-            metrics=evaluation.metrics,
-            num_samples=evaluation.num_samples,
-            duration_s=evaluation.duration_s,
+    if evaluation is not None:
+        training.tell(
+            Evaluated(
+                loss=evaluation.loss,
+                metrics=evaluation.metrics,
+                num_samples=evaluation.num_samples,
+                duration_s=evaluation.duration_s,
+            )
         )
-    )
     return evaluation
 
 
-def _finish(training: Training) -> None:
+def _finish(training: Training) -> bool:
+    """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
     evaluation = _evaluate(training)
+    if evaluation is None:
+        newest = training.store.list_checkpoints()[0]
+        training.tell(Preempted(checkpoint=str(newest), signal=training.stopped_by or "a signal to another rank"))
+        return False
     if training.replica.group.rank == 0:
         text = training.run.objective.showcase(training.replica.module, training.splits.held_out)
         if text:
@@ -293,11 +311,12 @@ def _finish(training: Training) -> None:
             samples_per_s=training.num_samples / duration_s if duration_s else 0.0,
         )
     )
+    return True
 
 
 @contextmanager
 def _stop_on_signal(training: Training) -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into a request to stop after the step under way. Threads cannot; they do not."""
+    """Turn SIGTERM, SIGINT and SIGHUP into a request to stop after the step under way. Threads cannot; they do not."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -306,7 +325,7 @@ def _stop_on_signal(training: Training) -> Iterator[None]:
         training.stopped_by = signal.Signals(number).name
         training.replica.request_stop()
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -100,10 +100,10 @@ _FILE_PREFIX = "paceline_user_"
 
 
 def _import(place: str) -> ModuleType:
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise SettingsError(f"a module must have a name like package.module, but got {place!r}; check it")
     try:
         return importlib.import_module(place)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"module {place!r} must be an absolute name, but {error}") from error
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
             raise

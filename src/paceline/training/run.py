@@ -59,7 +59,7 @@ class Run(Settings):
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; 0 for none."""
     bucket_bytes: int | None = Field(default=None, ge=1)
-    """Size of the buffers that gradients are exchanged in; by default 1 MiB on CPUs, 25 MiB on GPUs."""
+    """Size of the buffers that gradients are exchanged in; by default 16 MiB on CPUs, 25 MiB on GPUs."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; by default its part of the host's cores. Another number changes rounding."""
     num_data_processes: int = Field(default=0, ge=0)

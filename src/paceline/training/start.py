@@ -17,7 +17,12 @@ def check_same_model(module: nn.Module, group: Group) -> None:
     Raises:
         SettingsError: They differ; the message names the rank and the first difference.
     """
-    mine = [f"{name}: {tuple(t.shape)} {t.dtype}" for name, t in _tensors(module)]
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    mine = [
+        f"{name}: {tuple(t.shape)} {t.dtype}"
+        f"{'' if t.is_contiguous() else f', strides {t.stride()}'}{', frozen' if name in frozen else ''}"
+        for name, t in _tensors(module)
+    ]
     everybody = group.gather_documents(list(mine), name="model shapes")
     for rank, theirs in enumerate(everybody):
         for here, there in zip([*everybody[0], "nothing"], [*theirs, "nothing"], strict=False):

@@ -2,7 +2,7 @@
 
 Tensors are named ``model/<parameter or buffer>``, ``optimizer/<parameter>/<key>`` and, for buffers that differ between
 workers (BatchNorm's statistics), ``worker<rank>/<buffer>``. Random streams need no state: every step seeds its own
-from (seed, step, worker).
+from (seed, step, worker). Data that draws random numbers as it is read must seed them from the sample's index.
 """
 
 from collections.abc import Mapping
