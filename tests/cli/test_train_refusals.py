@@ -1,5 +1,7 @@
 """Bad input to `paceline train`: one clear message and exit code 2 each, and nothing is made or overwritten."""
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -8,7 +10,10 @@ import sys
 import numpy as np
 import pytest
 
+from paceline.checkpoint.durable import WriterLock
 from paceline.cli.main import main
+from paceline.recipes import find_recipe
+from paceline.training.run import RunFile
 
 
 @pytest.fixture
@@ -182,3 +187,42 @@ def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here):
         assert "restart" not in done.stdout
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.timeout(120)
+def test_code_of_the_user_that_calls_exit_is_told_and_not_retried(here):
+    (here / "mine.py").write_text(
+        "import sys\n"
+        "from paceline.recipes.transformer_lm import run as base\n"
+        "import paceline\n"
+        "def build(): sys.exit('no such luck')\n"
+        "def run(): return base().model_copy(update={'model': paceline.Model.model_validate(build)})\n"
+    )
+    done = run("train", "mine.py", "--out", "out")
+    assert done.returncode == 1
+    assert "SystemExit: no such luck" in done.stdout
+    assert "restart" not in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_settings_that_a_resume_could_not_use_are_taken_back(here):
+    first = run("train", "transformer_lm", "--workers", 1, "--out", "run", *TINY)
+    assert first.returncode == 0, first.stdout + first.stderr
+    before = (here / "run" / "run.json").read_text()
+    refused = run("train", "--resume", "run", "--num_steps", 9, "--model.width", 32)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert json.loads((here / "run" / "run.json").read_text()) == json.loads(before)
+
+
+def test_a_second_launcher_of_one_run_is_refused(here, monkeypatch, capsys):
+    (here / "run").mkdir()
+    make_run_file = RunFile(
+        recipe="transformer_lm", num_workers=1, run=find_recipe("transformer_lm")().model_dump(mode="json")
+    )
+    make_run_file.save(here / "run")
+    (here / "run" / "events.jsonl").touch()
+    with contextlib.ExitStack() as stack:
+        lock = WriterLock(here / "run")
+        lock.acquire()
+        stack.callback(lock.release)
+        assert "must have one writer" in refuse(monkeypatch, capsys, "train", "--resume", "run")

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
-from paceline.errors import CheckpointError, CommunicationError, DataError, SettingsError
+from paceline.errors import CheckpointError, CommunicationError, DataError, NonFiniteError, SettingsError
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -24,7 +24,7 @@ from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
 from paceline.registry import register
 from paceline.schedules import Linear
-from paceline.training import Classification, Model, Run, train
+from paceline.training import Classification, Model, Replica, Run, evaluate, train
 
 
 @register("test_points")
@@ -244,3 +244,41 @@ def test_resuming_needs_no_shared_file_system(tmp_path):
     assert LocalGroup.run(3, worker) == [True] * 3
     steps = losses_of(alone[0])
     assert set(steps) == set(range(1, 15))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path):
+    train_here(make_run(num_steps=5), tmp_path)
+    for file in tmp_path.glob("checkpoints/*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="one checkpoint must be whole, but all 1 in"):
+        train_here(make_run(), tmp_path)
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    """Without clipping nothing looks at the gradients, and the last step's loss is from before its update."""
+    run = make_run(num_steps=3, clip_norm=None, schedule=Linear(), optimizer=SGD(learning_rate=1e38, momentum=0.0))
+    with pytest.raises(NonFiniteError):
+        train_here(run, tmp_path)
+    assert not list(tmp_path.glob("checkpoints/*/COMMITTED"))
+
+
+def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
+    run = make_run()
+    splits = run.data.open()
+    torch.manual_seed(0)
+    state = run.model.build(splits.train.spec).state_dict()
+
+    def worker(group, stopped_rank):
+        module = run.model.build(splits.train.spec)
+        module.load_state_dict(state)
+        replica = Replica(module, run.optimizer.build(module), group=group)
+        return evaluate(
+            replica,
+            run.objective,
+            splits.held_out,
+            batch_size=2,
+            is_stopped=lambda: group.rank == stopped_rank,
+        )
+
+    assert LocalGroup.run(3, lambda group: worker(group, 1)) == [None] * 3
+    assert all(found is not None for found in LocalGroup.run(3, lambda group: worker(group, -1)))
