@@ -1,52 +1,17 @@
 """A replica against the plain loop it stands for."""
 
 import copy
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training_models import make_batch, make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
-from paceline.errors import CommunicationError, DivergenceError, GradientError, NonFiniteError, SettingsError
+from paceline.errors import DivergenceError, NonFiniteError
 from paceline.training.buckets import plan_layout
 from paceline.training.replica import Replica, UnusedParametersWarning
-
-
-class Tied(nn.Module):
-    """A tied embedding, a block that is used twice, one that may be skipped, and a frozen one."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.block = nn.Linear(8, 8)
-        self.optional = nn.Linear(8, 8)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens, use_optional=True):
-        x = self.block(torch.tanh(self.block(self.embedding(tokens))))
-        if use_optional:
-            x = x + self.optional(x)
-        return self.head(self.frozen(x))
-
-
-_SEEDING = threading.Lock()  # threads share torch's generator
-
-
-def make_module(seed=0):
-    with _SEEDING:
-        torch.manual_seed(seed)
-        return Tied()
-
-
-def make_batch(num_samples=12, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(11, (num_samples,), generator=generator), torch.randint(
-        11, (num_samples,), generator=generator
-    )
 
 
 def train_plainly(num_steps, *, clip_norm=None, momentum=0.9):
@@ -137,18 +102,6 @@ def test_bucket_size_changes_nothing_with_two_workers():
     for name, parameter in results[0].named_parameters():
         for other in results[1:]:
             assert torch.equal(other.get_parameter(name), parameter)
-
-
-def make_replica(module, group=None, **options):
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    return Replica(module, optimizer, group=group, **options)
-
-
-def run_one_step(replica, *, weight=12.0, use_optional=True, scale=1.0):
-    inputs, targets = make_batch()
-    loss = F.cross_entropy(replica(inputs, use_optional).float(), targets) * scale
-    replica.backward(loss, weight=weight)
-    return replica.update()
 
 
 def test_buckets_are_launched_while_backward_runs():
@@ -355,59 +308,6 @@ def test_a_gradient_norm_that_is_not_finite_is_an_error():
         replica.update()
 
 
-def test_update_and_backward_must_alternate():
-    replica = make_replica(make_module())
-    with pytest.raises(GradientError, match=r"backward\(last=True\) must come before"):
-        replica.update()
-    inputs, targets = make_batch()
-    replica.backward(F.cross_entropy(replica(inputs), targets))
-    with pytest.raises(GradientError, match=r"update\(\) must be called"):
-        replica.backward(F.cross_entropy(replica(inputs), targets))
-
-
-def test_weights_that_add_up_to_nothing_are_an_error():
-    replica = make_replica(make_module())
-    with pytest.raises(GradientError, match="more than 0"):
-        run_one_step(replica, weight=0.0)
-
-
-def test_a_gradient_that_is_made_twice_is_an_error():
-    from torch.utils.checkpoint import checkpoint
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            # Reentrant checkpointing runs a backward of its own for each segment.
-            x = checkpoint(self.layer, x, use_reentrant=True)
-            return checkpoint(self.layer, x, use_reentrant=True)
-
-    def worker(group):
-        replica = make_replica(Twice(), group)
-        replica.backward(replica(torch.ones(2, 4, requires_grad=True)).sum())
-
-    with pytest.raises((GradientError, CommunicationError), match="non-reentrant"):
-        LocalGroup.run(2, worker)
-
-
-def test_sparse_gradients_are_refused_by_name():
-    def worker(group):
-        replica = make_replica(nn.Embedding(5, 3, sparse=True), group)
-        replica.backward(replica(torch.tensor([1, 2])).sum())
-
-    with pytest.raises((GradientError, CommunicationError), match="gradient of weight must be dense"):
-        LocalGroup.run(2, worker)
-
-
-def test_an_optimizer_of_another_module_is_refused():
-    module = make_module()
-    optimizer = torch.optim.SGD(make_module().parameters(), lr=0.1)
-    with pytest.raises(SettingsError, match="must hold parameters of the module only"):
-        Replica(module, optimizer)
-
-
 def test_a_request_to_stop_reaches_every_rank_in_the_same_step():
     def worker(group):
         replica = make_replica(make_module(), group)
@@ -488,70 +388,3 @@ def test_layout_keeps_order_and_separates_dtypes():
         "d": nn.Parameter(torch.zeros(100)),
     }
     assert plan_layout(parameters, ["d", "a", "b", "c"], 100) == [["d"], ["a", "c"], ["b"]]
-
-
-def test_a_failed_backward_while_accumulating_leaves_no_mass():
-    def worker(group, fail):
-        replica = make_replica(make_module(), group)
-        inputs, targets = make_batch()
-        if fail:
-            loss = F.cross_entropy(replica(inputs), targets)
-            loss.register_hook(lambda gradient: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                replica.backward(loss, weight=12, last=False)
-        result = run_one_step(replica)
-        return result.weight, replica.module.block.weight.detach()
-
-    plain, failed = (LocalGroup.run(2, lambda group, f=fail: worker(group, f))[0] for fail in (False, True))
-    assert plain[0] == failed[0] == 24
-    assert torch.equal(plain[1], failed[1])
-
-
-def test_a_loss_of_no_weight_may_be_nan():
-    def worker(group):
-        replica = make_replica(make_module(), group, hash_interval=1)
-        nothing = group.rank == 1
-        for _ in range(2):
-            result = run_one_step(replica, weight=0.0 if nothing else 12.0, scale=float("nan") if nothing else 1.0)
-        return result.loss, result.weight
-
-    losses = LocalGroup.run(2, worker)
-    assert losses[0] == losses[1]
-    assert losses[0][1] == 12
-    assert losses[0][0] == losses[0][0]
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_no_mass_is_refused(weight):
-    with pytest.raises(GradientError, match="weight must be a number of at least 0"):
-        run_one_step(make_replica(make_module()), weight=weight)
-
-
-def test_unfreezing_after_the_replica_was_made_is_refused_by_name():
-    replica = make_replica(make_module())
-    run_one_step(replica)
-    replica.module.frozen.requires_grad_(True)
-    with pytest.raises(GradientError, match=r"frozen\.weight must stay frozen"):
-        run_one_step(replica)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "float32"}, "precision must be one of"),
-        ({"clip_norm": -1.0}, "clip_norm must be more than 0"),
-        ({"sync": "gossip"}, "sync must be a known name"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_replica(make_module(), **options)
-
-
-def test_a_loss_that_is_no_scalar_and_a_module_without_parameters_are_refused():
-    replica = make_replica(make_module())
-    with pytest.raises(GradientError, match="0-dim"):
-        replica.backward(torch.ones(2, requires_grad=True))
-    module = make_module().requires_grad_(False)
-    with pytest.raises(SettingsError, match="it has none"):
-        Replica(module, torch.optim.SGD(module.parameters(), lr=0.1))
