@@ -9,7 +9,6 @@ Shapes: B batch, C channels, H and W pixels.
 from collections.abc import Callable
 from typing import ClassVar, Literal, Self
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -66,8 +65,6 @@ class ResidualNetwork(nn.Module):
         super().__init__()
         norm = NORMS[settings.norm]
         block, num_blocks = BLOCKS[settings.depth]
-        # Measured on one CPU thread: batch norm is up to a sixth faster so, group norm as much slower.
-        self.memory_format = torch.contiguous_format if settings.norm == "group" else torch.channels_last
         self.stem = _make_stem(num_channels, settings.width, small_stem, norm)
         self.stages = nn.Sequential()
         channels_in = settings.width
@@ -90,7 +87,8 @@ class ResidualNetwork(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return logits of shape (batch, classes)."""
-        x_BCHW = self.stages(self.stem(images_BCHW.contiguous(memory_format=self.memory_format)))
+        # Never channels_last: torch 2.13's backward then corrupts the heap on two CPU threads (see docs/LOG.md).
+        x_BCHW = self.stages(self.stem(images_BCHW.contiguous()))
         logits: Tensor = self.head(x_BCHW.mean(dim=(2, 3)))
         return logits
 
