@@ -150,7 +150,7 @@ def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path):
     process = start(killed, 1000)
     wait_until(lambda: newest_step(killed) >= 10, process)
     process.kill()
-    process.wait()
+    process.communicate()
     deadline = time.monotonic() + 30
     while find_workers(killed):
         assert time.monotonic() < deadline, "workers outlive their launcher"

@@ -5,7 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,11 +77,8 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     training = None
     try:
         training = _set_up(run, directory, group, log, recipe)
-        with _stop_on_signal(training):
-            finished = _run_steps(training) and _finish(training)
-        if training.saver is not None:
-            training.saver.close()
-        return finished
+        with training.saver or nullcontext(), _stop_on_signal(training):
+            return _run_steps(training) and _finish(training)
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         tell_failure(log, error, step=training.step if training else -1)
         raise
