@@ -6,7 +6,6 @@ import os
 import statistics
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.benchmarks.base import Benchmark, Row, compare_pairs
 from paceline.comm import Group, join
 from paceline.data import Spec
+from paceline.launch.local import start_processes
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
@@ -211,16 +210,4 @@ def _peak_pss() -> Iterator[list[float]]:
 
 def _launch(num_workers: int, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
     """Run `function` in `num_workers` processes and return what each returned, by rank."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(os.devnull),
-    )
-    results: dict[int, Any] = elastic_launch(config, function)(*arguments)
-    return results
+    return start_processes(num_workers, function, *arguments, logs=DefaultLogsSpecs(os.devnull))

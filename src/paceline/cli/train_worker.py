@@ -2,7 +2,7 @@
 
 import os
 import socket
-import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, write_report
@@ -25,20 +25,11 @@ def train_as_worker(
     # Every rank knows the recipe, and how long it may wait, before it knows the others.
     group = join(timeout_s=make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S)
     directory, file, attempt = _agree_run(group, recipe, out, resume, overrides)
-    stop = threading.Event()
-    viewer = None
-    if group.rank == 0:
-        log_path = directory / "events.jsonl"
-        log_path.touch()
-        offset = log_path.stat().st_size
-        viewer = threading.Thread(target=LiveView().run, args=(log_path, stop), kwargs={"offset": offset}, daemon=True)
-        viewer.start()
-    code = work(directory, file, group, attempt)
-    stop.set()
-    if viewer is not None:
-        viewer.join(timeout=10)
-        if code is ExitCode.FINISHED:
-            write_report(directory)
+    is_first = group.rank == 0
+    with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
+        code = work(directory, file, group, attempt)
+    if is_first and code is ExitCode.FINISHED:
+        write_report(directory)
     return code
 
 

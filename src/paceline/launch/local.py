@@ -3,11 +3,12 @@
 import logging
 import signal
 import sys
-import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,17 +41,36 @@ def launch(directory: Path, num_workers: int, *, max_restarts: int = 3, view: Li
     run at once.
     """
     log_path = directory / "events.jsonl"
-    log_path.touch()
-    stop = threading.Event()
-    shown = view or LiveView()
-    offset = log_path.stat().st_size
-    viewer = threading.Thread(target=shown.run, args=(log_path, stop), kwargs={"offset": offset}, daemon=True)
-    viewer.start()
-    try:
+    with (view or LiveView()).following(log_path):
         return _launch_until_done(directory, log_path, num_workers, max_restarts)
-    finally:
-        stop.set()
-        viewer.join(timeout=10)
+
+
+def start_processes(
+    num_processes: int, entrypoint: str | Callable[..., Any], *arguments: Any, logs: DefaultLogsSpecs
+) -> dict[int, Any]:
+    """Run a program, or a function, in processes here that find each other as torchrun's do; each has one try.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        ChildFailedError: One of them failed.
+        SignalException: This process got a signal, and has handed it on to them.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
+        logs_specs=logs,
+        shutdown_timeout=40,
+    )
+    results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
+    return results
 
 
 def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_restarts: int) -> ExitCode:
@@ -77,22 +97,11 @@ def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_re
 
 def _launch_once(directory: Path, log_path: Path, num_workers: int, attempt: int) -> _Outcome:
     _silence_launcher()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
-        logs_specs=DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL),
-        shutdown_timeout=40,
-    )
+    logs = DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL)
     command = ["-m", "paceline.launch", str(directory), str(attempt)]
     reason, signalled = "", False
     try:
-        elastic_launch(config, sys.executable)(*command)
+        start_processes(num_workers, sys.executable, *command, logs=logs)
     except SignalException:
         signalled = True
     except ChildFailedError as error:

@@ -1,10 +1,12 @@
 """The live view of a run in a terminal."""
 
+import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from math import isfinite
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
@@ -61,6 +63,19 @@ class LiveView:
                 self.show(record)
         finally:
             self.close()
+
+    @contextlib.contextmanager
+    def following(self, path: Path) -> Iterator[None]:
+        """Inside, show from a thread what is added to the log at `path`; what it held before is not shown again."""
+        path.touch()
+        stop = threading.Event()
+        thread = threading.Thread(target=self.run, args=(path, stop, path.stat().st_size), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(timeout=10)
 
     def show(self, record: Record) -> None:
         """Show one record."""
