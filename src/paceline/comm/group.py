@@ -56,11 +56,34 @@ class Group(ABC):
         """Fill ``output[r]`` with the `tensor` of rank r; output has shape ``(size, *tensor.shape)``."""
 
     @abstractmethod
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Fill ``output[r]`` with row ``tensor[self.rank]`` of rank r; both have shape ``(size, ...)``."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send `tensor` (contiguous) to one rank, whose `receive` has the same `tag`; wait for it before the next use.
+
+        Messages of one pair of ranks with different tags may overtake each other. Tags are in [0, 2**31).
+        """
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Fill `tensor` (contiguous) with what rank `source` sends under `tag`."""
+
+    @abstractmethod
+    def duplicate(self, name: str) -> "Group":
+        """Return a group of the same ranks whose operations are apart from this one's.
+
+        Every rank calls it, in the same order. It may be used from another thread while this one is in use.
+        Its owner closes it.
+        """
+
+    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group. With an `error`, tell the others that it is why this rank stops."""
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed buffer that operations run on without a copy."""
+        """Return a zeroed buffer that operations run on without a copy. Every rank calls it, in the same order."""
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     def barrier(self, *, name: str = "barrier") -> None:

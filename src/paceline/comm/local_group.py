@@ -22,6 +22,14 @@ class _Operation:
     finished: bool = False
 
 
+@dataclass
+class _Message:
+    name: str
+    source: Tensor | None = None
+    target: Tensor | None = None
+    finished: bool = False
+
+
 class _Room:
     """What the threads of one group share; guarded by its condition."""
 
@@ -32,6 +40,8 @@ class _Room:
         self.operations: dict[int, _Operation] = {}
         self.positions = ["has begun no operation"] * size
         self.failure: str | None = None
+        self.messages: dict[tuple[int, int, int], _Message] = {}
+        self.duplicates: dict[tuple[int, str], _Room] = {}
 
 
 class LocalGroup(Group):
@@ -46,6 +56,7 @@ class LocalGroup(Group):
     ) -> None:
         self._room = room or _Room(1, timeout_s=60.0)
         self._sequence = 0
+        self._num_duplicates = 0
         super().__init__(rank, self._room.size, device or torch.device("cpu"), epoch)
 
     @classmethod
@@ -102,6 +113,29 @@ class LocalGroup(Group):
             return DoneWork()
         return self._post(name, (output, tensor), _gather)
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Copy everybody's rows to whom they are for."""
+        if self.size == 1:
+            output[0].copy_(tensor[0])
+            return DoneWork()
+        return self._post(name, (output, tensor), _swap_rows)
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Meet the receiver, and copy to it."""
+        return self._meet((self.rank, destination, tag), name, source=tensor)
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Meet the sender, and copy from it."""
+        return self._meet((source, self.rank, tag), name, target=tensor)
+
+    def duplicate(self, name: str) -> "LocalGroup":
+        """Return this rank's member of a new room, which fails when this one does."""
+        self._num_duplicates += 1
+        with self._room.changed:
+            key = (self._num_duplicates, name)
+            room = self._room.duplicates.setdefault(key, _Room(self.size, self._room.timeout_s))
+        return LocalGroup(self.rank, room, self.device, self.epoch)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave; with an `error`, make every operation of the others fail."""
         with self._room.changed:
@@ -109,6 +143,40 @@ class LocalGroup(Group):
                 self._room.failure = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
             self._room.positions[self.rank] = "has left"
             self._room.changed.notify_all()
+            duplicates = list(self._room.duplicates.values())
+        for room in duplicates:
+            LocalGroup(self.rank, room, self.device, self.epoch).close(error)
+
+    def _meet(
+        self, key: tuple[int, int, int], name: str, *, source: Tensor | None = None, target: Tensor | None = None
+    ) -> Work:
+        room = self._room
+        with room.changed:
+            message = room.messages.setdefault(key, _Message(name))
+            if source is not None:
+                message.source = source
+            if target is not None:
+                message.target = target
+            if message.source is not None and message.target is not None:
+                message.target.copy_(message.source)
+                message.finished = True
+                del room.messages[key]
+                room.changed.notify_all()
+        return _MessageWork(self, message, key)
+
+    def _wait_for_message(self, message: "_Message", key: tuple[int, int, int]) -> None:
+        room = self._room
+        deadline = time.monotonic() + room.timeout_s
+        with room.changed:
+            while not message.finished:
+                if room.failure is not None:
+                    raise CommunicationError(f"message {message.name!r} ended: {room.failure}")
+                if not room.changed.wait(max(0.0, deadline - time.monotonic())):
+                    late = key[0] if message.source is None else key[1]
+                    raise PeerTimeoutError(
+                        f"message {message.name!r} from rank {key[0]} to rank {key[1]} must pass within "
+                        f"{room.timeout_s:g} s, but rank {late} did not begin it"
+                    )
 
     def _post(
         self,
@@ -165,6 +233,16 @@ class _LocalWork(Work):
         self._group._wait(self._operation, self._sequence)
 
 
+class _MessageWork(Work):
+    def __init__(self, group: LocalGroup, message: _Message, key: tuple[int, int, int]) -> None:
+        self._group = group
+        self._message = message
+        self._key = key
+
+    def wait(self) -> None:
+        self._group._wait_for_message(self._message, self._key)
+
+
 def _sum(posted: Sequence[tuple[Tensor, ...]]) -> None:
     total = posted[0][0].clone()
     for (tensor,) in posted[1:]:
@@ -177,3 +255,9 @@ def _gather(posted: Sequence[tuple[Tensor, ...]]) -> None:
     for output, _ in posted:
         for rank, (_, tensor) in enumerate(posted):
             output[rank].copy_(tensor)
+
+
+def _swap_rows(posted: Sequence[tuple[Tensor, ...]]) -> None:
+    for rank, (output, _) in enumerate(posted):
+        for source, (_, tensor) in enumerate(posted):
+            output[source].copy_(tensor[rank])

@@ -38,7 +38,9 @@ class TorchGroup(Group):
     ) -> None:
         super().__init__(rank, size, device, epoch)
         self.timeout_s = timeout_s
+        self._store = store
         self._sequence = 0
+        self._num_duplicates = 0
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
@@ -59,6 +61,25 @@ class TorchGroup(Group):
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-gather by the backend."""
         return self._begin(name, lambda: self._backend.allgather([list(output.unbind(0))], [tensor]))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """All-to-all by the backend."""
+        options = dist.AllToAllOptions()
+        return self._begin(name, lambda: self._backend.alltoall_base(output, tensor, [], [], options))
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send by the backend."""
+        return self._begin(name, lambda: self._backend.send([tensor], destination, tag))
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Receive by the backend."""
+        return self._begin(name, lambda: self._backend.recv([tensor], source, tag))
+
+    def duplicate(self, name: str) -> "TorchGroup":
+        """Return a group with connections of its own."""
+        self._num_duplicates += 1
+        store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self._store)
+        return TorchGroup(store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
 
     def close(self, error: BaseException | None = None) -> None:
         """Post last words; the connections close with the process group."""

@@ -1,0 +1,1 @@
+"""Layer 4: codecs, which make what is exchanged smaller."""

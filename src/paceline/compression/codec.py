@@ -1,0 +1,147 @@
+"""What a codec is: how a worker's part of a sum is made smaller for the wire, and what is sent in its place.
+
+A codec works on semantic blocks: one parameter's gradient, never a flat bucket, so that results do not depend on
+how parameters are bucketed. It never communicates: `Codec.exchange` is a generator that yields what must be
+exchanged (`Reduce`, `Gather`, `Scatter`) and gets the result back, for as many rounds as it needs. Whoever runs it
+packs the requests of many blocks into one message.
+
+Error feedback belongs to the codec's state. It is transactional: `exchange` reads the state and returns a
+new one, which takes the old one's place only when the exchange has succeeded on all workers.
+"""
+
+from abc import abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Size, Tensor
+
+from paceline.registry import Family
+
+
+class Algebra(StrEnum):
+    """What may be done to payloads on their way."""
+
+    LINEAR = "linear"
+    """Payloads add: any program of all-reduce will do."""
+    REQUANTISE = "requantise"
+    """Owners of a part decode, add and encode again: all-to-all, then all-gather."""
+    GATHER = "gather"
+    """Everybody gets the payloads of all: all-gather."""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Ask for the sum of the payloads of all workers; it comes back in the tensor sent.
+
+    Args:
+        payload: 1-dim, of a dtype that can be added.
+    """
+
+    payload: Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Ask for the payloads of all workers: uint8, shape ``(num_workers, num_bytes)``, by rank.
+
+    Args:
+        payload: uint8, shape ``(num_bytes,)``, of the same size on every worker.
+    """
+
+    payload: Tensor
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Ask for the row that each worker has for this one: uint8, shape ``(num_workers, num_bytes)``, by sender.
+
+    Args:
+        payload: uint8, shape ``(num_workers, num_bytes)``: row r is for worker r.
+    """
+
+    payload: Tensor
+
+
+Request = Reduce | Gather | Scatter
+State = Mapping[str, Tensor]
+"""What a codec keeps of one block, by site: ``worker`` and ``owner`` residuals, warm starts. Empty at first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block is encoded.
+
+    Args:
+        block: The parameter's name; with `step` and `seed` it seeds what is random.
+        step: Updates done before.
+        rank: This worker.
+        num_workers: All of them.
+        seed: Of the run.
+    """
+
+    block: str
+    step: int
+    rank: int
+    num_workers: int
+    seed: int = 0
+
+
+@dataclass
+class Exchanged:
+    """What came of the exchange of one block.
+
+    Args:
+        total: The sum over workers of what each really sent, in the shape of the value; bitwise the same on every
+            worker.
+        state: The state after it, to be kept if the exchange succeeds everywhere.
+        is_finite: Whether this worker's value was finite. If not, nothing of `total` and `state` may be used.
+    """
+
+    total: Tensor
+    state: State = field(default_factory=dict)
+    is_finite: bool = True
+
+
+Exchange = Generator[Request, Tensor, Exchanged]
+
+
+class Codec(Family):
+    """Settings of a codec.
+
+    Attributes:
+        algebra: What may be done to its payloads.
+        is_exact: Whether sums are what they would be without it.
+    """
+
+    family = "codec"
+    algebra: ClassVar[Algebra]
+    is_exact: ClassVar[bool] = False
+
+    dense_below: int = Field(default=2048, ge=0)
+    """Blocks of fewer elements (biases, norms) are summed as they are: they cost little and suffer most."""
+
+    @abstractmethod
+    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+        """Exchange one block.
+
+        Args:
+            value: This worker's part of the sum: fp32, contiguous, any shape, on any device; left as it is.
+            state: What was kept of the block; empty at first.
+            place: Where it is.
+        """
+
+    @abstractmethod
+    def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
+        """Return the rounds of a block's exchange: what is asked for, and how many bytes.
+
+        Those of a `Scatter` are of all its rows. A test holds this to the payloads really yielded.
+        """
+
+    def wire_bytes(self, shape: Size, num_workers: int) -> int:
+        """Return the bytes a worker sends for a block of `shape`, by collectives that send as little as can be."""
+        copies = {Reduce: 2 / num_workers, Gather: 1, Scatter: 1 / num_workers}
+        others = num_workers - 1
+        return round(sum(others * copies[kind] * size for kind, size in self.payloads(shape, num_workers)))

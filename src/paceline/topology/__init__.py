@@ -1,0 +1,1 @@
+"""Layer 1: who is connected to whom: devices, hosts, links."""
