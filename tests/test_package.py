@@ -37,12 +37,16 @@ def test_the_public_names_are_frozen():
         "register",
         "checkpoint",
         "comm",
+        "compression",
         "data",
         "monitor",
         "optim",
+        "programs",
         "recipes",
         "schedules",
+        "simulator",
         "sync",
+        "topology",
         "training",
     ]
 

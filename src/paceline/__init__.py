@@ -24,12 +24,40 @@ _HOMES = {
     "join": "paceline.comm",
     "register": "paceline.registry",
 }
-_PACKAGES = ("checkpoint", "comm", "data", "monitor", "optim", "recipes", "schedules", "sync", "training")
+_PACKAGES = (
+    "checkpoint",
+    "comm",
+    "compression",
+    "data",
+    "monitor",
+    "optim",
+    "programs",
+    "recipes",
+    "schedules",
+    "simulator",
+    "sync",
+    "topology",
+    "training",
+)
 
 __all__ = ["__version__", *sorted(_HOMES), *_PACKAGES]
 
 if TYPE_CHECKING:
-    from paceline import checkpoint, comm, data, monitor, optim, recipes, schedules, sync, training
+    from paceline import (
+        checkpoint,
+        comm,
+        compression,
+        data,
+        monitor,
+        optim,
+        programs,
+        recipes,
+        schedules,
+        simulator,
+        sync,
+        topology,
+        training,
+    )
     from paceline.comm import Group, join
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError

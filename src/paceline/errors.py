@@ -48,6 +48,10 @@ class DivergenceError(PacelineError):
     """Replicas that must be equal are not."""
 
 
+class ProgramError(PacelineError):
+    """A collective program is wrong; the message says in which round, between which ranks, at which chunk."""
+
+
 class GradientError(PacelineError):
     """Gradients were produced in a way that cannot be exchanged correctly."""
 

@@ -1,6 +1,8 @@
+import os
 import sys
 import threading
 import time
+import warnings
 from random import Random
 
 import pytest
@@ -11,6 +13,7 @@ import paceline
 from paceline.comm import LocalGroup
 from paceline.comm.join import agree_generation
 from paceline.errors import CommunicationError, SettingsError
+from paceline.testing import run_processes
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -151,3 +154,86 @@ def test_ranks_agree_over_a_real_store():
             thread.join()
         assert len(set(agreed)) == 1
         assert agreed[0] is not None
+
+
+def join_all(attempts):
+    """Join once for each attempt, with what it says of this rank, and return the groups' kinds and what was said."""
+    rank, outcomes = int(os.environ["RANK"]), []
+    module = sys.modules[agree_generation.__module__]
+    for attempt in attempts:
+        module.host_key = lambda attempt=attempt: attempt["hosts"][rank]
+        module.find_obstacle = lambda attempt=attempt: "it is broken" if attempt.get("broken") == rank else None
+        transport = attempt.get("transports", {}).get(str(rank), attempt.get("transport", "auto"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with paceline.join(device="cpu", timeout_s=20, transport=transport) as group:
+                    total = torch.ones(1)
+                    group.all_reduce(total, name="sum").wait()
+                    kind = type(group).__name__ if float(total) == group.size else "one that cannot add"
+                    group.barrier()
+            except SettingsError as error:
+                kind = str(error)
+        outcomes.append([kind, [str(each.message) for each in caught]])
+    return outcomes
+
+
+ATTEMPTS = {
+    "one host": {"hosts": "aaa"},
+    "two hosts": {"hosts": "aba"},
+    "three hosts": {"hosts": "abc"},
+    "network": {"hosts": "aaa", "transport": "network"},
+    "shared memory, three hosts": {"hosts": "abc", "transport": "shared_memory"},
+    "one broken": {"hosts": "aaa", "broken": 1},
+    "one broken, alone on its host": {"hosts": "aba", "broken": 1},
+    "one broken, shared memory": {"hosts": "aaa", "broken": 1, "transport": "shared_memory"},
+    "not the same": {"hosts": "aaa", "transports": {"1": "network"}},
+}
+
+
+@pytest.fixture(scope="module")
+def joined():
+    results = run_processes(3, join_all, {"attempts": list(ATTEMPTS.values())})
+    for result in results:
+        assert result.exit_code == 0, result.output
+    return {name: [result.value[number] for result in results] for number, name in enumerate(ATTEMPTS)}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind"),
+    [
+        ("one host", "SharedMemoryGroup"),
+        ("two hosts", "HostGroup"),
+        ("three hosts", "TorchGroup"),
+        ("network", "TorchGroup"),
+        ("shared memory, three hosts", "HostGroup"),
+        ("one broken, alone on its host", "HostGroup"),
+    ],
+)
+def test_the_transport_is_chosen_by_who_shares_a_host(joined, attempt, kind):
+    assert joined[attempt] == [[kind, []]] * 3
+
+
+def test_all_take_the_network_where_one_cannot_share_memory_and_one_says_why(joined):
+    assert [kind for kind, _ in joined["one broken"]] == ["TorchGroup"] * 3
+    (warning,), *others = [caught for _, caught in joined["one broken"]]
+    assert "rank 1: it is broken" in warning
+    assert "transport='network'" in warning
+    assert others == [[], []]
+
+
+def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_an_error(joined):
+    for kind, caught in joined["one broken, shared memory"]:
+        assert "rank 1: it is broken" in kind
+        assert caught == []
+
+
+def test_a_transport_that_is_not_the_same_everywhere_is_told(joined):
+    for kind, _ in joined["not the same"]:
+        assert "got ['auto', 'network', 'auto'] by rank" in kind
+
+
+def test_an_unknown_transport_is_told_with_those_that_are_known(environment):
+    environment({})
+    with pytest.raises(SettingsError, match=r"transport must be one of \('auto', 'shared_memory', 'network'\)"):
+        paceline.join(transport="carrier pigeon")

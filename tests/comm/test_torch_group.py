@@ -1,3 +1,6 @@
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -20,11 +23,25 @@ KEPT = []
 
 def keep_contract():
     """Check everything that can be checked of one group, the end of which comes last."""
-    group = join(timeout_s=20, device="cpu")
+    group = join(timeout_s=20, device="cpu", transport="network")
     names = check_group(group)
     refused = refuse_dtype(group)
+    late = miss_message(group)
+    KEPT.append(group.duplicate("send").send(torch.zeros(10**6), (group.rank + 1) % group.size, tag=0, name="unheard"))
     check_words_of_failure(group)
-    return {"names": names, "refused": refused, "kind": type(group).__name__}
+    return {"names": names, "refused": refused, "late": late, "kind": type(group).__name__}
+
+
+def miss_message(group):
+    """Return what is raised on rank 0 for a message that rank 1 never sends."""
+    duplicate = group.duplicate("late")
+    duplicate.timeout_s = 0.2
+    if group.rank == 0:
+        try:
+            duplicate.receive(torch.zeros(1), 1, tag=5, name="bucket 3").wait()
+        except CommunicationError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+    return None
 
 
 def refuse_dtype(group):
@@ -56,9 +73,77 @@ def test_a_call_that_the_backend_refuses_is_no_loss_of_peers(contract):
         assert not refused["is_communication"], refused["message"]
 
 
+def test_a_message_that_does_not_come_is_told_with_both_its_ends(contract):
+    late = contract[0].value["late"]
+    assert late["error"] == "PeerTimeoutError"
+    assert late["message"].startswith(
+        "message 'bucket 3' from rank 1 to rank 0 must finish within 0.2 s, but did not: "
+    )
+    assert "rank 1 (host " in late["message"]
+
+
+def fail_and_stay():
+    """Rank 1 stops with an error, and stays; rank 0 waits for it in a duplicate, and rank 2 for rank 0."""
+    group = join(timeout_s=20, device="cpu", transport="network")
+    KEPT.append(group)
+    duplicate = group.duplicate("messages")
+    if group.rank == 1:
+        group.close(ValueError("the disk is full"))
+        time.sleep(4)
+        return None
+    began_s = time.monotonic()
+    try:
+        if group.rank == 0:
+            duplicate.receive(torch.ones(3), 1, tag=0, name="message").wait()
+        else:
+            group.receive(torch.ones(3), 0, tag=0, name="message").wait()
+    except CommunicationError as error:
+        waited_s = time.monotonic() - began_s
+        group.close(error)
+        time.sleep(3)
+        return {"message": str(error), "waited_s": waited_s}
+    return None
+
+
+def test_who_stops_with_an_error_need_not_end_for_the_others_to_notice():
+    results = run_processes(3, fail_and_stay)
+    for rank in (0, 2):
+        assert results[rank].exit_code == 0, results[rank].output
+        blamed = results[rank].value["message"].partition(" lost its peers: ")[2]
+        assert blamed.startswith("rank 1 "), blamed
+        assert "ValueError: the disk is full" in blamed
+        assert results[rank].value["waited_s"] < 3.5, "rank 1 stays for 4 s"
+
+
+def send_without_end():
+    """Send more and more to rank 1, which receives for a moment and is gone in the middle of a message."""
+    group = join(timeout_s=30, device="cpu", transport="network")
+    KEPT.append(group)
+    group.barrier()
+    if group.rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began_s = time.monotonic()
+    try:
+        for number in range(10**6):
+            operation = group.send if group.rank == 0 else group.receive
+            works = [operation(torch.zeros(10**6), 1 - group.rank, tag=tag, name=f"{number}") for tag in range(8)]
+            for work in works:
+                work.wait()
+    except CommunicationError as error:
+        return {"message": str(error), "waited_s": time.monotonic() - began_s}
+    return None
+
+
+def test_a_sender_does_not_wait_for_a_receiver_that_is_gone():
+    sender, _ = run_processes(2, send_without_end)
+    assert sender.exit_code == 0, sender.output
+    assert " from rank 0 to rank 1 lost its peers: rank 1 (host" in sender.value["message"]
+    assert sender.value["waited_s"] < 10
+
+
 def run_steps(script, timeout_s, keep_group=True):
     """Sum at every step, and tell what went wrong and after how long."""
-    group = join(timeout_s=timeout_s, device="cpu")
+    group = join(timeout_s=timeout_s, device="cpu", transport="network")
     if keep_group:
         KEPT.append(group)
     waited_s = 0.0
@@ -140,7 +225,7 @@ def test_restarted_ranks_meet_again_over_the_store_of_the_dead():
 
 def lose_the_store():
     """Rank 0 holds the store itself and freezes, as a whole host may; rank 1 must still find an end."""
-    group = join(timeout_s=1, device="cpu")
+    group = join(timeout_s=1, device="cpu", transport="network")
     KEPT.append(group)
     faults.strike([faults.freeze(rank=0, step=1)], rank=group.rank, step=1)
     try:

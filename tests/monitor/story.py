@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from paceline.monitor import (
+    BucketExchanged,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -18,6 +20,7 @@ from paceline.monitor import (
     RunStarted,
     Showcased,
     StepFinished,
+    StepTimed,
     Warned,
 )
 
@@ -126,3 +129,49 @@ def _tell_steps(log: EventLog, clock: Clock, steps: range, total_steps: int) -> 
             log.write(evaluated, step=step)
             saved = CheckpointSaved(path=f"checkpoints/step-{step}", num_bytes=57_800_000, duration_s=0.21)
             log.write(saved, step=step)
+
+
+def make_bucket(number: int, **changes: Any) -> BucketExchanged:
+    """Return the exchange of a bucket that took 10 ms, began at 40 ms and 10 ms a number, and was not waited for."""
+    began_s = 0.04 + 0.01 * number
+    fields: dict[str, Any] = {
+        "bucket": number,
+        "first_parameter": f"layers.{9 - number}.weight",
+        "num_parameters": 2,
+        "num_bytes": 16_000_000,
+        "wire_bytes": 4_000_000,
+        "ready_s": began_s - 0.002,
+        "began_s": began_s,
+        "ended_s": began_s + 0.01,
+        "landed_s": max(0.08, began_s + 0.01),
+        "waited_s": 0.0,
+    }
+    return BucketExchanged(**{**fields, **changes})
+
+
+def make_times(**changes: Any) -> StepTimed:
+    """Return the times of a step of 100 ms that stood still for 10 ms."""
+    fields: dict[str, Any] = {
+        "began_unix_s": 1e9,
+        "forward_ended_s": 0.03,
+        "backward_began_s": 0.031,
+        "backward_ended_s": 0.08,
+        "optimizer_began_s": 0.09,
+        "optimizer_ended_s": 0.1,
+        "duration_s": 0.1,
+        "waited_s": 0.01,
+    }
+    return StepTimed(**{**fields, **changes})
+
+
+def make_timed_step(step: int = 1, num_buckets: int = 5, slower: float = 1.0, **changes: Any) -> list[Record]:
+    """Return the records of a sampled step; the last bucket is waited for, and all takes `slower` times as long."""
+    last = num_buckets - 1
+    buckets = [make_bucket(n, waited_s=0.01 if n == last else 0.0) for n in range(num_buckets)]
+    times = make_times(began_unix_s=changes.get("unix_s", 1e9 + step))
+    return [make_record(_stretch(event, slower), step, **changes) for event in (*buckets, times)]
+
+
+def _stretch(event: Any, slower: float) -> Any:
+    moments = {name: slower * getattr(event, name) for name in event.__slots__ if name.endswith("_s")}
+    return replace(event, **{name: value for name, value in moments.items() if name != "began_unix_s"})

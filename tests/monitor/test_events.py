@@ -4,13 +4,14 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from story import make_record, make_start, make_step
 
 from paceline.errors import PacelineError
 from paceline.monitor import EventError, Record, RunStarted, Warned, from_json, list_kinds, to_json
 
+always = settings(deadline=None, derandomize=True)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(), max_size=20)  # all of Unicode: line breaks, control characters, lone surrogates
 JSON = st.recursive(
@@ -22,6 +23,7 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
     str | None: st.none() | TEXTS,
     int: INTEGERS,
+    int | None: st.none() | INTEGERS,
     float: st.floats(),
     float | None: st.none() | st.floats(),
     list[str]: st.lists(TEXTS, max_size=3),
@@ -50,6 +52,7 @@ def comparable(value: Any) -> Any:
 
 def test_there_is_a_class_for_every_kind() -> None:
     assert sorted(list_kinds()) == [
+        "bucket_exchanged",
         "checkpoint_saved",
         "checkpoint_skipped",
         "evaluated",
@@ -60,11 +63,13 @@ def test_there_is_a_class_for_every_kind() -> None:
         "run_started",
         "showcased",
         "step_finished",
+        "step_timed",
         "unused_parameters",
         "warned",
     ]
 
 
+@always
 @given(st.builds(Record, event=EVENTS, **strategies_of(Record)))
 def test_a_record_survives_the_round_trip(record: Record) -> None:
     line = to_json(record)
@@ -74,6 +79,7 @@ def test_a_record_survives_the_round_trip(record: Record) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(list_kinds()))
+@always
 @given(data=st.data())
 def test_every_kind_survives_the_round_trip(kind: str, data: st.DataObject) -> None:
     cls = list_kinds()[kind]

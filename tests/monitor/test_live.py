@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from story import make_record, make_start, make_step
+from story import make_bucket, make_record, make_start, make_step, make_times
 
 from paceline.monitor import (
     CheckpointSaved,
@@ -180,3 +180,10 @@ def test_an_offset_leaves_out_what_was_before(tmp_path: Path) -> None:
     LiveView(Console(file=shown, force_terminal=False)).run(path, stop, offset=offset)
     assert shown.getvalue() == "warning: new\n"
     assert len(read_log(path)) == 2
+
+
+def test_sampled_steps_change_nothing_in_the_view() -> None:
+    sampled = [make_bucket(number) for number in range(50)] + [make_times()]
+    for terminal in (False, True):
+        without = show(make_start(), make_step(1), make_step(2), FINISH, terminal=terminal)
+        assert show(make_start(), make_step(1), *sampled, make_step(2), FINISH, terminal=terminal) == without

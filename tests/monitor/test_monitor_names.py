@@ -11,7 +11,7 @@ def test_every_public_name_is_there() -> None:
     assert paceline.monitor.__all__ == sorted(paceline.monitor.__all__, key=lambda name: (name[0].islower(), name))
     for name in paceline.monitor.__all__:
         assert getattr(paceline.monitor, name).__module__.startswith("paceline.monitor.")
-    with pytest.raises(AttributeError, match="has no attribute 'LiveVeiw'; it has: CheckpointSaved"):
+    with pytest.raises(AttributeError, match="has no attribute 'LiveVeiw'; it has: BucketExchanged"):
         _ = paceline.monitor.LiveVeiw
 
 
@@ -26,12 +26,18 @@ def test_nothing_that_reads_a_log_imports_torch(tmp_path_factory: pytest.TempPat
     code = f"""
 import sys
 from pathlib import Path
-from paceline.monitor import LiveView, export_tensorboard, write_report
+from paceline.monitor import EventError, LiveView, export_tensorboard, export_trace, write_report
 directory = Path({directory!r})
 (directory / "events.jsonl").touch()
 LiveView()
 write_report(directory)
 export_tensorboard(directory, directory / "board")
+try:
+    export_trace(directory, directory / "trace.json")
+except EventError:
+    pass
+else:
+    raise AssertionError("an empty log has nothing to trace")
 assert "torch" not in sys.modules
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from story import make_record, make_start, make_step, tell_run
+from story import make_bucket, make_record, make_start, make_step, make_timed_step, make_times, tell_run
 
 from paceline.errors import MissingExtraError
 from paceline.monitor import (
@@ -19,11 +19,15 @@ from paceline.monitor import (
     UnusedParameters,
     Warned,
     summarise,
+    to_json,
     write_report,
 )
+from paceline.monitor.canvas import DARK
 from paceline.monitor.curves import as_floats, ratio_in_bins, smooth, thin
+from paceline.monitor.gantt import draw_gantt
+from paceline.monitor.markup import Pictures
 from paceline.monitor.page import render_page
-from paceline.monitor.picture import DARK, draw
+from paceline.monitor.picture import draw
 
 EVIL = "<script>alert('x')</script>\"&\x1b[31m"
 NO_METRICS = Evaluated(loss=math.nan, metrics={}, num_samples=0, duration_s=0.0)
@@ -62,7 +66,8 @@ def render(records: list[Record]) -> Page:
     summary = summarise(records)
     picture = draw(summary, DARK, titled=True)
     assert picture.startswith(b"\x89PNG")
-    return Page(render_page(summary, 0, picture, picture))
+    gantt = [draw_gantt(step, DARK) for step in summary.typical_steps[:1]]
+    return Page(render_page(summary, 0, Pictures(picture, picture), Pictures(*gantt, *gantt) if gantt else None))
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +213,72 @@ def test_a_ratio_in_bins_is_one_of_sums() -> None:
     np.testing.assert_array_equal(at, [0, 2])
     np.testing.assert_array_equal(shares, [0.25, 0.75])
     assert np.isnan(ratio_in_bins(steps[:1], part[:1], np.zeros(1))[1]).all()
+
+
+def tell_sampled_run(slower: tuple[float, ...] = (1.0,), num_buckets: int = 5) -> list[Record]:
+    steps = [
+        record
+        for step in (20, 40)
+        for rank, factor in enumerate(slower)
+        for record in make_timed_step(step, num_buckets, factor, rank=rank)
+    ]
+    return [make_record(make_start()), make_record(make_step(1, wire_bytes=20_000_000), 1), *steps]
+
+
+def test_the_page_says_what_communication_cost() -> None:
+    page = render(tell_sampled_run(slower=(1.0, 1.5)))
+    for expected in (
+        "Communication",
+        "A typical step of rank 0 takes 0.1 s: 90 ms computing, and 10 ms (10.0%) standing still",
+        "The exchange takes 50 ms, of which 40 ms (80%) are hidden behind computing. (medians of 2 sampled steps.)",
+        "sent20 MB200 MB/s, by rank 0",
+        "416 MB4 MB78.002.0010.00400 MB/s10.00layers.5.weight and 1 more",  # the last bucket
+        "1150.00135.0075.0060.0015.0020 MB",  # the other worker
+    ):
+        assert expected in page.text
+    assert len(page.links) == 4
+
+
+@pytest.mark.parametrize("num_buckets", [0, 1, 400])
+def test_any_number_of_buckets_can_be_shown(num_buckets: int) -> None:
+    page = render(tell_sampled_run(num_buckets=num_buckets))
+    assert ("bucketgradients" in page.text) == (num_buckets > 0)
+    assert "rankstep, ms" not in page.text  # one worker needs no comparison
+
+
+def test_buckets_that_left_in_the_step_before_can_be_shown() -> None:
+    early = make_bucket(0, ready_s=-0.03, began_s=-0.02, ended_s=0.01, landed_s=0.01, waited_s=0.005)
+    times = make_times(waited_s=0.005, optimizer_began_s=None, optimizer_ended_s=None)
+    assert "-30.0010.0030.00133 MB/s5.00" in render([make_record(early), make_record(times)]).text
+
+
+def test_a_step_that_took_no_time_can_be_shown() -> None:
+    assert "takes 0 s" in render([*make_timed_step(1, slower=0.0)]).text
+
+
+def test_a_log_that_tells_nothing_of_communication_has_no_section(told: Path) -> None:
+    page = Page((told / "report.html").read_text(encoding="utf-8"))
+    assert "Communication" not in page.text
+    assert "by rank 0" not in page.text
+    assert not (told / "timeline.png").exists()
+
+
+def test_a_parameters_name_becomes_no_markup() -> None:
+    evil = [make_record(make_bucket(0, first_parameter=EVIL)), make_record(make_times())]
+    assert "script" not in render(evil).tags
+
+
+def test_the_timeline_is_written_beside_the_report(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(f"{to_json(record)}\n" for record in tell_sampled_run()))
+    write_report(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "report.html",
+        "report.png",
+        "timeline.png",
+    ]
+    from PIL import Image
+
+    with Image.open(tmp_path / "timeline.png") as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0xE0, 0x6A, 0x10), (0xCF, 0x2F, 0x3F)} < colours  # the exchange, and standing still

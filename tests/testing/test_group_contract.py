@@ -90,6 +90,71 @@ class OneBufferGroup(LocalGroup):
         return self.buffer
 
 
+class TransposedGroup(LocalGroup):
+    """Its all-to-all hands everybody the same row."""
+
+    def all_to_all(self, output, tensor, *, name):
+        return super().all_to_all(output, tensor[:1].expand_as(tensor), name=name)
+
+
+class ByteGroup(LocalGroup):
+    """Its messages hold no more than a megabyte."""
+
+    def send(self, tensor, destination, *, tag, name):
+        short = tensor.clone()
+        short.view(-1)[2**20 // tensor.element_size() :] = 0
+        return super().send(short, destination, tag=tag, name=name)
+
+
+class TaglessGroup(LocalGroup):
+    """Its messages meet in the order in which they began."""
+
+    def send(self, tensor, destination, *, tag, name):
+        return super().send(tensor, destination, tag=0, name=name)
+
+    def receive(self, tensor, source, *, tag, name):
+        return super().receive(tensor, source, tag=0, name=name)
+
+
+class LastFirstGroup(LocalGroup):
+    """Of messages with one tag the last one is received first."""
+
+    def _meet(self, *arguments, **options):
+        with self._room.changed:
+            for waiting in self._room.messages.values():
+                waiting.rotate(1)
+            return super()._meet(*arguments, **options)
+
+
+class CopyingGroup(LocalGroup):
+    """It receives into a copy of slices."""
+
+    def receive(self, tensor, source, *, tag, name):
+        return super().receive(tensor.clone() if tensor.storage_offset() else tensor, source, tag=tag, name=name)
+
+
+class AnyPeerGroup(LocalGroup):
+    """It takes any peer."""
+
+    def check_message(self, peer, tag):
+        pass
+
+
+class SharedDuplicateGroup(LocalGroup):
+    """It has one duplicate for all."""
+
+    def duplicate(self, name):
+        self.only = getattr(self, "only", None) or super().duplicate("only")
+        return self.only
+
+
+class OneThreadGroup(LocalGroup):
+    """Its duplicates are itself."""
+
+    def duplicate(self, name):
+        return self
+
+
 class LostEpochGroup(LocalGroup):
     """Its members disagree about the epoch."""
 
@@ -111,6 +176,14 @@ BROKEN = [
     (AsciiGroup, "documents_of_any_length_arrive_whole"),
     (OpenDoorGroup, "barrier_holds_everybody_until_the_last"),
     (LostEpochGroup, "members_know_their_place"),
+    (TransposedGroup, "all_to_all_swaps_rows"),
+    (ByteGroup, "messages_arrive_whole"),
+    (TaglessGroup, "messages_meet_by_tag"),
+    (LastFirstGroup, "messages_of_one_tag_keep_their_order"),
+    (CopyingGroup, "messages_leave_the_rest_of_a_buffer_alone"),
+    (AnyPeerGroup, "messages_that_cannot_be_are_refused"),
+    (SharedDuplicateGroup, "duplicates_are_apart"),
+    (OneThreadGroup, "duplicates_run_in_other_threads"),
     (DirtyGroup, "allocated_buffers_are_zeroed_and_take_part"),
     (OneBufferGroup, "allocated_buffers_are_zeroed_and_take_part"),
 ]

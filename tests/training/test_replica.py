@@ -162,7 +162,7 @@ def test_ranks_whose_gradients_become_ready_in_different_orders_agree_on_one():
             first, second = (module.left, module.right) if group.rank == 0 else (module.right, module.left)
             replica.backward(second(first(x)).square().mean(), weight=1)
             replica.update()
-        return replica.state_dict()["layout"]
+        return replica.state_dict()["gradients"]["layout"]
 
     layouts = LocalGroup.run(2, worker)
     assert layouts[0] == layouts[1]
@@ -375,7 +375,7 @@ def test_state_continues_bit_for_bit_with_three_workers_and_learnt_buckets():
     straight = LocalGroup.run(3, worker)[0]
     resumed = LocalGroup.run(3, lambda group: worker(group, stop_at=3))[0]
     assert straight[1] == resumed[1]
-    assert straight[1]["layout"] != [[]]
+    assert straight[1]["gradients"]["layout"] != [[]]
     for name, tensor in straight[0].items():
         assert torch.equal(tensor, resumed[0][name])
 

@@ -7,12 +7,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import SettingsError
 from paceline.registry import Family
+
+_HEADINGS = ("case", "metric", "Paceline", "reference", "ratio", "95% above", "95% below")
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,43 @@ class Row:
     reference: float
     reference_name: str
     ratio: float
-    """Ours to the reference; for times the median of paired ratios."""
+    """Ours to the reference; where there are pairs, the median of their ratios."""
     ratio_upper: float | None = None
     """Upper bound of its bootstrap 95% interval (one-sided), where there are pairs."""
+    ratio_lower: float | None = None
+    """Lower bound likewise."""
+
+    @classmethod
+    def of_pairs(
+        cls,
+        bench: str,
+        case: str,
+        metric: str,
+        unit: str,
+        ours: Sequence[float],
+        reference: Sequence[float],
+        reference_name: str,
+    ) -> Self:
+        """Return the row of measurements that were taken in turn, in pairs."""
+        ratio, upper = compare_pairs(ours, reference)
+        return cls(
+            bench,
+            case,
+            metric,
+            unit,
+            statistics.median(ours),
+            statistics.median(reference),
+            reference_name,
+            ratio,
+            ratio_upper=upper,
+            ratio_lower=1 / compare_pairs(reference, ours)[1],
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return it as texts, one for each column of a table."""
+        bounds = ("" if bound is None else f"{bound:.3f}" for bound in (self.ratio_lower, self.ratio_upper))
+        reference = f"{self.reference:.4g} {self.unit} ({self.reference_name})"
+        return (self.case, self.metric, f"{self.ours:.4g} {self.unit}", reference, f"{self.ratio:.3f}", *bounds)
 
 
 class Benchmark(Family):
@@ -52,12 +89,19 @@ def compare_pairs(ours: Sequence[float], reference: Sequence[float]) -> tuple[fl
 
 def print_table(rows: Sequence[Row]) -> None:
     """Print rows for people."""
-    table = Table("case", "metric", "Paceline", "reference", "ratio", "95% below", box=None)
+    table = Table(*_HEADINGS, box=None)
     for row in rows:
-        upper = "" if row.ratio_upper is None else f"{row.ratio_upper:.3f}"
-        reference = f"{row.reference:.4g} {row.unit} ({row.reference_name})"
-        table.add_row(row.case, row.metric, f"{row.ours:.4g} {row.unit}", reference, f"{row.ratio:.3f}", upper)
-    Console().print(table, markup=False)
+        table.add_row(*row.cells())
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # nothing to fit in, so nothing is cut
+    console.print(table, markup=False)
+
+
+def check_new(path: Path, option: str) -> None:
+    """Raise SettingsError where `path`, the value of `option`, exists."""
+    if path.exists():
+        raise SettingsError(f"{option} must be a new file, but {path} exists; choose another")
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
@@ -66,6 +110,16 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
     Raises:
         SettingsError: `path` exists.
     """
-    if path.exists():
-        raise SettingsError(f"--json must be a new file, but {path} exists; choose another")
+    check_new(path, "--json")
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def write_markdown(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as a table of a page of documentation.
+
+    Raises:
+        SettingsError: `path` exists.
+    """
+    check_new(path, "--markdown")
+    lines = [_HEADINGS, ("---",) * len(_HEADINGS), *(row.cells() for row in rows)]
+    path.write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines))

@@ -5,10 +5,14 @@ import sys
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.compare import compare
 from paceline.cli.overrides import OverridesCommand
 from paceline.cli.recipes import recipes
 from paceline.cli.report import report
+from paceline.cli.simulate import simulate
+from paceline.cli.trace import trace
 from paceline.cli.train import train
+from paceline.cli.verify import verify
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -21,7 +25,11 @@ app = typer.Typer(
 )
 app.command(cls=OverridesCommand)(train)
 app.command()(report)
+app.command()(trace)
 app.command(cls=OverridesCommand)(bench)
+app.command(cls=OverridesCommand)(compare)
+app.command(cls=OverridesCommand)(verify)
+app.command(cls=OverridesCommand)(simulate)
 app.command()(recipes)
 
 

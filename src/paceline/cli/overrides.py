@@ -112,7 +112,9 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
         except ValidationError as error:
             refused = refused if refused and candidate is not value else error
     assert refused is not None
-    raise SettingsError("\n".join(f"--{path}{line.removeprefix('settings')}" for line in explain(refused).splitlines()))
+    lines = (line.removeprefix("settings") for line in explain(refused).splitlines())
+    # A rule of pydantic's begins with " must be"; one of our own is a sentence by itself.
+    raise SettingsError("\n".join(f"--{path}{line if line.startswith(' ') else f': {line}'}" for line in lines))
 
 
 def _from_json(value: str) -> Any:

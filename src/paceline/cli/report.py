@@ -11,10 +11,15 @@ def report(
     tensorboard: Annotated[Path | None, typer.Option(help="Also write a TensorBoard log into this directory.")] = None,
 ) -> None:
     """Write RUN/report.png and RUN/report.html, at any time, also while the run goes on."""
+    from paceline.monitor.communication import describe_step
+    from paceline.monitor.reader import read_log, summarise
     from paceline.monitor.report import write_report
 
+    summary = summarise(read_log(run / "events.jsonl"))
     picture, page = write_report(run)
     typer.echo(f"report: {page}\npicture: {picture}")
+    if summary.typical_steps:
+        typer.echo(f"timeline: {run / 'timeline.png'}\n{describe_step(summary.typical_steps[0])}")
     if tensorboard is not None:
         from paceline.monitor.tensorboard import export_tensorboard
 

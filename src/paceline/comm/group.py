@@ -8,9 +8,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from paceline.errors import SettingsError
+
+MAX_TAG = 2**31 - 2
+"""The largest tag of a message."""
+
 
 class Work(ABC):
     """An operation under way."""
+
+    began_s: float | None = None
+    """When it began, by `time.perf_counter`; None where nobody knows."""
+    ended_s: float | None = None
+    """When it was done, whether waited for or not; None where nobody knows."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -42,6 +52,8 @@ class Group(ABC):
         self.size = size
         self.device = device
         self.epoch = epoch
+        self.next_tag = 0
+        """The first tag that no program has used yet; the same on every rank."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
@@ -61,26 +73,34 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
-        """Send `tensor` (contiguous) to one rank, whose `receive` has the same `tag`; wait for it before the next use.
+        """Send `tensor` (contiguous) to another rank, whose `receive` has the same `tag`, dtype and number of elements.
 
-        Messages of one pair of ranks with different tags may overtake each other. Tags are in [0, 2**31).
+        Tags are in [0, MAX_TAG]. Messages with different tags may overtake each other, those from one rank to another
+        with the same tag arrive in the order in which they were sent. The work may not finish before the message
+        is received, and it must be waited for.
+
+        Raises:
+            SettingsError: There is no such other rank or tag, or the group cannot send what lies on that device.
         """
 
     @abstractmethod
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
-        """Fill `tensor` (contiguous) with what rank `source` sends under `tag`."""
+        """Fill `tensor` (contiguous) with what rank `source` sends under `tag`; see `send`."""
 
     @abstractmethod
     def duplicate(self, name: str) -> "Group":
         """Return a group of the same ranks whose operations are apart from this one's.
 
         Every rank calls it, in the same order. It may be used from another thread while this one is in use.
-        Its owner closes it.
+        Its owner closes it; it is closed with this group too.
         """
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group. With an `error`, tell the others that it is why this rank stops."""
+
+    def begin(self, name: str) -> None:
+        """Note that this rank begins an operation of many messages, so that errors can say where it is."""
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed buffer that operations run on without a copy. Every rank calls it, in the same order."""
@@ -105,6 +125,15 @@ class Group(ABC):
         self.all_gather(gathered, padded, name=name).wait()
         rows = gathered.cpu().numpy()
         return [json.loads(row[: int(count)].tobytes()) for row, count in zip(rows, lengths, strict=True)]
+
+    def check_message(self, peer: int, tag: int) -> None:
+        """Raise `SettingsError` where a message to or from `peer` under `tag` is none that can be."""
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise SettingsError(
+                f"the peer of a message must be another rank of 0..{self.size - 1}, but got {peer} on rank {self.rank}"
+            )
+        if not 0 <= tag <= MAX_TAG:
+            raise SettingsError(f"the tag of a message must be in [0, {MAX_TAG}], but got {tag}")
 
     def __enter__(self) -> Self:
         return self

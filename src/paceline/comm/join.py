@@ -3,33 +3,56 @@
 import os
 import time
 import uuid
+import warnings
 from datetime import timedelta
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
+from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.shared_memory import (
+    SharedMemoryError,
+    SharedMemoryGroup,
+    SharedMemoryWarning,
+    exchange_documents,
+    find_obstacle,
+    host_key,
+)
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, SettingsError
 
 DEFAULT_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 
+Transport = Literal["auto", "shared_memory", "network"]
 
-def join(*, device: str | torch.device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Group:
+
+def join(
+    *,
+    device: str | torch.device | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    transport: Transport = "auto",
+) -> Group:
     """Join the other workers of this run, or make a world of one where no launcher started this process.
 
     Args:
         device: What this worker computes on; by default its own GPU where every worker of the host can have one
             (``LOCAL_RANK``-th), else the CPU.
         timeout_s: How long an operation may take before `PeerTimeoutError` says who is missing.
+        transport: How CPU tensors travel, the same on every worker. ``shared_memory`` inside a host, and between hosts
+            from leader to leader; ``network`` everywhere; ``auto`` takes shared memory where some host has several
+            workers and all can share it, and says in a warning why not. GPUs always use NCCL.
 
     Raises:
-        SettingsError: The launcher's environment is incomplete.
+        SettingsError: The launcher's environment is incomplete, or `transport` cannot be had.
         CommunicationError: The other workers did not come within `timeout_s`.
     """
     chosen = torch.device(device) if device is not None else _default_device()
+    if transport not in get_args(Transport):
+        raise SettingsError(f"transport must be one of {get_args(Transport)}, but got {transport!r}; choose one")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return LocalGroup(device=chosen)
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,10 +69,50 @@ def join(*, device: str | torch.device | None = None, timeout_s: float = DEFAULT
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
         generation = agree_generation(dist.PrefixStore("paceline", store), rank, size, timeout_s)
         prefix = dist.PrefixStore(f"paceline/generation{generation}", store)
-        return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
+        if chosen.type != "cpu":
+            return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
+        return _open_cpu_group(prefix, rank, size, timeout_s=timeout_s, epoch=generation, transport=transport)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
+
+
+def _open_cpu_group(
+    store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int, transport: Transport
+) -> Group:
+    """Return the group that all ranks can have, of the kind that they agree on."""
+    mine = {"transport": transport, "host": host_key(), "obstacle": find_obstacle()}
+    documents = exchange_documents(dist.PrefixStore("transport", store), rank, size, mine, timeout_s)
+    asked = [document["transport"] for document in documents]
+    if len(set(asked)) > 1:
+        raise SettingsError(f"transport must be the same on every worker, but got {asked} by rank; pass one to all")
+    hosts = [document["host"] for document in documents]
+    num_hosts = len(set(hosts))
+    obstacles = [
+        f"rank {rank}: {document['obstacle']}"
+        for rank, document in enumerate(documents)
+        if document["obstacle"] and hosts.count(hosts[rank]) > 1
+    ]
+    try:
+        if transport == "network" or (transport == "auto" and num_hosts == size):
+            return TorchGroup(store, rank, size, device=torch.device("cpu"), timeout_s=timeout_s, epoch=epoch)
+        if obstacles:
+            raise SharedMemoryError(f"all workers must be able to share memory, but cannot: {'; '.join(obstacles)}")
+        shared = dist.PrefixStore("shared", store)
+        if num_hosts == 1:
+            return SharedMemoryGroup(shared, rank, size, timeout_s=timeout_s, epoch=epoch)
+        return HostGroup(shared, rank, size, timeout_s=timeout_s, epoch=epoch, host=hosts[rank])
+    except SharedMemoryError as error:
+        if transport == "shared_memory":
+            raise
+        if rank == 0:
+            warnings.warn(
+                f"workers talk over the network, also inside a host, which is slower: {error}; "
+                "to silence this, join(transport='network')",
+                SharedMemoryWarning,
+                stacklevel=3,
+            )
+    return TorchGroup(store, rank, size, device=torch.device("cpu"), timeout_s=timeout_s, epoch=epoch)
 
 
 def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) -> int:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import DoneWork, Group, Work
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
 
 T = TypeVar("T")
 
@@ -24,23 +25,26 @@ class _Operation:
 
 @dataclass
 class _Message:
+    """One end of a message; the other end is `missing` until they meet."""
+
     name: str
-    source: Tensor | None = None
-    target: Tensor | None = None
+    tensor: Tensor
+    missing: int
     finished: bool = False
 
 
 class _Room:
     """What the threads of one group share; guarded by its condition."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, failure: str | None = None) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.operations: dict[int, _Operation] = {}
         self.positions = ["has begun no operation"] * size
-        self.failure: str | None = None
-        self.messages: dict[tuple[int, int, int], _Message] = {}
+        self.failure = failure
+        self.messages: dict[tuple[int, int, int, bool], deque[_Message]] = {}
+        """Ends that wait for their other end, by source, destination, tag and whether it is the sender's."""
         self.duplicates: dict[tuple[int, str], _Room] = {}
 
 
@@ -122,19 +126,24 @@ class LocalGroup(Group):
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Meet the receiver, and copy to it."""
-        return self._meet((self.rank, destination, tag), name, source=tensor)
+        return self._meet(tensor, destination, tag, name, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
         """Meet the sender, and copy from it."""
-        return self._meet((source, self.rank, tag), name, target=tensor)
+        return self._meet(tensor, source, tag, name, is_send=False)
 
     def duplicate(self, name: str) -> "LocalGroup":
         """Return this rank's member of a new room, which fails when this one does."""
         self._num_duplicates += 1
         with self._room.changed:
-            key = (self._num_duplicates, name)
-            room = self._room.duplicates.setdefault(key, _Room(self.size, self._room.timeout_s))
+            room = self._room.duplicates.setdefault(
+                (self._num_duplicates, name), _Room(self.size, self._room.timeout_s, self._room.failure)
+            )
         return LocalGroup(self.rank, room, self.device, self.epoch)
+
+    def begin(self, name: str) -> None:
+        """Note it."""
+        self._room.positions[self.rank] = f"has begun {name!r}"
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave; with an `error`, make every operation of the others fail."""
@@ -147,24 +156,31 @@ class LocalGroup(Group):
         for room in duplicates:
             LocalGroup(self.rank, room, self.device, self.epoch).close(error)
 
-    def _meet(
-        self, key: tuple[int, int, int], name: str, *, source: Tensor | None = None, target: Tensor | None = None
-    ) -> Work:
+    def _meet(self, tensor: Tensor, peer: int, tag: int, name: str, *, is_send: bool) -> Work:
+        self.check_message(peer, tag)
+        source, destination = (self.rank, peer) if is_send else (peer, self.rank)
         room = self._room
+        mine = _Message(name, tensor, missing=peer)
         with room.changed:
-            message = room.messages.setdefault(key, _Message(name))
-            if source is not None:
-                message.source = source
-            if target is not None:
-                message.target = target
-            if message.source is not None and message.target is not None:
-                message.target.copy_(message.source)
-                message.finished = True
-                del room.messages[key]
-                room.changed.notify_all()
-        return _MessageWork(self, message, key)
+            others = room.messages.get((source, destination, tag, not is_send))
+            if room.failure is not None or not others:
+                room.messages.setdefault((source, destination, tag, is_send), deque()).append(mine)
+                return _MessageWork(self, mine)
+            other = others.popleft()
+            if not others:
+                del room.messages[source, destination, tag, not is_send]
+            sent, received = (tensor, other.tensor) if is_send else (other.tensor, tensor)
+            if (sent.dtype, sent.numel()) != (received.dtype, received.numel()):
+                raise SettingsError(
+                    f"message {name!r} from rank {source} to rank {destination} must be the same at both ends, but "
+                    f"{sent.numel()} {sent.dtype} were sent for {received.numel()} {received.dtype}; make them agree"
+                )
+            received.view(-1).copy_(sent.view(-1))
+            mine.finished = other.finished = True
+            room.changed.notify_all()
+        return DoneWork()
 
-    def _wait_for_message(self, message: "_Message", key: tuple[int, int, int]) -> None:
+    def _wait_for_message(self, message: _Message) -> None:
         room = self._room
         deadline = time.monotonic() + room.timeout_s
         with room.changed:
@@ -172,10 +188,9 @@ class LocalGroup(Group):
                 if room.failure is not None:
                     raise CommunicationError(f"message {message.name!r} ended: {room.failure}")
                 if not room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    late = key[0] if message.source is None else key[1]
                     raise PeerTimeoutError(
-                        f"message {message.name!r} from rank {key[0]} to rank {key[1]} must pass within "
-                        f"{room.timeout_s:g} s, but rank {late} did not begin it"
+                        f"message {message.name!r} on rank {self.rank} must pass within {room.timeout_s:g} s, but rank "
+                        f"{message.missing} did not begin it: rank {message.missing} {room.positions[message.missing]}"
                     )
 
     def _post(
@@ -234,13 +249,12 @@ class _LocalWork(Work):
 
 
 class _MessageWork(Work):
-    def __init__(self, group: LocalGroup, message: _Message, key: tuple[int, int, int]) -> None:
+    def __init__(self, group: LocalGroup, message: _Message) -> None:
         self._group = group
         self._message = message
-        self._key = key
 
     def wait(self) -> None:
-        self._group._wait_for_message(self._message, self._key)
+        self._group._wait_for_message(self._message)
 
 
 def _sum(posted: Sequence[tuple[Tensor, ...]]) -> None:

@@ -77,6 +77,10 @@ class PositionBoard:
             self._mine.last_words = last_words or "it has finished"
             _run_within(_STORE_TIMEOUT_S, self._post)
 
+    def read(self, rank: int) -> Position | None:
+        """Return what a rank has posted last; None where it posted nothing or the store does not answer."""
+        return _run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"position/{rank}"))
+
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
         before = _run_within(_STORE_TIMEOUT_S, self._read)
@@ -87,7 +91,7 @@ class PositionBoard:
         lines = []
         for rank in range(self._size):
             if rank != self._rank:
-                urgency, text = _describe(before[rank], after[rank], sequence)
+                urgency, text = describe(before[rank], after[rank], sequence)
                 lines.append((urgency, f"rank {rank} {text}"))
         return "; ".join(text for _, text in sorted(lines, key=lambda line: line[0]))
 
@@ -132,7 +136,7 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
 _LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
 
 
-def _describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
+def describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, words); the lowest urgency is the likeliest cause."""
     if after is None:
         return 0, "has never been heard of"

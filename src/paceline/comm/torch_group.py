@@ -1,7 +1,9 @@
 """A group over torch.distributed's process groups: gloo on CPUs, NCCL on GPUs."""
 
+import contextlib
 import ctypes
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,13 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.group import Group, Work
+from paceline.comm.channel import Channel
+from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.positions import PositionBoard
-from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
+from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
+
+_NEVER_SENT = MAX_TAG + 1
+"""The tag of a message that nobody sends."""
+_PROBE_INTERVAL_S = 1.0
+_SURELY_SENT_BYTES = 2**14
+"""A message as small as this goes into the socket whole."""
 
 
 class TorchGroup(Group):
     """Ranks that are processes, on one host or many. It never touches torch's global default group.
+
+    An operation that fails closes this rank's connections, so that all others notice at once. On GPUs there are no
+    messages: NCCL knows no tags, and one that waits would hold up everything queued behind it.
 
     Args:
         store: Where the ranks find each other; keys are this group's own (give it a prefix).
@@ -40,7 +52,8 @@ class TorchGroup(Group):
         self.timeout_s = timeout_s
         self._store = store
         self._sequence = 0
-        self._num_duplicates = 0
+        self._duplicates: list[TorchGroup] = []
+        self._senders: Channel | None = None
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
@@ -69,81 +82,137 @@ class TorchGroup(Group):
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send by the backend."""
-        return self._begin(name, lambda: self._backend.send([tensor], destination, tag))
+        self._check_message(tensor, destination, tag)
+        where = f"message {name!r} from rank {self.rank} to rank {destination}"
+        may_be_cut_off = tensor.nbytes > _SURELY_SENT_BYTES
+        sent_to = destination if may_be_cut_off else None
+        return self._start(where, lambda: self._backend.send([tensor], destination, tag), sent_to)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
         """Receive by the backend."""
-        return self._begin(name, lambda: self._backend.recv([tensor], source, tag))
+        self._check_message(tensor, source, tag)
+        where = f"message {name!r} from rank {source} to rank {self.rank}"
+        return self._start(where, lambda: self._backend.recv([tensor], source, tag))
 
     def duplicate(self, name: str) -> "TorchGroup":
         """Return a group with connections of its own."""
-        self._num_duplicates += 1
-        store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self._store)
-        return TorchGroup(store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
+        store = dist.PrefixStore(f"duplicate{len(self._duplicates) + 1} {name}", self._store)
+        duplicate = TorchGroup(
+            store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch
+        )
+        self._duplicates.append(duplicate)
+        return duplicate
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Post last words; the connections close with the process group."""
-        self._board.close(f"{type(error).__name__}: {error}" if error else "")
-
-    def _begin(self, name: str, operation: Any) -> Work:
+    def begin(self, name: str) -> None:
+        """Post it."""
         self._sequence += 1
         self._board.begin(self._sequence, name)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Post last words; connections close now if there is an `error`, else with the process group."""
+        for duplicate in self._duplicates:
+            duplicate.close(error)
+        self._board.close(f"{type(error).__name__}: {error}" if error else "")
+        if self._senders is not None:
+            self._senders.close()
+        if error is not None:
+            self._disconnect()
+
+    def _check_message(self, tensor: Tensor, peer: int, tag: int) -> None:
+        self.check_message(peer, tag)
+        if tensor.device.type != "cpu":
+            raise SettingsError(
+                f"a message must be on the CPU, but got one on {tensor.device}; use the collectives of NCCL on GPUs"
+            )
+
+    def _begin(self, name: str, operation: Callable[[], dist.Work]) -> Work:
+        self.begin(name)
+        return self._start(f"operation {self._sequence} {name!r} on rank {self.rank}", operation)
+
+    def _start(self, where: str, operation: Callable[[], dist.Work], sent_to: int | None = None) -> Work:
         try:
             work = operation()
         except RuntimeError as error:
-            if _is_of_network(error):
-                raise self._explain(error, self._sequence, name, time.monotonic()) from error
-            raise _refusal(error, self._sequence, name) from error
-        return _TorchWork(self, work, self._sequence, name)
+            raise self._explain(error, where, self._sequence, time.monotonic()) from error
+        return _TorchWork(self, work, where, self._sequence, sent_to)
 
-    def _wait(self, work: dist.Work, sequence: int, name: str) -> None:
+    def _wait(self, work: dist.Work, where: str, sequence: int, sent_to: int | None) -> None:
         began_s = time.monotonic()
         self._board.wait_in(sequence)
         try:
-            if self.device.type == "cpu":
+            if sent_to is not None:
+                self._wait_for_send(work, sent_to)
+            elif self.device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout_s))
             else:
                 work.wait()
         except RuntimeError as error:
-            if not _is_of_network(error):
-                raise _refusal(error, sequence, name) from error
-            # The backend's destructor would wait for the operation that failed, a minute and more: it is never run.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-            raise self._explain(error, sequence, name, began_s) from error
+            raise self._explain(error, where, sequence, began_s) from error
         self._board.wait_in(0)
 
-    def _explain(self, error: RuntimeError, sequence: int, name: str, began_s: float) -> CommunicationError:
-        where = f"operation {sequence} {name!r} on rank {self.rank}"
-        others = self._board.describe_others(sequence)
-        if time.monotonic() - began_s >= self.timeout_s:
+    def _wait_for_send(self, work: dist.Work, destination: int) -> None:
+        """Wait for a send in a thread that can be left behind, and see that the receiver lives.
+
+        A receiver that dies in the middle of a message ends receives from it, but gloo forgets the send: it would wait
+        until its time is out. To begin a receive from there fails, though; that is tried when the receiver posts
+        nothing new, since it costs memory where it does not fail.
+        """
+        if self._senders is None:
+            self._senders = Channel("paceline-senders")
+        waiting = self._senders.submit(lambda: work.wait(timedelta(seconds=self.timeout_s)))
+        last_beat = 0
+        while not waiting.done.wait(_PROBE_INTERVAL_S):
+            position = self._board.read(destination)
+            if position is None or position.last_words or position.beat == last_beat:
+                self._backend.recv([torch.zeros(1)], destination, _NEVER_SENT)
+            last_beat = position.beat if position else 0
+        waiting.wait()
+
+    def _explain(self, error: RuntimeError, where: str, sequence: int, began_s: float) -> PacelineError:
+        waited_s = time.monotonic() - began_s
+        if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+            return SettingsError(
+                f"{where} must be one that the backend can do, but it says {_first_line(error)!r}; "
+                "use another dtype or device"
+            )
+        # The backend's destructor would wait for the operation that failed, a minute and more: it is never run.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+        if waited_s >= self.timeout_s:
+            others = self._board.describe_others(sequence)
+            self._disconnect()  # only now: who began to wait a little later shall come to its own time-out
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
+        self._disconnect()
+        others = self._board.describe_others(sequence)
         return CommunicationError(f"{where} lost its peers: {others} (the backend says: {_first_line(error)})")
+
+    def _disconnect(self) -> None:
+        """Close all connections, which ends every operation under way here and at the peers.
+
+        gloo has no call for that. But it does so when a message comes too late, as one that nobody sends must.
+        """
+        if self.device.type != "cpu":
+            return
+        nothing = torch.zeros(1)
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self._backend.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class _TorchWork(Work):
-    def __init__(self, group: TorchGroup, work: dist.Work, sequence: int, name: str) -> None:
+    def __init__(self, group: TorchGroup, work: dist.Work, where: str, sequence: int, sent_to: int | None) -> None:
         self._group = group
         self._work = work
+        self._where = where
         self._sequence = sequence
-        self._name = name
+        self._sent_to = sent_to
 
     def wait(self) -> None:
-        self._group._wait(self._work, self._sequence, self._name)
+        self._group._wait(self._work, self._where, self._sequence, self._sent_to)
 
 
 # Backends tell the loss of a peer from a call they cannot do by words alone.
 _NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
-
-
-def _is_of_network(error: RuntimeError) -> bool:
-    return any(word in str(error).lower() for word in _NETWORK_WORDS)
-
-
-def _refusal(error: RuntimeError, sequence: int, name: str) -> SettingsError:
-    return SettingsError(
-        f"operation {sequence} {name!r} must be one that the backend can do, but it says {_first_line(error)!r}; "
-        "use another dtype or device"
-    )
 
 
 def _first_line(error: RuntimeError) -> str:

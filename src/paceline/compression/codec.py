@@ -10,11 +10,12 @@ new one, which takes the old one's place only when the exchange has succeeded on
 """
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Size, Tensor
 
@@ -34,7 +35,7 @@ class Algebra(StrEnum):
 
 @dataclass(frozen=True)
 class Reduce:
-    """Ask for the sum of the payloads of all workers; it comes back in the tensor sent.
+    """Ask for the sum of the payloads of all workers; the tensor sent is given up and may be what comes back.
 
     Args:
         payload: 1-dim, of a dtype that can be added.
@@ -67,7 +68,11 @@ class Scatter:
 
 Request = Reduce | Gather | Scatter
 State = Mapping[str, Tensor]
-"""What a codec keeps of one block, by site: ``worker`` and ``owner`` residuals, warm starts. Empty at first."""
+"""What a codec keeps of one block, by site. Empty at first.
+
+``worker``: what this worker has not sent yet; ``owner``: what it has not handed on as the owner of a part. These
+are residuals. Anything else (a warm start) is the same on all workers, unless the codec says otherwise.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class Exchanged:
         total: The sum over workers of what each really sent, in the shape of the value; bitwise the same on every
             worker.
         state: The state after it, to be kept if the exchange succeeds everywhere.
-        is_finite: Whether this worker's value was finite. If not, nothing of `total` and `state` may be used.
+        is_finite: Whether this worker's value was finite, with what it kept; False too if a sum that it computed for
+            all is too large. If it is False on any worker, nothing of `total` and `state` may be used on any.
     """
 
     total: Tensor
@@ -114,11 +120,14 @@ class Codec(Family):
     Attributes:
         algebra: What may be done to its payloads.
         is_exact: Whether sums are what they would be without it.
+        conserves: Whether, with error feedback, what was sent and what is kept add up to what came in (up to
+            rounding). Momentum inside a codec breaks it.
     """
 
     family = "codec"
     algebra: ClassVar[Algebra]
     is_exact: ClassVar[bool] = False
+    conserves: ClassVar[bool] = True
 
     dense_below: int = Field(default=2048, ge=0)
     """Blocks of fewer elements (biases, norms) are summed as they are: they cost little and suffer most."""
@@ -140,8 +149,48 @@ class Codec(Family):
         Those of a `Scatter` are of all its rows. A test holds this to the payloads really yielded.
         """
 
+    def held_back(self, states: Sequence[State], shape: Size) -> Tensor | None:
+        """Return the sum of what all workers, also as owners, have not sent of a block; None if they keep nothing."""
+        parts = [state["worker"].reshape(shape) for state in states if "worker" in state]
+        if owners := [state["owner"].flatten() for state in states if "owner" in state]:
+            parts.append(torch.cat(owners).reshape(shape))
+        return torch.stack(parts).sum(0) if parts else None
+
+    def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
+        """Return a worker's state from those that all workers saved, whose number may have been another.
+
+        Then what they held back is shared out evenly: no gradient is lost or counted twice.
+        """
+        if len(saved) == num_workers:
+            return saved[rank]
+        shared = {site: tensor for site, tensor in saved[0].items() if site not in ("worker", "owner")}
+        held_back = self.held_back(saved, shape)
+        return shared if held_back is None else {**shared, "worker": held_back / num_workers}
+
     def wire_bytes(self, shape: Size, num_workers: int) -> int:
         """Return the bytes a worker sends for a block of `shape`, by collectives that send as little as can be."""
         copies = {Reduce: 2 / num_workers, Gather: 1, Scatter: 1 / num_workers}
         others = num_workers - 1
         return round(sum(others * copies[kind] * size for kind, size in self.payloads(shape, num_workers)))
+
+    def is_dense(self, shape: Size) -> bool:
+        """Whether a block of `shape` is summed as it is (`exchange_dense`); an empty one always is."""
+        return shape.numel() < max(self.dense_below, 1)
+
+
+def exchange_dense(value: Tensor) -> Exchange:
+    """Exchange a block as it is."""
+    finite = is_finite(value)
+    total = yield Reduce(value.flatten().clone())
+    return Exchanged(total.reshape(value.shape), is_finite=finite)
+
+
+def dense_payloads(shape: Size) -> list[tuple[type[Request], int]]:
+    """Return the rounds of `exchange_dense`."""
+    return [(Reduce, 4 * shape.numel())]
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    # One pass that only reads: the sum of what is not finite never is. That of large numbers may overflow as well.
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())

@@ -3,7 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
+    BucketExchanged,
     CheckpointSaved,
     CheckpointSkipped,
     Evaluated,
@@ -17,11 +19,10 @@ from paceline.monitor.events import (
     RunStarted,
     Showcased,
     StepFinished,
+    StepTimed,
     UnusedParameters,
     Warned,
-    from_json,
     list_kinds,
-    to_json,
 )
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import Records, Summary, follow, read_log, select, summarise
@@ -30,10 +31,17 @@ if TYPE_CHECKING:
     from paceline.monitor.live import LiveView
     from paceline.monitor.report import write_report
     from paceline.monitor.tensorboard import export_tensorboard
+    from paceline.monitor.trace import export_trace
 
-_HOMES = {"LiveView": "live", "export_tensorboard": "tensorboard", "write_report": "report"}
+_HOMES = {
+    "LiveView": "live",
+    "export_tensorboard": "tensorboard",
+    "export_trace": "trace",
+    "write_report": "report",
+}
 
 __all__ = [
+    "BucketExchanged",
     "CheckpointSaved",
     "CheckpointSkipped",
     "Evaluated",
@@ -50,10 +58,12 @@ __all__ = [
     "RunStarted",
     "Showcased",
     "StepFinished",
+    "StepTimed",
     "Summary",
     "UnusedParameters",
     "Warned",
     "export_tensorboard",
+    "export_trace",
     "follow",
     "from_json",
     "list_kinds",

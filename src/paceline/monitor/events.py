@@ -1,16 +1,7 @@
-"""What a run says, as typed events, and each of them as one line of strict JSON.
+"""What a run says, as typed events."""
 
-A line is ``{"kind": ..., "run": ..., "rank": ..., "epoch": ..., "step": ..., "time_s": ..., "unix_s": ...,
-"event": {...}}``: the envelope says who spoke and when, ``event`` holds the fields of the kind. JSON has
-no NaN and no infinities: they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, and a field of
-type float turns these back. Inside ``RunStarted.settings``, which has no types, they stay strings; pydantic
-reads those as floats. A line is ASCII and holds no line break, whatever the texts in it.
-"""
-
-import json
-import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, dataclass_transform
 
@@ -19,7 +10,7 @@ from typing_extensions import (
 )  # comes with pydantic; `typing` has defaults of type variables from 3.13 on
 
 from paceline.errors import PacelineError, unknown_name
-from paceline.monitor.fields import find_problem, list_fields
+from paceline.monitor.fields import find_problem
 
 
 class EventError(PacelineError, ValueError):
@@ -85,6 +76,17 @@ def list_kinds() -> dict[str, type[Event]]:
     return dict(_KINDS)
 
 
+def find_kind(kind: str) -> type[Event]:
+    """Return the class of events of that kind.
+
+    Raises:
+        EventError: There is none; it may be of another version.
+    """
+    if kind not in _KINDS:
+        raise EventError(str(unknown_name("the kind of an event", kind, _KINDS)))
+    return _KINDS[kind]
+
+
 @_event("run_started")
 class RunStarted(Event):
     """The workers are ready; each attempt after a restart or resume says it again."""
@@ -120,6 +122,58 @@ class StepFinished(Event):
     """Samples used since the start of training."""
     gradient_norm: float | None = None
     loss_scale: float | None = None
+    wire_bytes: int | None = None
+    """What this worker put on the wire for the step; None where it was not counted."""
+
+
+@_event("bucket_exchanged")
+class BucketExchanged(Event):
+    """How the exchange of one bucket went that landed in a step that was sampled, on the worker that says it.
+
+    Each worker says it for each of its buckets, and then `StepTimed` once. Moments count from the begin of the
+    step's forward; where gradients land in the next forward, those of the step before are below 0.
+    """
+
+    bucket: int
+    """Its number, in the order in which buckets leave."""
+    first_parameter: str
+    num_parameters: int
+    num_bytes: int
+    """Of its gradients, before any codec."""
+    wire_bytes: int
+    """What this worker put on the wire for it."""
+    ready_s: float
+    """Its last gradient was there."""
+    began_s: float
+    """Its exchange began; before that it stood in the queue."""
+    ended_s: float
+    """Its exchange was done; where that cannot be seen, the moment at which waiting for it ended."""
+    landed_s: float
+    """It was waited for and handed to the optimizer."""
+    waited_s: float
+    """How long the worker stood still for it."""
+
+
+@_event("step_timed")
+class StepTimed(Event):
+    """Where the time of a step that was sampled went, on the worker that says it, after its buckets.
+
+    Moments count from the begin of forward, on the host's clock. With gradient accumulation forward and backward
+    are those of the last micro-batch, and all before it counts as forward.
+    """
+
+    began_unix_s: float
+    """The time of day at the begin of forward: it lines up the workers."""
+    forward_ended_s: float
+    backward_began_s: float
+    backward_ended_s: float
+    duration_s: float
+    """Until the end of the update."""
+    waited_s: float
+    """How long the worker stood still for the exchange of all buckets, and of the step's mass."""
+    optimizer_began_s: float | None = None
+    """None where parameters were updated bucket by bucket, as these landed."""
+    optimizer_ended_s: float | None = None
 
 
 @_event("evaluated")
@@ -204,92 +258,3 @@ class RunFinished(Event):
     metrics: dict[str, float]
     duration_s: float
     samples_per_s: float
-
-
-def to_json(record: Record) -> str:
-    """Return `record` as one line of strict JSON, without the line break.
-
-    Raises:
-        EventError: Its settings hold something JSON cannot.
-    """
-    event = record.event
-    line = {
-        "kind": event.kind,
-        "run": record.run,
-        "rank": record.rank,
-        "epoch": record.epoch,
-        "step": record.step,
-        "time_s": record.time_s,
-        "unix_s": record.unix_s,
-        "event": {name: getattr(event, name) for name in list_fields(type(event))},
-    }
-    try:
-        return _ENCODER.encode(line)
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ):  # most often a NaN, which is looked for only now: it is rare
-        try:
-            return _ENCODER.encode(_name_non_finite(line))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise EventError(f"{event.kind} must hold what JSON can, but: {error}") from error
-
-
-def from_json(line: str) -> Record:
-    """Return the record that `to_json` wrote as `line`.
-
-    Raises:
-        EventError: The line is not JSON, of no known kind, or has a missing, unknown or wrong field.
-    """
-    try:
-        content = _DECODER.decode(line)
-    except (ValueError, RecursionError) as error:
-        raise EventError(f"a line of a log must be JSON, but got {reprlib.repr(line)}: {error}") from error
-    if not isinstance(content, dict):
-        raise EventError(f"a line of a log must be a JSON object, but got {reprlib.repr(line)}")
-    kind, payload = content.pop("kind", None), content.pop("event", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise EventError(str(unknown_name("the kind of an event", str(kind), _KINDS)))
-    event = _KINDS[kind](**_decode(_KINDS[kind], kind, payload))
-    return Record(event=event, **_decode(Record, "record", content))
-
-
-_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _name_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {key: _name_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_name_non_finite(item) for item in value]
-    return value
-
-
-def _decode(cls: type[Any], what: str, content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict):
-        raise EventError(f"{what} must be a JSON object, but got {reprlib.repr(content)}")
-    known = list_fields(cls)
-    missing = [name for name, field in known.items() if field.required and name not in content]
-    unknown = [name for name in content if name not in known]
-    if missing or unknown:
-        raise EventError(f"{what} must have just its fields, but {missing=} and {unknown=}; is it of another version?")
-    return {name: _decode_floats(known[name].annotation, value) for name, value in content.items()}
-
-
-def _decode_floats(annotation: Any, value: Any) -> Any:
-    if annotation in (float, float | None) and isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if annotation == dict[str, float] and isinstance(value, dict):
-        return {key: _decode_floats(float, item) for key, item in value.items()}
-    return value

@@ -18,6 +18,7 @@ _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     str: ("a string", lambda value: isinstance(value, str)),
     str | None: ("a string or None", lambda value: value is None or isinstance(value, str)),
     int: ("an integer of 64 bits", _is_int),
+    int | None: ("an integer of 64 bits or None", lambda value: value is None or _is_int(value)),
     float: ("a number", _is_float),
     float | None: ("a number or None", lambda value: value is None or _is_float(value)),
     list[str]: (

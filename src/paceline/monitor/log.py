@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.monitor.events import Event, EventError, Record, Warned, to_json
+from paceline.monitor.encoding import to_json
+from paceline.monitor.events import Event, EventError, Record, Warned
 
 
 class EventLog:

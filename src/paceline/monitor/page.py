@@ -1,17 +1,17 @@
 """The page of a report: one HTML file that asks nothing of the network and takes no markup from any text."""
 
-import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from math import isfinite
 from typing import Any
 
+from paceline.monitor.communication import render_communication
 from paceline.monitor.events import Record
+from paceline.monitor.markup import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import describe, duration, number, printable, share, size
+from paceline.monitor.wording import describe, duration, number, share, size, workers
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -33,20 +33,21 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(summary: Summary, num_skipped: int, light: bytes, dark: bytes) -> str:
+def render_page(summary: Summary, num_skipped: int, curves: Pictures, gantt: Pictures | None) -> str:
     """Return the page.
 
     Args:
         summary: What the log says.
         num_skipped: Lines of the log that could not be read.
-        light: PNG of the curves on a light ground.
-        dark: The same on a dark ground.
+        curves: Loss and speed against the step.
+        gantt: A step in time, if any was sampled.
     """
     parts = [
         _header(summary),
         _failure(summary),
         _tiles(summary),
-        _curves(light, dark),
+        _curves(curves),
+        render_communication(summary.typical_steps, gantt) if gantt else "",
         _notices(summary, num_skipped),
         _showcase(summary),
         _evaluations(summary),
@@ -57,11 +58,7 @@ def render_page(summary: Summary, num_skipped: int, light: bytes, dark: bytes) -
     ]
     title = summary.starts[-1].event.recipe if summary.starts else "A run"
     style = files("paceline.monitor").joinpath("report.css").read_text(encoding="utf-8")
-    return _PAGE.format(title=_safe(title), style=style, body="\n".join(part for part in parts if part))
-
-
-def _safe(text: str) -> str:
-    return escape(printable(text), quote=True)
+    return _PAGE.format(title=safe(title), style=style, body="\n".join(part for part in parts if part))
 
 
 def _header(summary: Summary) -> str:
@@ -69,15 +66,14 @@ def _header(summary: Summary) -> str:
     if not summary.starts:
         return f"<header><h1>A run {state}</h1><p class=facts>It has not said that it started.</p></header>"
     first, last = summary.starts[0], summary.starts[-1].event
-    workers = "1 worker" if last.num_workers == 1 else f"{last.num_workers:,} workers"
     facts = [
         f"run {first.run}",
         f"started {_when(first)}",
-        f"{workers} on {last.device}",
+        workers(last),
         f"{last.num_parameters:,} parameters",
         f"global batch {last.global_batch:,}",
     ]
-    return f"<header><h1>{_safe(last.recipe)} {state}</h1><p class=facts>{_safe(' · '.join(facts))}</p></header>"
+    return f"<header><h1>{safe(last.recipe)} {state}</h1><p class=facts>{safe(' · '.join(facts))}</p></header>"
 
 
 def _when(record: Record) -> str:
@@ -94,19 +90,18 @@ def _tiles(summary: Summary) -> str:
     best = f"best {number(min(losses))}" if losses else ""
     overall = "" if summary.samples_per_s_overall is None else f"{number(summary.samples_per_s_overall)} overall"
     undone = f"{summary.num_lost_steps:,} steps were undone" if summary.num_lost_steps else ""
-    tiles = [
+    rate = "" if summary.wire_bytes_per_s is None else f"{size(summary.wire_bytes_per_s)}/s, by rank 0"
+    sent = [] if summary.wire_bytes is None else [("sent", size(summary.wire_bytes), rate)]
+    content = [
         ("held-out loss", _known(summary.held_out_loss, number), best),
         *((name, number(value), "held out") for name, value in _final_metrics(summary).items()),
         ("steps", f"{last:,}", total),
         ("samples/s", _known(summary.samples_per_s, number), overall),
         ("communication", _known(summary.communication_share, share), "of the steps' time"),
+        *sent,
         ("time spent", duration(summary.elapsed_s), undone),
     ]
-    cells = (
-        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}<small>{_safe(note)}</small></dd></div>"
-        for name, value, note in tiles
-    )
-    return f"<dl class=tiles>{''.join(cells)}</dl>"
+    return tiles(content)
 
 
 def _count(value: int) -> str:
@@ -123,41 +118,36 @@ def _final_metrics(summary: Summary) -> dict[str, float]:
     return summary.evaluations[-1].event.metrics if summary.evaluations else {}
 
 
-def _curves(light: bytes, dark: bytes) -> str:
-    light_url, dark_url = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in (light, dark))
+def _curves(curves: Pictures) -> str:
     shown = "Loss, learning rate, samples per second and time of a step, against the step"
-    return (
-        "<section class=curves><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="{dark_url}">'
-        f'<img src="{light_url}" alt="{shown}"></picture></section>'
-    )
+    return f"<section class=curves>{picture(curves, shown)}</section>"
 
 
 def _failure(summary: Summary) -> str:
     if summary.state != "failed":
         return ""
     paragraphs = [
-        f"<p>{_safe(describe(one) or '')}</p>"
-        f"<details><summary>Traceback</summary><pre>{_safe(one.event.traceback)}</pre></details>"
+        f"<p>{safe(describe(one) or '')}</p>"
+        f"<details><summary>Traceback</summary><pre>{safe(one.event.traceback)}</pre></details>"
         for one in reversed(summary.failures)
     ]
-    return _section("Why it failed", "".join(paragraphs), "alarm")
+    return section("Why it failed", "".join(paragraphs), "alarm")
 
 
 def _notices(summary: Summary, num_skipped: int) -> str:
     rows = [[_count(one.step), _count(one.rank), one.event.message] for one in summary.warnings]
-    parts = [_table(["step", "rank", "warning"], rows, num_numeric=2)] if rows else []
+    parts = [table(["step", "rank", "warning"], rows, num_numeric=2)] if rows else []
     if summary.unused_parameters:
-        parts.append(f"<p>Parameters that no rank used: {_safe(', '.join(summary.unused_parameters))}</p>")
+        parts.append(f"<p>Parameters that no rank used: {safe(', '.join(summary.unused_parameters))}</p>")
     if num_skipped:
         parts.append(f"<p>{num_skipped:,} lines of the log could not be read and are not in this report.</p>")
-    return _section("Warnings", "".join(parts), "notice") if parts else ""
+    return section("Warnings", "".join(parts), "notice") if parts else ""
 
 
 def _showcase(summary: Summary) -> str:
     if summary.showcase is None:
         return ""
-    return _section("What it can do", f"<pre>{_safe(summary.showcase.event.text)}</pre>")
+    return section("What it can do", f"<pre>{safe(summary.showcase.event.text)}</pre>")
 
 
 def _evaluations(summary: Summary) -> str:
@@ -173,7 +163,7 @@ def _evaluations(summary: Summary) -> str:
         for one in reversed(summary.evaluations)
     ]
     headings = ["step", "held-out loss", *names, "samples", "took"]
-    return _section("Evaluations", _table(headings, rows, num_numeric=len(headings))) if rows else ""
+    return section("Evaluations", table(headings, rows, num_numeric=len(headings))) if rows else ""
 
 
 def _history(summary: Summary) -> str:
@@ -183,7 +173,7 @@ def _history(summary: Summary) -> str:
     finish: list[Record] = [summary.finish] if summary.finish is not None else []
     records = sorted([*summary.starts, *stops, *finish], key=lambda record: record.unix_s)
     rows = [[_count(one.step), _count(one.rank), _when(one), describe(one) or ""] for one in records]
-    return _section("Starts and stops", _table(["step", "rank", "when", "what"], rows, num_numeric=2))
+    return section("Starts and stops", table(["step", "rank", "when", "what"], rows, num_numeric=2))
 
 
 def _checkpoints(summary: Summary) -> str:
@@ -199,14 +189,14 @@ def _checkpoints(summary: Summary) -> str:
         for one in summary.skipped_checkpoints
     ]
     cells = [row for _, row in sorted(rows, reverse=True)]
-    return _section("Checkpoints", _table(["step", "size", "took", "path"], cells, num_numeric=3)) if cells else ""
+    return section("Checkpoints", table(["step", "size", "took", "path"], cells, num_numeric=3)) if cells else ""
 
 
 def _settings(summary: Summary) -> str:
     if not summary.starts:
         return ""
     rows = [[path, value] for path, value in _flatten(summary.starts[-1].event.settings)]
-    return _section("Settings", _table(["name", "value"], rows, code=True))
+    return section("Settings", table(["name", "value"], rows, code=True))
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -215,20 +205,3 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _flatten(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _section(title: str, content: str, kind: str = "") -> str:
-    return f'<section class="{kind}"><h2>{title}</h2>{content}</section>'
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_numeric: int = 0, code: bool = False) -> str:
-    """Return a table whose first `num_numeric` columns are numbers; every cell is made safe here."""
-
-    def cells(tag: str, values: Sequence[str]) -> str:
-        kinds = [" class=n" if column < num_numeric else "" for column in range(len(values))]
-        texts = [f"<code>{_safe(value)}</code>" if code and tag == "td" else _safe(value) for value in values]
-        return "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
-
-    head = f"<thead><tr>{cells('th', headings)}</tr></thead>"
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<div class=scroll><table>{head}<tbody>{body}</tbody></table></div>"

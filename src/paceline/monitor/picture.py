@@ -1,74 +1,33 @@
 """The picture of a run's curves, drawn with matplotlib."""
 
-import io
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.errors import missing_extra
+from paceline.monitor.canvas import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import number, one_line, printable
+from paceline.monitor.wording import number, one_line, printable, workers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True)
-class Palette:
-    """Colours of a picture."""
-
-    paper: str
-    ink: str
-    muted: str
-    grid: str
-    train: str
-    held_out: str
-    bad: str
-
-
-LIGHT = Palette(
-    paper="#ffffff",
-    ink="#1b2130",
-    muted="#687083",
-    grid="#e8eaef",
-    train="#3f57d6",
-    held_out="#e06a10",
-    bad="#cf2f3f",
-)
-DARK = Palette(
-    paper="#171b24",
-    ink="#e8ebf2",
-    muted="#98a1b3",
-    grid="#2a303d",
-    train="#8ea0ff",
-    held_out="#ffab5e",
-    bad="#ff7a85",
-)
-
-
 def draw(summary: Summary, palette: Palette, *, titled: bool) -> bytes:
-    """Return a PNG of the curves. A `Figure` of its own touches no global state of matplotlib.
+    """Return a PNG of the curves.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("matplotlib", "report", "a report") from error
-    figure = Figure(figsize=(11, 6.9 if titled else 6.3), facecolor=palette.paper)
+    figure = make_figure(11, 6.9 if titled else 6.3, palette)
     if titled:
         _write_title(figure, summary, palette)
     if summary.steps or summary.evaluations:
         _draw_panels(figure, summary, palette, top=0.84 if titled else 0.94)
     else:
         figure.text(0.5, 0.45, "no step has finished yet", color=palette.muted, ha="center", fontsize=13)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160)
-    return buffer.getvalue()
+    return to_png(figure)
 
 
 def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
@@ -76,8 +35,7 @@ def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
     if summary.starts:
         start = summary.starts[-1].event
         title = start.recipe
-        workers = "1 worker" if start.num_workers == 1 else f"{start.num_workers} workers"
-        details += [f"{start.num_parameters:,} parameters", f"{workers} on {start.device}"]
+        details += [f"{start.num_parameters:,} parameters", workers(start)]
     for y, size, weight, color, text in (
         (0.945, 15, "bold", palette.ink, title),
         (0.908, 10, "normal", palette.muted, "  ·  ".join(details)),
@@ -101,7 +59,8 @@ def _draw_panels(figure: "Figure", summary: Summary, palette: Palette, top: floa
     axes = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, column]) for column in range(3))]
     titles = ("loss", "learning rate", "samples per second", "communication, share of a step")
     for one, title in zip(axes, titles, strict=True):
-        _dress(one, title, palette)
+        dress(one, title, palette)
+        _count_steps(one, palette)
     steps = np.array([record.step for record in summary.steps], dtype=np.float64)
     _draw_loss(axes[0], steps, summary, palette)
     if len(steps):
@@ -122,17 +81,9 @@ def _resumes(summary: Summary) -> list[int]:
     return sorted(later | {start.event.start_step for start in summary.starts if start.event.resumed_from})
 
 
-def _dress(axes: "Axes", title: str, palette: Palette) -> None:
+def _count_steps(axes: "Axes", palette: Palette) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    axes.set_facecolor(palette.paper)
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink, pad=9)
-    axes.grid(axis="y", color=palette.grid, linewidth=0.9)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(palette.grid)
-    axes.tick_params(colors=palette.muted, labelsize=8.5, length=0, pad=5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("step", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
@@ -163,7 +114,7 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     if _resumes(summary):
         axes.plot([], [], color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, label="restart or resume")
     _fit(axes, raw, np.concatenate([smoothed, judged]))
-    _place_legend(axes, palette)
+    place_legend(axes, palette, num_columns=4)
 
 
 def _draw_held_out(axes: "Axes", summary: Summary, palette: Palette) -> None:
@@ -240,19 +191,3 @@ def _draw_time(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
         axes.fill_between(at, low, high, where=known, step="post", color=palette.train, alpha=alpha, linewidth=0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _place_legend(axes: "Axes", palette: Palette) -> None:
-    """Put the legend beside the title, where no curve can run through it."""
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.985),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=palette.muted,
-        ncols=4,
-        handlelength=1.2,
-        handletextpad=0.5,
-        columnspacing=1.2,
-        borderaxespad=0.2,
-    )

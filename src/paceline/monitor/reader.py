@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar, cast
 
+from paceline.monitor.encoding import from_json
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -25,8 +26,8 @@ from paceline.monitor.events import (
     StepFinished,
     UnusedParameters,
     Warned,
-    from_json,
 )
+from paceline.monitor.timeline import TimedStep, find_timed_steps, typical_steps
 
 E = TypeVar("E", bound=Event)
 
@@ -119,6 +120,8 @@ class Summary:
     preemptions: list[Record[Preempted]]
     warnings: list[Record[Warned]]
     unused_parameters: list[str]
+    timed_steps: list[TimedStep]
+    """Those that were sampled, of all workers."""
     showcase: Record[Showcased] | None
     finish: Record[RunFinished] | None
     num_lost_steps: int
@@ -151,6 +154,23 @@ class Summary:
         duration_s = sum(step.event.duration_s for step in self.steps)
         return sum(step.event.communication_s for step in self.steps) / duration_s if duration_s > 0 else None
 
+    @property
+    def wire_bytes(self) -> int | None:
+        """What the worker that tells of steps (rank 0) has sent in all; None where no step says."""
+        sent = [step.event.wire_bytes for step in self.steps if step.event.wire_bytes is not None]
+        return sum(sent) if sent else None
+
+    @property
+    def wire_bytes_per_s(self) -> float | None:
+        """`wire_bytes` over the time of the steps that say."""
+        duration_s = sum(step.event.duration_s for step in self.steps if step.event.wire_bytes is not None)
+        return self.wire_bytes / duration_s if self.wire_bytes is not None and duration_s > 0 else None
+
+    @property
+    def typical_steps(self) -> list[TimedStep]:
+        """One step a rank, whose times are medians; none where none was sampled."""
+        return typical_steps(self.timed_steps)
+
 
 def summarise(records: Iterable[Record]) -> Summary:
     """Return what `records`, in the order they were written, say about their run."""
@@ -169,6 +189,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         failures=select(records, Failed),
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
+        timed_steps=list(find_timed_steps(records)),
         unused_parameters=sorted({name for one in select(records, UnusedParameters) for name in one.event.names}),
         showcase=showcases[-1] if showcases else None,
         finish=finishes[-1] if finishes else None,

@@ -3,8 +3,11 @@
 import os
 from pathlib import Path
 
+from paceline.monitor.canvas import DARK, LIGHT
+from paceline.monitor.gantt import draw_gantt
+from paceline.monitor.markup import Pictures
 from paceline.monitor.page import render_page
-from paceline.monitor.picture import DARK, LIGHT, draw
+from paceline.monitor.picture import draw
 from paceline.monitor.reader import read_log, summarise
 
 
@@ -12,7 +15,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write ``report.png`` and ``report.html`` into `run_dir` from the log there, and return their paths.
 
     They are made anew each time, and each appears whole or not at all. A run of which little is known yet
-    gives a report that says so.
+    gives a report that says so. Where steps were sampled, ``timeline.png`` shows one of them in time.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -21,10 +24,15 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     run_dir = Path(run_dir)
     records = read_log(run_dir / "events.jsonl")
     summary = summarise(records)
-    light, dark = (draw(summary, palette, titled=False) for palette in (LIGHT, DARK))
+    palettes = (LIGHT, DARK)
+    curves = Pictures(*(draw(summary, palette, titled=False) for palette in palettes))
+    typical = summary.typical_steps
+    gantt = Pictures(*(draw_gantt(typical[0], palette) for palette in palettes)) if typical else None
     picture, page = run_dir / "report.png", run_dir / "report.html"
     _write_whole(picture, draw(summary, LIGHT, titled=True))
-    _write_whole(page, render_page(summary, records.num_skipped, light, dark).encode("utf-8"))
+    if gantt is not None:
+        _write_whole(run_dir / "timeline.png", gantt.light)
+    _write_whole(page, render_page(summary, records.num_skipped, curves, gantt).encode("utf-8"))
     return picture, page
 
 

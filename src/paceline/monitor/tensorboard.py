@@ -67,6 +67,7 @@ def _step_scalars(step: StepFinished) -> dict[str, float | None]:
         "optimizer/loss_scale": step.loss_scale,
         "speed/samples_per_s": step.num_samples / step.duration_s if timed else None,
         "speed/communication_share": step.communication_s / step.duration_s if timed else None,
+        "speed/wire_bytes": step.wire_bytes,
     }
 
 

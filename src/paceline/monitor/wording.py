@@ -47,9 +47,11 @@ def share(value: float) -> str:
 
 
 def duration(value_s: float) -> str:
-    """Return a time as ``0.12 s``, ``5 min 03 s`` or ``2 h 05 min``."""
+    """Return a time as ``4.5 ms``, ``0.12 s``, ``5 min 03 s`` or ``2 h 05 min``."""
     if not math.isfinite(value_s):
         return "?"
+    if 0 < value_s < 0.1:
+        return f"{1e3 * value_s:.3g} ms"
     if value_s < 60:
         return f"{value_s:.3g} s"
     minutes, seconds = divmod(round(value_s), 60)
@@ -65,6 +67,11 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{number(num_bytes)} TB"
+
+
+def workers(start: RunStarted) -> str:
+    """Return who trains: ``2 workers on cpu``."""
+    return f"{'1 worker' if start.num_workers == 1 else f'{start.num_workers:,} workers'} on {start.device}"
 
 
 def describe(record: Record) -> str | None:
@@ -96,8 +103,7 @@ def describe(record: Record) -> str | None:
 
 
 def _describe_start(event: RunStarted) -> str:
-    workers = "1 worker" if event.num_workers == 1 else f"{event.num_workers:,} workers"
-    what = f"{event.recipe}: {event.num_parameters:,} parameters, {workers} on {event.device}"
+    what = f"{event.recipe}: {event.num_parameters:,} parameters, {workers(event)}"
     steps = f"steps {event.start_step:,} to {event.total_steps:,}, {event.global_batch:,} samples each"
     return _join(what, steps, f"resumed from {event.resumed_from}" if event.resumed_from else "")
 

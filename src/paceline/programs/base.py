@@ -5,21 +5,31 @@ can be. All-reduce, broadcast: the whole buffer on every rank. Reduce-scatter: t
 and after it rank r holds the sum of the chunks that it owns (`owners`). All-gather: before it rank r holds the
 chunks it owns, after it everybody holds all. All-to-all: chunk ``source * num_ranks + destination`` is what source has
 for destination.
+
+Ranks run their rounds in order, each at its own pace: nothing but the messages keeps them together. In a round a rank
+posts all its receives, then its sends, and goes on when all have ended; a send ends when it has been received. The k-th
+send from one rank to another is what the k-th receive there gets. `verify` proves a program for this.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from functools import lru_cache
+from itertools import accumulate
+from typing import ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 
 from paceline.errors import SettingsError
 from paceline.registry import Family
 
 Integers = NDArray[np.int64]
+
+_MANY_RANKS = 64
 
 
 class Collective(StrEnum):
@@ -49,6 +59,67 @@ class Round:
     def __len__(self) -> int:
         return len(self.sources)
 
+    def select(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> "Round":
+        """Return the transfers `which`, an index or a mask."""
+        return Round(
+            self.sources[which], self.destinations[which], self.firsts[which], self.counts[which], self.adds[which]
+        )
+
+
+def make_round(
+    sources: ArrayLike, destinations: ArrayLike, firsts: ArrayLike, counts: ArrayLike, *, adds: ArrayLike
+) -> Round:
+    """Return a round of what is given, broadcast to one shape and flattened; transfers of no chunk are left out."""
+    columns = np.broadcast_arrays(sources, destinations, firsts, counts, adds)
+    sent = columns[3].ravel() > 0
+    from_, to, first, count = (column.ravel()[sent].astype(np.int64, copy=False) for column in columns[:4])
+    return Round(from_, to, first, count, columns[4].ravel()[sent].astype(np.bool_, copy=False))
+
+
+def merge_rounds(rounds: Sequence[Round]) -> Round:
+    """Return one round with the transfers of all `rounds`."""
+    return Round(
+        np.concatenate([part.sources for part in rounds]),
+        np.concatenate([part.destinations for part in rounds]),
+        np.concatenate([part.firsts for part in rounds]),
+        np.concatenate([part.counts for part in rounds]),
+        np.concatenate([part.adds for part in rounds]),
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Rounds that belong together, such as the reduce-scatter inside an all-reduce."""
+
+    num_rounds: int
+    make_round: Callable[[int], Round]
+    is_uniform: bool = False
+    """Whether all rounds have the same sources, destinations, counts and adds, and only the chunks differ."""
+
+
+def in_order(phases: Sequence[Phase]) -> Phase:
+    """Return the phases one after another, as one."""
+    ends = list(accumulate(phase.num_rounds for phase in phases))
+
+    def make(index: int) -> Round:
+        number = bisect_right(ends, index)
+        return phases[number].make_round(index - (ends[number] - phases[number].num_rounds))
+
+    return Phase(ends[-1] if ends else 0, make)
+
+
+def side_by_side(phases: Sequence[Phase]) -> Phase:
+    """Return the phases, all of one length, run at the same time; they must not touch each other's chunks."""
+    return Phase(phases[0].num_rounds, lambda index: merge_rounds([phase.make_round(index) for phase in phases]))
+
+
+@dataclass(frozen=True)
+class RankRound:
+    """What one rank does in one round."""
+
+    sends: Round
+    receives: Round
+
 
 class Program:
     """A collective for a number of ranks.
@@ -75,6 +146,7 @@ class Program:
         *,
         root: int = 0,
         owners: Integers | None = None,
+        classes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.collective = collective
         self.name = name
@@ -83,7 +155,44 @@ class Program:
         self.num_rounds = num_rounds
         self.root = root
         self.owners = owners
-        self._make_round = make_round
+        # Each rank of a small program asks for each round; rounds of large ones would fill the memory.
+        self._make_round = lru_cache(maxsize=128 if num_ranks <= _MANY_RANKS else 0)(make_round)
+        self._make_rank = lru_cache(maxsize=_MANY_RANKS)(lambda rank: _restrict(self.rounds(), rank))
+        self._classes = classes
+
+    @classmethod
+    def of_phases(
+        cls,
+        collective: Collective,
+        name: str,
+        num_ranks: int,
+        num_chunks: int,
+        phases: Sequence[Phase],
+        *,
+        root: int = 0,
+        owners: Integers | None = None,
+    ) -> Self:
+        """Return the program that runs `phases` one after another."""
+        classes: list[tuple[int, int]] = []
+        begin = 0
+        for phase in phases:
+            if phase.is_uniform and phase.num_rounds:
+                classes.append((begin, phase.num_rounds))
+            else:
+                classes += [(begin + index, 1) for index in range(phase.num_rounds)]
+            begin += phase.num_rounds
+        whole = in_order(phases)
+        return cls(
+            collective,
+            name,
+            num_ranks,
+            num_chunks,
+            whole.num_rounds,
+            whole.make_round,
+            root=root,
+            owners=owners,
+            classes=classes,
+        )
 
     def round(self, index: int) -> Round:
         """Return one round."""
@@ -93,6 +202,28 @@ class Program:
         """Return the rounds, one after another."""
         return (self._make_round(index) for index in range(self.num_rounds))
 
+    def round_classes(self) -> list[tuple[int, int]]:
+        """Return (index of a round, how many rounds are like it), in order: together they are all rounds.
+
+        Rounds that are alike have the same sources, destinations, counts and adds; only the chunks differ. So they cost
+        the same, up to the one element by which chunks differ.
+        """
+        return [(index, 1) for index in range(self.num_rounds)] if self._classes is None else list(self._classes)
+
+    def of_rank(self, rank: int) -> list[RankRound]:
+        """Return what `rank` sends and receives, round by round; what `verify` proves is what these do together."""
+        return self._make_rank(rank)
+
+
+def _restrict(rounds: Iterable[Round], rank: int) -> list[RankRound]:
+    return [
+        RankRound(
+            sends=whole.select(np.flatnonzero(whole.sources == rank)),
+            receives=whole.select(np.flatnonzero(whole.destinations == rank)),
+        )
+        for whole in rounds
+    ]
+
 
 class Algorithm(Family):
     """Settings of a family of programs: ring, double tree, ..."""
@@ -100,6 +231,9 @@ class Algorithm(Family):
     family = "program"
     collectives: ClassVar[frozenset[Collective]]
     """What it can do."""
+
+    num_chunks: int | None = Field(default=None, ge=1)
+    """Chunks that the buffer is cut into; none for the algorithm's own choice. All-to-all has num_ranks squared."""
 
     def build(self, collective: Collective, num_ranks: int, *, root: int = 0) -> Program:
         """Return the program of `collective` for `num_ranks`.
@@ -110,6 +244,15 @@ class Algorithm(Family):
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
             raise SettingsError(f"a {self.name} program must be one of {known}, but got {collective}; choose another")
+        if num_ranks < 1:
+            raise SettingsError(f"num_ranks must be at least 1, but got {num_ranks}; give the number of ranks")
+        if not 0 <= root < num_ranks:
+            raise SettingsError(f"root must be a rank below {num_ranks}, but got {root}; choose one")
+        if collective == Collective.ALL_TO_ALL and self.num_chunks not in (None, num_ranks**2):
+            raise SettingsError(
+                f"num_chunks of an all-to-all must be {num_ranks}**2 = {num_ranks**2}, but got {self.num_chunks}; "
+                "leave it out"
+            )
         return self._build(Collective(collective), num_ranks, root)
 
     @abstractmethod

@@ -1,1 +1,7 @@
 """Layer 5: what communication costs on a cluster, from numbers alone."""
+
+from paceline.simulator.program import Cost, simulate
+from paceline.simulator.scaling import Prediction, Scaling, fit_algorithm, simulate_collective
+from paceline.simulator.transfers import CodecCost
+
+__all__ = ["CodecCost", "Cost", "Prediction", "Scaling", "fit_algorithm", "simulate", "simulate_collective"]

@@ -1,34 +1,67 @@
 """Synchronous SGD: every gradient is averaged over all workers at every step."""
 
-from torch import Tensor
+from typing import Self
 
-from paceline.comm.group import Group, Work
+from pydantic import model_validator
+
+from paceline.comm.group import Group
+from paceline.compression import DGC, Codec, NoCodec
+from paceline.compression.codec import Algebra
+from paceline.errors import SettingsError
+from paceline.programs import Algorithm, Collective, list_algorithms
 from paceline.registry import register
-from paceline.sync.rule import Rule, Traffic
+from paceline.sync.exchangers import CodecExchanger, DenseExchanger
+from paceline.sync.rule import Exchanger, Rule, Traffic
+
+_NEEDS = {
+    Algebra.LINEAR: {Collective.ALL_REDUCE},
+    Algebra.REQUANTISE: {Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.ALL_GATHER},
+    Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
+}
+"""The collectives a codec's payloads go through; small blocks are summed as they are in any case."""
 
 
 @register("every_step")
 class EveryStep(Rule):
     """Synchronous data-parallel SGD, x <- x - lr * sum_i w_i g_i / sum_i w_i.
 
-    It equals one process on the same global batch up to the order of summation. On the wire: one native all-reduce
-    of the gradients a step, 2(n-1)/n bytes a rank for each byte of gradient where the backend runs a ring. Gradients
-    are clipped after they are averaged, so clipping is that of the one process too.
+    Without a codec it equals one process on the same global batch up to the order of summation, and sends
+    2(n-1)/n bytes a rank for each byte of gradient. With one, workers apply the same sum of what each really sent, and
+    keep the rest for later steps (error feedback). Gradients are clipped after they are averaged, so clipping is that
+    of the one process; with feedback, what was held back is clipped with the step that it lands in.
     """
+
+    codec: Codec = NoCodec()
+    """How gradients are made smaller for the wire. On a fast network none is best."""
+    program: Algorithm | None = None
+    """The collective program that sums them; by default what the group thinks best."""
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> Self:
+        needs = _NEEDS[self.codec.algebra]
+        if self.program is not None and not needs <= self.program.collectives:
+            legal = [name for name, known in list_algorithms().items() if needs <= known.collectives]
+            raise SettingsError(
+                f"the program of a codec that is {self.codec.algebra} must have {', '.join(sorted(needs))}, but got "
+                f"codec {self.codec.name!r} with program {self.program.name!r}; take one of: {', '.join(legal)}"
+            )
+        return self
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Always."""
+        """Always: all workers apply the same bits."""
         return True
 
-    def exchange(self, numerators: Tensor, group: Group, *, name: str) -> Work:
-        """Sum over all workers."""
-        return group.all_reduce(numerators, name=name)
+    @property
+    def carries_momentum(self) -> bool:
+        """With a codec that corrects momentum."""
+        return isinstance(self.codec, DGC) and self.codec.momentum > 0
 
-    def land(self, numerators: Tensor, mass: float) -> None:
-        """Divide by the mass; a mass of exactly 1 costs no pass over the buffer."""
-        if mass != 1.0:
-            numerators.div_(mass)
+    def start(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
+        """Return the exchanger of whole buffers, or of a codec's blocks."""
+        if isinstance(self.codec, NoCodec):
+            return DenseExchanger(group, self.program, in_order)
+        return CodecExchanger(group, self.codec, self.program, seed)
 
     def traffic(self, num_params: int, bytes_per_param: int = 4) -> Traffic:
         """One all-reduce a step."""

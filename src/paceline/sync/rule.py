@@ -1,14 +1,15 @@
 """What a synchronisation method is: four small answers.
 
 *What* is exchanged, *when*, *with whom*, and *what is done on arrival*. The rules here all send gradients, at every
-step; a `Replica` asks them how a buffer is exchanged (`exchange`) and landed (`land`). Everything exchanged is a
-numerator whose mass travels beside it; `land` divides.
+step. A rule is settings only; the `Exchanger` that it makes for a replica holds connections and state. Everything
+exchanged is a numerator whose mass travels beside it; landing divides.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.registry import Family
@@ -29,6 +30,83 @@ class Traffic:
     period: int
 
 
+@dataclass
+class Parcel:
+    """Some parameters' gradients, exchanged together.
+
+    Args:
+        name: What errors call it.
+        buffer: Flat: the gradients of all blocks, then one element a block that says whether it was used here.
+        blocks: The gradients, by parameter: views of the buffer.
+    """
+
+    name: str
+    buffer: Tensor
+    blocks: dict[str, Tensor]
+    num_non_finite: int = 0
+    """Workers whose gradients were not finite, where the exchange looked; known once it is done."""
+
+    @property
+    def numerators(self) -> Tensor:
+        """The gradients' part of the buffer."""
+        return self.buffer[: len(self.buffer) - len(self.blocks)]
+
+    @property
+    def flags(self) -> Tensor:
+        """The usage elements at the buffer's end: summed, they say which blocks nobody used."""
+        return self.buffer[len(self.buffer) - len(self.blocks) :]
+
+
+class Exchanger(ABC):
+    """Carries out a rule for one replica. Ranks call it alike; parcels are exchanged in the order of the calls."""
+
+    state_of: str = ""
+    """Name of the codec whose state it keeps; no other can go on from that."""
+
+    @abstractmethod
+    def exchange(
+        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
+    ) -> Work:
+        """Start to sum the parcel's blocks and flags over the workers, in place.
+
+        Args:
+            parcel: What is exchanged; to be left alone until the work is done.
+            divisor: Returns what numerators are divided by to become gradients, once all workers have said their
+                weights. May be called from another thread.
+            step: Updates done before.
+            loss_scale: What fp16's gradients are scaled by; they stay so.
+            piece: Which of the parcel's pieces.
+        """
+
+    def num_pieces(self, parcel: Parcel) -> int:
+        """Return how many pieces a parcel is exchanged in, so that a more urgent one need not wait for all of it."""
+        return 1
+
+    @abstractmethod
+    def land(self, parcel: Parcel, divisor: float) -> None:
+        """Make gradients of an arrived parcel, in place."""
+
+    def commit(self, unused: Collection[str]) -> None:
+        """Keep the state that this step's exchanges led to, but for blocks that nobody used: they were not landed."""
+
+    def roll_back(self) -> None:
+        """Keep the state from before this step: its exchanges were not landed."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this worker's state, as named tensors."""
+        return {}
+
+    def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
+        """Take on the states that all workers saved, of whatever number they were."""
+
+    def wire_bytes(self, parcel: Parcel) -> int:
+        """Return the bytes this worker sends in an exchange of such a parcel."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let connections and threads go."""
+
+
 class Rule(Family):
     """Settings of a synchronisation method."""
 
@@ -39,13 +117,20 @@ class Rule(Family):
     def keeps_replicas_equal(self) -> bool:
         """Whether parameters are the same on all workers after every step, so that hashing them is a check."""
 
-    @abstractmethod
-    def exchange(self, numerators: Tensor, group: Group, *, name: str) -> Work:
-        """Start the exchange of one flat buffer of `numerators`, in place."""
+    @property
+    def carries_momentum(self) -> bool:
+        """Whether momentum is part of what is exchanged, so that the optimizer must have none of its own."""
+        return False
 
     @abstractmethod
-    def land(self, numerators: Tensor, mass: float) -> None:
-        """Make values of arrived `numerators` in place, `mass` being the sum of the workers' weights."""
+    def start(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
+        """Return what carries this rule out among the workers of `group`. Every rank calls it.
+
+        Args:
+            group: The workers.
+            seed: Of what codecs draw.
+            in_order: Whether parcels must be exchanged one after another, so that the first arrives soonest.
+        """
 
     @abstractmethod
     def traffic(self, num_params: int, bytes_per_param: int = 4) -> Traffic:

@@ -3,30 +3,19 @@
 A new kind of group is tested by running `check_group` on every rank, and `check_words_of_failure` last of all.
 """
 
-import math
 import time
 from collections.abc import Callable
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Work
 from paceline.errors import CommunicationError
+from paceline.testing.message_contract import MESSAGE_CHECKS
+from paceline.testing.patterns import LARGE, SHAPES, expect_equal, pattern, random_values
 
 Check = Callable[[Group], None]
 
-LARGE = {
-    torch.float64: 2**50,
-    torch.float32: 2**20,
-    torch.float16: 0,
-    torch.bfloat16: 0,
-    torch.int64: 2**60,
-    torch.int32: 2**28,
-    torch.uint8: 0,
-}
-"""By dtype, a number to which small ones can be added, a few ranks over, with no rounding."""
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 1, 5), (1031,))
 CAUSE = "the disk is full"
 DOCUMENTS: tuple[JsonValue, ...] = (
     None,
@@ -55,23 +44,23 @@ def sums_are_exact(group: Group) -> None:
     """A sum that the dtype can hold exactly is exact, for any shape."""
     for dtype in LARGE:
         for shape in SHAPES:
-            tensor = _pattern(group.rank, shape, dtype, group.device)
+            tensor = pattern(group.rank, shape, dtype, group.device)
             group.all_reduce(tensor, name="exact sum").wait()
-            first = _pattern(0, shape, dtype, group.device)
+            first = pattern(0, shape, dtype, group.device)
             expected = first * group.size + group.size * (group.size - 1) // 2
-            _expect_equal(tensor, expected, f"sum of {shape} {dtype}")
+            expect_equal(tensor, expected, f"sum of {shape} {dtype}")
 
 
 def sums_have_the_same_bits_on_every_rank(group: Group) -> None:
     """Rounding depends on the order of summation, so the order must be one for all; and it is that of a sum."""
     for num_elements in (1, 2, 1031):
-        parts = [_random(rank, num_elements, group.device) for rank in range(group.size)]
+        parts = [random_values(rank, num_elements, group.device) for rank in range(group.size)]
         mine = parts[group.rank].clone()
         group.all_reduce(mine, name="sum").wait()
         everybody = torch.zeros(group.size, num_elements, device=group.device)
         group.all_gather(everybody, mine, name="sums").wait()
         for rank in range(group.size):
-            _expect_equal(everybody[rank].view(torch.int32), mine.view(torch.int32), f"bits of rank {rank}'s sum")
+            expect_equal(everybody[rank].view(torch.int32), mine.view(torch.int32), f"bits of rank {rank}'s sum")
         exact = torch.stack([part.double() for part in parts]).sum(0)
         magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
         bound = (group.size - 1) * torch.finfo(torch.float32).eps * magnitude
@@ -96,7 +85,7 @@ def operations_leave_the_rest_of_a_buffer_alone(group: Group) -> None:
     group.all_reduce(buffer[3:6], name="slice").wait()
     expected = torch.arange(10, dtype=torch.float64, device=group.device)
     expected[3:6] *= group.size
-    _expect_equal(buffer, expected, "buffer around a summed slice")
+    expect_equal(buffer, expected, "buffer around a summed slice")
 
 
 def many_operations_can_be_in_flight(group: Group) -> None:
@@ -112,10 +101,10 @@ def many_operations_can_be_in_flight(group: Group) -> None:
         work.wait()
     for number, tensor in enumerate(sums):
         expected = torch.full_like(tensor, size * (size - 1) / 2 + size * number)
-        _expect_equal(tensor, expected, f"sum {number} of 8 in flight")
+        expect_equal(tensor, expected, f"sum {number} of 8 in flight")
     for rank, tensor in enumerate(copies):
-        _expect_equal(tensor, torch.full_like(tensor, rank), f"copy of rank {rank} in flight")
-    _expect_equal(gathered[:, 0], torch.arange(float(size), device=group.device), "rows gathered in flight")
+        expect_equal(tensor, torch.full_like(tensor, rank), f"copy of rank {rank} in flight")
+    expect_equal(gathered[:, 0], torch.arange(float(size), device=group.device), "rows gathered in flight")
 
 
 def broadcast_copies_each_source(group: Group) -> None:
@@ -123,23 +112,37 @@ def broadcast_copies_each_source(group: Group) -> None:
     for source in range(group.size):
         for dtype in (*LARGE, torch.bool):
             for shape in SHAPES:
-                tensor = _pattern(group.rank, shape, dtype, group.device)
+                tensor = pattern(group.rank, shape, dtype, group.device)
                 group.broadcast(tensor, source=source, name="copy").wait()
-                expected = _pattern(source, shape, dtype, group.device)
-                _expect_equal(tensor, expected, f"copy of {shape} {dtype} from rank {source}")
+                expected = pattern(source, shape, dtype, group.device)
+                expect_equal(tensor, expected, f"copy of {shape} {dtype} from rank {source}")
 
 
 def all_gather_keeps_the_order_of_ranks(group: Group) -> None:
     """``output[r]`` is rank r's tensor, and the tensor given is unchanged."""
     for dtype in LARGE:
         for shape in SHAPES:
-            mine = _pattern(group.rank, shape, dtype, group.device)
+            mine = pattern(group.rank, shape, dtype, group.device)
             output = torch.zeros(group.size, *shape, dtype=dtype, device=group.device)
             group.all_gather(output, mine, name="rows").wait()
             for rank in range(group.size):
-                expected = _pattern(rank, shape, dtype, group.device)
-                _expect_equal(output[rank], expected, f"row {rank} of {shape} {dtype}")
-            _expect_equal(mine, _pattern(group.rank, shape, dtype, group.device), "the tensor that was gathered")
+                expected = pattern(rank, shape, dtype, group.device)
+                expect_equal(output[rank], expected, f"row {rank} of {shape} {dtype}")
+            expect_equal(mine, pattern(group.rank, shape, dtype, group.device), "the tensor that was gathered")
+
+
+def all_to_all_swaps_rows(group: Group) -> None:
+    """``output[r]`` is the row that rank r has for this one, and the tensor given is unchanged."""
+    for dtype in LARGE:
+        for shape in SHAPES:
+            rows = [pattern(10 * group.rank + rank, shape, dtype, group.device) for rank in range(group.size)]
+            mine = torch.stack(rows)
+            output = torch.zeros_like(mine)
+            group.all_to_all(output, mine, name="swap").wait()
+            for rank in range(group.size):
+                expected = pattern(10 * rank + group.rank, shape, dtype, group.device)
+                expect_equal(output[rank], expected, f"row from rank {rank} of {shape} {dtype}")
+            expect_equal(mine, torch.stack(rows), "the tensor whose rows were sent")
 
 
 def documents_of_any_length_arrive_whole(group: Group) -> None:
@@ -170,11 +173,11 @@ def members_know_their_place(group: Group) -> None:
 def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
     """Buffers are flat, zeroed, of the length and dtype asked for, and not shared between two calls."""
     first, second = group.allocate(5, torch.float64), group.allocate(5, torch.float64)
-    _expect_equal(first, torch.zeros(5, dtype=torch.float64, device=group.device), "new buffer")
+    expect_equal(first, torch.zeros(5, dtype=torch.float64, device=group.device), "new buffer")
     first.fill_(group.rank)
     group.all_reduce(first, name="buffer").wait()
-    _expect_equal(first, torch.full_like(first, group.size * (group.size - 1) / 2), "sum of buffers")
-    _expect_equal(second, torch.zeros_like(second), "the other buffer")
+    expect_equal(first, torch.full_like(first, group.size * (group.size - 1) / 2), "sum of buffers")
+    expect_equal(second, torch.zeros_like(second), "the other buffer")
 
 
 GROUP_CHECKS: tuple[Check, ...] = (
@@ -185,47 +188,42 @@ GROUP_CHECKS: tuple[Check, ...] = (
     many_operations_can_be_in_flight,
     broadcast_copies_each_source,
     all_gather_keeps_the_order_of_ranks,
+    all_to_all_swaps_rows,
     documents_of_any_length_arrive_whole,
     barrier_holds_everybody_until_the_last,
     members_know_their_place,
     allocated_buffers_are_zeroed_and_take_part,
+    *MESSAGE_CHECKS,
 )
 
 
 def check_words_of_failure(group: Group) -> None:
-    """Check that a rank which closes the group with an error ends the others' operations, with its words.
+    """Check that a rank which closes the group with an error ends the others' operations at once, with its words.
 
-    The group is of no more use afterwards, and the rank that fails must end for the others to notice at once.
+    So it does in duplicates, and with messages to it and from it. The group is of no more use afterwards.
     """
-    if group.rank == group.size - 1:
+    last = group.size - 1
+    duplicates = [group.duplicate(f"of failure {number}") for number in range(2)]
+    if group.rank == last:
         group.close(ValueError(CAUSE))
         return
-    words = ""
+    nothing = torch.zeros(3, device=group.device)
+    works: dict[str, Callable[[], Work]] = {
+        "sum without the last": lambda: group.all_reduce(nothing, name="sum without the last"),
+        "message from the last": lambda: duplicates[0].receive(nothing, last, tag=0, name="message from the last"),
+        "message to the last": lambda: duplicates[1].send(nothing, last, tag=0, name="message to the last"),
+    }
+    errors = [_words_of(begin) for begin in works.values()]
+    group.close(CommunicationError(errors[0]))
+    for name, words in zip(works, errors, strict=True):
+        for part in (f"rank {last} ", "ValueError", CAUSE, repr(name)):
+            assert part in words, f"the error must say {part!r}, but says: {words or 'nothing, as there was none'}"
+
+
+def _words_of(begin: Callable[[], Work]) -> str:
+    """Return what the error of an operation says; nothing where it has none."""
     try:
-        group.all_reduce(torch.zeros(3, device=group.device), name="sum without the last").wait()
+        begin().wait()
     except CommunicationError as error:
-        words = str(error)
-        group.close(error)
-    for part in (f"rank {group.size - 1} ", "ValueError", CAUSE, "'sum without the last'"):
-        assert part in words, f"the error must say {part!r}, but says: {words or 'nothing, as there was none'}"
-
-
-def _random(rank: int, num_elements: int, device: torch.device) -> Tensor:
-    """Return values of very different sizes, whose sum depends on its order."""
-    generator = torch.Generator().manual_seed(rank)
-    exponents = torch.rand(num_elements, generator=generator) * 16 - 8
-    return (torch.randn(num_elements, generator=generator) * 10**exponents).to(device)
-
-
-def _pattern(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small numbers, different by rank and place, on top of the dtype's large one."""
-    places = torch.arange(math.prod(shape)).view(shape) % 5
-    return (places + rank + LARGE.get(dtype, 0)).to(device, dtype)
-
-
-def _expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
-    if torch.equal(actual, expected):
-        return
-    place = int((actual != expected).flatten().nonzero()[0])
-    wrong, right = actual.flatten()[place].item(), expected.flatten()[place].item()
-    raise AssertionError(f"{what} must be {right} at place {place}, but is {wrong}")
+        return str(error)
+    return ""

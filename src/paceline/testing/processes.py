@@ -2,20 +2,23 @@
 
 One starter process imports torch and the function under test and then forks the ranks, so that a start of N ranks
 costs one import. The store in which they meet is held by the caller, as torchrun's agent does: it outlives every rank.
+When the caller dies, by SIGKILL too, starter and ranks die with it.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +27,9 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import JsonValue
 
+from paceline.testing.netlab_namespaces import enter_namespace
+
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
 """Time the starter has beyond the ranks', to import torch and to clean up."""
 
@@ -58,6 +64,7 @@ def run_processes(
     wait_for: Collection[int] | None = None,
     store: dist.TCPStore | None = None,
     environment: Mapping[str, str] | None = None,
+    namespaces: Sequence[str] | None = None,
 ) -> list[RankResult]:
     """Run ``function(**arguments)`` in `num_ranks` processes with torchrun's environment, and return how each ended.
 
@@ -69,27 +76,36 @@ def run_processes(
         wait_for: Ranks whose end is waited for, after which the others are killed; all by default.
         store: Where they meet; one of their own by default.
         environment: Variables to add.
+        namespaces: Path of the network namespace that each rank is put into, all of them with as many ranks; those
+            of one namespace are neighbours and are one host.
     """
-    if not isinstance(function, str):
-        function = f"{inspect.getsourcefile(function)}:{function.__qualname__}"
+    paths = list(namespaces or [""] * num_ranks)
     held = store or open_store()
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
         plan = {
-            "num_ranks": num_ranks,
-            "function": function,
+            "owner": os.getpid(),
+            "function": function if isinstance(function, str) else _locate(function),
             "arguments": dict(arguments or {}),
             "timeout_s": timeout_s,
             "wait_for": sorted(range(num_ranks) if wait_for is None else wait_for),
             "folder": folder,
+            "namespaces": paths,
         }
-        _run_starter(plan, {**os.environ, **_launcher_environment(num_ranks, held.port), **(environment or {})})
+        launcher = _launcher_environment(num_ranks, num_ranks // len(set(paths)), held.port)
+        _run_starter(plan, {**os.environ, **launcher, **(environment or {})})
         return [_collect(Path(folder), rank) for rank in range(num_ranks)]
 
 
-def _launcher_environment(num_ranks: int, port: int) -> dict[str, str]:
+def _locate(function: Callable[..., JsonValue]) -> str:
+    """Return where the starter finds `function`: a module of a package by name, which is imported once, else a file."""
+    module = function.__module__
+    return f"{module if '.' in module else inspect.getsourcefile(function)}:{function.__qualname__}"
+
+
+def _launcher_environment(num_ranks: int, ranks_per_host: int, port: int) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
@@ -134,11 +150,28 @@ def start_ranks() -> None:
     """Be the starter: read the plan from stdin, fork the ranks, and write how each ended."""
     plan = json.load(sys.stdin)
     folder = Path(plan["folder"])
+    signal.signal(signal.SIGTERM, lambda *_: _vanish(folder))
+    _die_with_parent(plan["owner"], signal.SIGTERM)
     place, _, name = plan["function"].rpartition(":")
     function = getattr(_load(place), name)
-    ranks = {_fork(rank, function, plan["arguments"], folder): rank for rank in range(plan["num_ranks"])}
-    exits = dict.fromkeys(range(plan["num_ranks"]), None) | _wait(ranks, set(plan["wait_for"]), plan["timeout_s"])
+    namespaces = plan["namespaces"]
+    ranks = {_fork(rank, function, plan["arguments"], folder, namespaces): rank for rank in range(len(namespaces))}
+    exits = dict.fromkeys(range(len(namespaces)), None) | _wait(ranks, set(plan["wait_for"]), plan["timeout_s"])
     (folder / "exits").write_text(json.dumps(exits))
+
+
+def _vanish(folder: Path) -> None:
+    """End as the owner has: the ranks follow."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _die_with_parent(parent: int, by: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent dies, or do so now where it has died already."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), by)
 
 
 def _load(place: str) -> ModuleType:
@@ -153,17 +186,29 @@ def _load(place: str) -> ModuleType:
     return module
 
 
-def _fork(rank: int, function: Callable[..., JsonValue], arguments: Mapping[str, JsonValue], folder: Path) -> int:
+def _fork(
+    rank: int,
+    function: Callable[..., JsonValue],
+    arguments: Mapping[str, JsonValue],
+    folder: Path,
+    namespaces: Sequence[str],
+) -> int:
     """Return the process id of a new rank; in the rank itself, never return."""
+    starter = os.getpid()
     pid = os.fork()
     if pid != 0:
         return pid
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with_parent(starter, signal.SIGKILL)
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    namespace = namespaces[rank]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(namespaces[:rank].count(namespace))}
     code = 1
     try:
+        if namespace:
+            enter_namespace(namespace)
         value = json.dumps(function(**arguments))
         (folder / f"{rank}.value").write_text(value)
         code = 0

@@ -1,1 +1,22 @@
-"""Layer 1: who is connected to whom: devices, hosts, links."""
+"""Layer 1: who is connected to whom, and how well."""
+
+from paceline.topology.cluster import Cluster, Network
+from paceline.topology.hosts import Hosts
+from paceline.topology.presets import DGXA100, DGXH100, FatTree, Loopback, Switch
+from paceline.topology.torus import Torus, squarest
+from paceline.topology.units import BytesPerSecond, parse_size
+
+__all__ = [
+    "DGXA100",
+    "DGXH100",
+    "BytesPerSecond",
+    "Cluster",
+    "FatTree",
+    "Hosts",
+    "Loopback",
+    "Network",
+    "Switch",
+    "Torus",
+    "parse_size",
+    "squarest",
+]

@@ -1,5 +1,6 @@
 """Flat buffers that gradients live in, and the order in which they leave."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
+from paceline.sync.rule import Parcel
 
 Layout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums of three ranks and more depend on it, so checkpoints hold it."""
@@ -61,26 +63,57 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """One flat buffer: the gradients of some parameters, then one element a parameter that says whether it was used.
+    """One flat buffer: the gradients of some parameters, and how far their exchange is.
 
-    Usage travels with the gradients, so that the sum tells every rank which parameters nobody used.
+    Whether each parameter was used travels with the gradients, so that the sum tells every rank which nobody used.
     """
 
     index: int
-    buffer: Tensor
+    parcel: Parcel
     slots: list[Slot] = field(default_factory=list)
     num_fired: int = 0
-    work: Work | None = None
+    works: list[Work] = field(default_factory=list)
+    """The exchanges of its pieces."""
+    ready_s: float = 0.0
+    """When its gradients were complete, by `time.perf_counter`."""
+    waited_s: float = 0.0
+    """How long the worker stood still for it."""
+    landed_s: float = 0.0
 
-    @property
-    def flags(self) -> Tensor:
-        """The usage elements at the buffer's end, one a slot."""
-        return self.buffer[len(self.buffer) - len(self.slots) :]
+    def reset(self) -> None:
+        """Make ready for the next step."""
+        self.num_fired = 0
+        self.works = []
+        self.parcel.flags.fill_(1)
+        self.parcel.num_non_finite = 0
+        for slot in self.slots:
+            slot.used = slot.fired = False
 
-    @property
-    def numerators(self) -> Tensor:
-        """The gradients' part of the buffer."""
-        return self.buffer[: len(self.buffer) - len(self.slots)]
+    def clear_unused(self) -> None:
+        """Zero what the step's backward passes did not write, and say so in the flags."""
+        for number, slot in enumerate(self.slots):
+            if not slot.used:
+                slot.view.zero_()
+                self.parcel.flags[number] = 0
+
+    def attach_arrived(self) -> list[str]:
+        """Give each parameter the gradient that arrived, and return those that no rank used: they get none.
+
+        A parameter that only other ranks used gets the gradient they sent.
+        """
+        unused = []
+        all_used = all(slot.used for slot in self.slots)
+        flags = [1.0] * len(self.slots) if all_used else self.parcel.flags.tolist()
+        for slot, flag in zip(self.slots, flags, strict=True):
+            slot.parameter.grad = slot.view if flag else None
+            if not flag:
+                unused.append(slot.name)
+        return unused
+
+    def drop_gradients(self) -> None:
+        """Take the gradients off the parameters."""
+        for slot in self.slots:
+            slot.parameter.grad = None
 
 
 def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: Group) -> list[Bucket]:
@@ -88,17 +121,12 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: 
     buckets = []
     for index, names in enumerate(layout):
         sizes = [parameters[name].numel() for name in names]
-        bucket = Bucket(index, group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype))
-        pieces = bucket.buffer[: sum(sizes)].split(sizes)
-        for name, piece in zip(names, pieces, strict=True):
-            parameter = parameters[name]
-            # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
-            view = (
-                piece.as_strided(parameter.shape, parameter.stride())
-                if _is_dense(parameter)
-                else piece.view_as(parameter)
-            )
-            bucket.slots.append(Slot(name, parameter, view, bucket))
+        buffer = group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype)
+        pieces = buffer[: sum(sizes)].split(sizes)
+        # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
+        views = {name: _view_as(piece, parameters[name]) for name, piece in zip(names, pieces, strict=True)}
+        bucket = Bucket(index, Parcel(f"bucket {index}", buffer, views))
+        bucket.slots += [Slot(name, parameters[name], view, bucket) for name, view in views.items()]
         buckets.append(bucket)
     return buckets
 
@@ -106,66 +134,55 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: 
 class Reducer:
     """Launches each bucket when the last of its gradients is ready, while backward goes on.
 
-    Buckets leave in the order of their layout on every rank, whatever order they become ready in here: ranks that
+    Buckets leave in one launch order on every rank, whatever order they become ready in here: ranks that
     launched in orders of their own would sum different buckets.
+
+    Args:
+        buckets: The buckets of a layout.
+        launch: Starts the exchange of one piece of a bucket.
+        num_pieces: Pieces that each bucket is exchanged in.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], Work]) -> None:
-        self.buckets = buckets
+    def __init__(
+        self, buckets: Sequence[Bucket], launch: Callable[[Bucket, int], Work], num_pieces: Sequence[int]
+    ) -> None:
+        self.buckets = list(buckets)
+        self.order = [bucket.index for bucket in buckets for _ in range(num_pieces[bucket.index])]
+        """Buckets in the order in which they leave, once for each piece."""
         self.ready_order: list[str] = []
+        """Parameters in the order in which the last armed backward pass made their gradients."""
         self._launch = launch
         self._armed = False
         self._next = 0
         slots = [slot for bucket in buckets for slot in bucket.slots]
         self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in slots]
+        for bucket in buckets:
+            bucket.reset()
 
     def arm(self) -> None:
         """Let buckets leave in the backward pass that comes."""
         self._armed = True
+        self._next = 0
+        self.ready_order = []
 
     def finish(self) -> None:
         """Launch what is left after the backward pass: buckets with parameters that it did not use."""
+        now_s = time.perf_counter()
         for bucket in self.buckets:
-            for number, slot in enumerate(bucket.slots):
-                if not slot.used:
-                    slot.view.zero_()
-                    bucket.flags[number] = 0
+            bucket.clear_unused()
+            if bucket.num_fired < len(bucket.slots):
+                bucket.ready_s = now_s
         self._launch_until(lambda bucket: True)
-
-    def reset(self) -> None:
-        """Make ready for the next step."""
-        for bucket in self.buckets:
-            bucket.num_fired = 0
-            bucket.work = None
-            bucket.flags.fill_(1)
-            for slot in bucket.slots:
-                slot.used = slot.fired = False
         self._armed = False
-        self._next = 0
-
-    def find_unused(self) -> list[str]:
-        """Return the parameters that no rank used, once all buckets have arrived; their gradient becomes None.
-
-        A parameter that only other ranks used gets the gradient they sent.
-        """
-        unused = []
-        for bucket in self.buckets:
-            if all(slot.used for slot in bucket.slots):
-                continue
-            for slot, flag in zip(bucket.slots, bucket.flags.tolist(), strict=True):
-                slot.parameter.grad = slot.view if flag else None
-                if not flag:
-                    unused.append(slot.name)
-        return unused
 
     def close(self) -> None:
-        """Take the hooks off the parameters and let the buffers go: hooks and slots refer to each other in a ring."""
+        """Take the hooks off the parameters and let the buckets go: hooks and slots refer to each other in a ring."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for bucket in self.buckets:
             bucket.slots.clear()
-        self.buckets = ()
+        self.buckets = []
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -179,16 +196,25 @@ class Reducer:
                 )
             slot.fired = True
             self.ready_order.append(slot.name)
-            slot.bucket.num_fired += 1
-            self._launch_until(lambda bucket: bucket.num_fired == len(bucket.slots))
+            bucket = slot.bucket
+            bucket.num_fired += 1
+            if bucket.num_fired == len(bucket.slots):
+                bucket.ready_s = time.perf_counter()
+                self._launch_until(lambda bucket: bucket.num_fired == len(bucket.slots))
 
         return hook
 
     def _launch_until(self, is_ready: Callable[[Bucket], bool]) -> None:
-        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
-            bucket = self.buckets[self._next]
-            bucket.work = self._launch(bucket)
+        while self._next < len(self.order) and is_ready(self.buckets[self.order[self._next]]):
+            bucket = self.buckets[self.order[self._next]]
+            bucket.works.append(self._launch(bucket, len(bucket.works)))
             self._next += 1
+
+
+def _view_as(piece: Tensor, parameter: Tensor) -> Tensor:
+    if _is_dense(parameter):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view_as(parameter)
 
 
 def _is_dense(parameter: Tensor) -> bool:

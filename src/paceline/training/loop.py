@@ -34,6 +34,7 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.replica import Replica, StepResult
 from paceline.training.run import Run
 from paceline.training.state import capture, restore
+from paceline.training.timeline import tell_timeline
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
 
@@ -78,7 +79,9 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     try:
         training = _set_up(run, directory, group, log, recipe)
         with training.saver or nullcontext(), _stop_on_signal(training):
-            return _run_steps(training) and _finish(training)
+            is_done = _run_steps(training) and _finish(training)
+        training.replica.close()
+        return is_done
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         tell_failure(log, error, step=training.step if training else -1)
         raise
@@ -107,7 +110,9 @@ def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str)
         precision=run.precision,
         clip_norm=run.clip_norm,
         bucket_bytes=run.bucket_bytes,
+        landing=run.landing,
         hash_interval=run.hash_interval,
+        seed=run.seed,
     )
     loader = Loader(
         splits.train,
@@ -152,10 +157,9 @@ def _resume(training: Training) -> None:
                 f"one checkpoint must be whole, but all {len(damaged)} in {training.store.directory} are damaged; "
                 "move them away to begin again"
             )
-    document = restore(checkpoint, replica.module, replica.optimizer, replica.group)
+    document = restore(checkpoint, replica)
     if document is None:
         return
-    replica.load_state_dict(document["replica"])
     training.loader.load_state_dict(document["loader"])
     training.step = document["step"]
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
@@ -209,8 +213,13 @@ def _tell_step(
             communication_s=result.communication_s,
             position=training.loader.position,
             loss_scale=training.replica.loss_scale,
+            wire_bytes=training.replica.wire_bytes,
         )
     )
+    interval = training.run.timeline_interval
+    if interval and training.step % interval == 0:
+        for event in tell_timeline(result):
+            training.log.write(event, step=training.step)
     if result.newly_unused:
         training.tell(UnusedParameters(names=result.newly_unused))
 
@@ -232,18 +241,18 @@ def _do_after_step(training: Training, result: StepResult) -> None:
 def _save(training: Training, *, wait: bool) -> str:
     """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
     replica = training.replica
+    replica.flush()
     for name, parameter in replica.module.named_parameters():
         if not torch.isfinite(parameter).all():
             raise NonFiniteError(
                 f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
-    tensors, document = capture(replica.module, replica.optimizer, replica.group)
+    tensors, document = capture(replica)
     document |= {
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
-        "replica": replica.state_dict(),
         "loader": training.loader.state_dict(),
     }
     path = ""
@@ -268,6 +277,7 @@ def _tell_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
 def _evaluate(training: Training) -> Evaluation | None:
     """Evaluate; None if a signal came meanwhile."""
     run = training.run
+    training.replica.flush()
     evaluation = evaluate(
         training.replica,
         run.objective,

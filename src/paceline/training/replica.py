@@ -1,24 +1,35 @@
 """One worker's copy of the model, kept in step with the others."""
 
-import math
 import time
 import warnings
+import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Group, Work
+from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
-from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.errors import GradientError, NonFiniteError
 from paceline.sync.rule import Rule
-from paceline.training.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
+from paceline.training.checks import (
+    Precision,
+    check_backward,
+    check_deferrable,
+    check_momentum,
+    check_optimizer,
+    check_placement,
+    check_settings,
+)
+from paceline.training.control import Control, Verdict
+from paceline.training.deferred import ForwardLanding
+from paceline.training.gradients import Gradients
 from paceline.training.hashing import check_equal
 from paceline.training.start import broadcast_module, check_same_model
-
-Precision = Literal["fp32", "bf16", "fp16"]
+from paceline.training.times import StepTimes
 
 # Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
 DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
@@ -41,7 +52,10 @@ class StepResult:
     stop: bool
     """Whether some worker has asked to stop here."""
     newly_unused: list[str]
-    """Parameters that no worker used, and that were not told of before."""
+    """Parameters that no worker used, and that were not told of before; found a step later where gradients land in
+    the next forward."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """When its parts happened; buckets that land in the next forward are those of the step before."""
 
 
 class UnusedParametersWarning(UserWarning):
@@ -64,10 +78,16 @@ class Replica:
             their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
         bucket_bytes: Gradients are exchanged in buckets of about this size; by default 16 MiB on CPUs, 25 MiB on GPUs.
+            ``"tuned"`` tries several sizes in the first steps.
+        landing: ``"next_forward"`` lets the next forward begin before the last bucket has come: each is landed just
+            before its parameters are used, and those that forward uses first are sent first. Call `flush` before
+            anything but forward and backward reads the parameters.
         hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
+        seed: Of what codecs draw.
 
     Raises:
-        SettingsError: The optimizer holds a parameter that is not the module's, or the workers' models differ.
+        SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
+            in the next forward cannot be right with the optimizer, precision or clipping chosen.
     """
 
     def __init__(
@@ -79,8 +99,10 @@ class Replica:
         sync: Rule | str = "every_step",
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | Literal["tuned"] | None = None,
+        landing: Literal["update", "next_forward"] = "update",
         hash_interval: int = 100,
+        seed: int = 0,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -89,32 +111,49 @@ class Replica:
         self.clip_norm = clip_norm
         self.num_updates = 0
         self._precision = precision
-        self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
         self._hash_interval = hash_interval
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        self._check_settings()
-        self._check_placement()
-        self._check_optimizer()
+        check_settings(precision, clip_norm, self._parameters)
+        check_placement(self._parameters, self.group)
+        check_optimizer(optimizer, module)
+        if self.sync.carries_momentum:
+            check_momentum(optimizer)
+        if landing == "next_forward":
+            check_deferrable(optimizer, precision, clip_norm)
         self._scaler = torch.amp.GradScaler(self.group.device.type, enabled=precision == "fp16")
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
         self._mass_unit: float | None = None
         self._stop_requested = False
         self._warned_unused: set[str] = set()
+        self._unused: list[str] = []
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        self._exchanging = False
-        self._reducer: Reducer | None = None
+        self._control: Control | None = None
+        self._times = StepTimes()
+        self._gradients: Gradients | None = None
+        self._deferred: ForwardLanding | None = None
         if self.group.size > 1:
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-            self._layout_is_learnt = False
-            self._use_layout(plan_layout(self._parameters, reversed(self._parameters), self._bucket_bytes))
+            chosen = None if bucket_bytes == "tuned" else bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
+            in_order = landing == "next_forward"
+            exchanger = self.sync.start(self.group, seed, in_order=in_order)
+            self._gradients = Gradients(self._parameters, self.group, exchanger, chosen)
+            if in_order:
+                self._deferred = ForwardLanding(module, self._parameters, optimizer, self._gradients)
+            # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
+            self._end = weakref.finalize(self, _let_go, self._gradients, self._deferred)
+            self._end.atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
+        if torch.is_grad_enabled():  # evaluation is no part of a step
+            self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast():
+            if self._deferred is not None:
+                return self._deferred.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -128,6 +167,11 @@ class Replica:
     def loss_scale(self) -> float | None:
         """The factor that fp16 gradients are scaled by; None in other precisions."""
         return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this worker sends in a step, by the price of the exchange."""
+        return self._gradients.wire_bytes if self._gradients is not None else 0
 
     def request_stop(self) -> None:
         """Ask all workers to stop after their next update; each learns it from `StepResult.stop`."""
@@ -152,61 +196,90 @@ class Replica:
 
         Raises:
             GradientError: `loss` is not 0-dim, `weight` negative or not finite, a gradient sparse or made twice, a
-                parameter unfrozen after the replica was made; or `update` was not called after the last backward.
+                parameter unfrozen after the replica was made, or used before it had landed; or `update` was not
+                called after the last backward.
         """
-        self._check_backward(loss, weight)
+        check_backward(loss, weight, self._control is not None, self._frozen)
+        if self._deferred is not None:
+            self._deferred.begin_backward()
+        self._times.backward_began_s = time.perf_counter()
+        self._times.began_s = self._times.began_s or self._times.backward_began_s
         factor = weight if reduction == "mean" else 1.0
         if self._mass_unit is None:
             self._mass_unit = self._agree_first_unit(weight)
         if last:
-            self._exchanging = True
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
-            self._start_control(self._weight + weight, numerator)
-            if self._reducer is not None:
-                self._reducer.arm()
+            self._control = Control(self.group, self._weight + weight, numerator, self._stop_requested)
+            if self._gradients is not None:
+                divisor = partial(_divisor, self._control, self._mass_unit)
+                self._gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
         if weight:  # a loss that counts for nothing may be NaN, and NaN times 0 is NaN
             scale = factor / self._mass_unit
             self._scaler.scale(loss if scale == 1.0 else loss * scale).backward()
             # Only now, so that a backward that failed leaves no mass behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor
-        if last and self._reducer is not None:
-            self._reducer.finish()
+        if self._deferred is not None:
+            self._deferred.check_backward()
+        if last and self._gradients is not None:
+            self._gradients.finish()
+        self._times.backward_ended_s = time.perf_counter()
 
     def update(self) -> StepResult:
         """Wait for the exchange, then let the optimizer take its step and drop the gradients.
 
         Raises:
-            NonFiniteError: A loss, or the gradient norm, is NaN or infinite; parameters are as before.
+            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are as before (but
+                for those of earlier buckets where gradients land in the next forward).
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
-        if not self._exchanging:
+        if self._control is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
-        weight, loss, stop = self._finish_control()
+        verdict = self._judge(self._control)
         assert self._mass_unit is not None
-        waited_s = time.perf_counter() - began_s + self._land(weight / self._mass_unit)
-        newly_unused = self._note_unused()
-        gradient_norm, skipped = self._step_optimizer()
-        self._drop_gradients()
-        self._mass_unit = weight
+        waited_s = time.perf_counter() - began_s
+        gradient_norm, skipped, landed_step = None, False, self.num_updates
+        if self._deferred is not None and self._deferred.is_possible:
+            self._times.buckets = self._deferred.defer(verdict.weight / self._mass_unit, self.num_updates)
+            waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
+            self._unused = self._deferred.unused
+            landed_step -= 1
+        else:
+            waited_s += self._land(verdict.weight / self._mass_unit)
+            self._times.optimizer_began_s = time.perf_counter()
+            gradient_norm, skipped = self._step_optimizer()
+            self._times.optimizer_ended_s = time.perf_counter()
+            self._finish_landing(skipped)
+        newly_unused = self._note_unused(landed_step)
+        self._mass_unit = verdict.weight
         self.num_updates += 1
-        self._learn_layout()
+        self._learn()
         if self._is_hash_due():
+            self.flush()
             check_equal(self._parameters, self.group, self.num_updates)
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
-        self._exchanging = False
-        return StepResult(loss / weight, weight, gradient_norm, waited_s, skipped, stop, newly_unused)
+        self._control = None
+        times, self._times = self._times, StepTimes()
+        loss = verdict.loss / verdict.weight
+        return StepResult(loss, verdict.weight, gradient_norm, waited_s, skipped, verdict.stop, newly_unused, times)
+
+    def flush(self) -> None:
+        """Land what was left for the next forward, so that parameters are those after the last update."""
+        if self._deferred is not None:
+            self._deferred.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is neither the module's nor the optimizer's, as JSON."""
+        """Return the state that is neither the module's nor the optimizer's, as JSON; `feedback` has its tensors."""
+        self.flush()
         return {
             "num_updates": self.num_updates,
             "mass_unit": self._mass_unit,
             "scaler": self._scaler.state_dict(),
-            "layout": [[slot.name for slot in b.slots] for b in self._reducer.buckets] if self._reducer else None,
+            "codec": self.codec,
+            "gradients": self._gradients.state_dict() if self._gradients is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,117 +288,64 @@ class Replica:
         self._mass_unit = state["mass_unit"]
         if state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-        layout = state["layout"]
-        if self._reducer is not None and layout and {n for names in layout for n in names} == set(self._parameters):
-            self._layout_is_learnt = True
-            self._use_layout(layout)
+        if self._gradients is not None and state["gradients"]:
+            self._gradients.load_state_dict(state["gradients"])
 
-    def _check_settings(self) -> None:
-        if self._precision not in get_args(Precision):
-            raise SettingsError(f"precision must be one of {get_args(Precision)}, but got {self._precision!r}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise SettingsError(f"clip_norm must be more than 0, but got {self.clip_norm}; None clips nothing")
-        if not self._parameters:
-            raise SettingsError("the module must have parameters that require gradients, but it has none")
+    @property
+    def codec(self) -> str:
+        """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
+        return self._gradients.exchanger.state_of if self._gradients is not None else ""
 
-    def _check_placement(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter.device.type != self.group.device.type:
-                raise SettingsError(
-                    f"the module must be on its group's device {self.group.device}, but {name} is on "
-                    f"{parameter.device}; call module.to(group.device) before building the optimizer"
-                )
+    def feedback(self) -> dict[str, Tensor]:
+        """Return what this worker's codec keeps from step to step, by parameter and site."""
+        self.flush()
+        return self._gradients.exchanger.state() if self._gradients is not None else {}
 
-    def _check_optimizer(self) -> None:
-        known = {id(parameter) for parameter in self.module.parameters()}
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        strangers = sum(id(parameter) not in known for parameter in held)
-        if strangers:
-            raise SettingsError(
-                f"the optimizer must hold parameters of the module only, but {strangers} of its {len(held)} are not; "
-                "build it from module.parameters() after the module is complete"
-            )
+    def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
+        """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
+        if self._gradients is not None:
+            shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+            self._gradients.exchanger.load_state(saved, shapes)
 
-    def _check_backward(self, loss: Tensor, weight: float) -> None:
-        if self._exchanging:
-            raise GradientError("update() must be called after backward(last=True), but backward was called again")
-        if loss.dim() != 0:
-            raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")
-        if not 0 <= weight < math.inf:
-            raise GradientError(f"weight must be a number of at least 0, but got {weight}")
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise GradientError(
-                    f"{name} must stay frozen, but requires_grad was set after the replica was made, so that its "
-                    "gradient would not be exchanged; unfreeze first, then make a new Replica"
-                )
+    def close(self) -> None:
+        """Land what was left, take hooks off the module, and let the exchange's connections and threads go."""
+        if self._gradients is not None:
+            try:
+                self.flush()
+            finally:
+                self._end()
 
     def _agree_first_unit(self, weight: float) -> float:
         first = torch.tensor([weight], dtype=torch.float64, device=self.group.device)
         self.group.all_reduce(first, name="first mass").wait()
         return float(first) or 1.0
 
-    def _start_control(self, weight: float, loss: Tensor) -> None:
-        """Send ahead what all must know of the step: mass, loss, whether it is finite, whether to stop."""
-        self._control = torch.zeros(4, dtype=torch.float64, device=self.group.device)
-        self._control[0] = weight
-        self._control[1] = loss
-        self._control[2] = ~torch.isfinite(loss)
-        self._control[3] = float(self._stop_requested)
-        self._control_work = self.group.all_reduce(self._control, name="control")
-
-    def _finish_control(self) -> tuple[float, float, bool]:
-        self._control_work.wait()
-        weight, loss, num_bad, num_stops = self._control.tolist()
-        if num_bad:
-            self._raise_non_finite()
-        if weight <= 0:
-            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {weight}")
-        return weight, loss, num_stops > 0
-
-    def _raise_non_finite(self) -> None:
-        mine = float(self._loss)
-        losses = self.group.gather_documents(repr(mine), name="non-finite losses")
-        bad = [f"rank {rank} ({loss})" for rank, loss in enumerate(losses) if loss in ("nan", "inf", "-inf")]
-        raise NonFiniteError(
-            f"the loss must be finite, but at step {self.num_updates} it is not on {', '.join(bad)}; lower the "
-            "learning rate, clip gradients, or look at the data of that step"
-        )
-
-    def _launch(self, bucket: Bucket) -> Work:
-        return self.sync.exchange(bucket.buffer, self.group, name=f"bucket {bucket.index}")
-
-    def _land(self, mass: float) -> float:
-        """Wait for each bucket, divide it by the mass, and return the seconds waited."""
-        if self._reducer is None:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            if mass != 1.0 and gradients:
-                torch._foreach_div_(gradients, mass)
-            return 0.0
-        waited_s = 0.0
-        for bucket in self._reducer.buckets:
-            assert bucket.work is not None
-            began_s = time.perf_counter()
-            bucket.work.wait()
-            waited_s += time.perf_counter() - began_s
-            self.sync.land(bucket.numerators, mass)
-        return waited_s
-
-    def _note_unused(self) -> list[str]:
-        if self._reducer is not None:
-            unused = self._reducer.find_unused()
-        else:
-            unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
-        new = [name for name in unused if name not in self._warned_unused]
-        if new:
-            self._warned_unused.update(new)
-            warnings.warn(
-                f"{len(new)} parameters had no gradient at step {self.num_updates} on any rank and stay as they are: "
-                f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
-                UnusedParametersWarning,
-                stacklevel=3,
+    def _judge(self, control: Control) -> Verdict:
+        verdict = control.wait()
+        if verdict.num_non_finite:
+            mine = float(self._loss)
+            losses = self.group.gather_documents(repr(mine), name="non-finite losses")
+            bad = [f"rank {rank} ({loss})" for rank, loss in enumerate(losses) if loss in ("nan", "inf", "-inf")]
+            raise NonFiniteError(
+                f"the loss must be finite, but at step {self.num_updates} it is not on {', '.join(bad)}; lower the "
+                "learning rate, clip gradients, or look at the data of that step"
             )
-        return new
+        if verdict.weight <= 0:
+            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {verdict.weight}")
+        return verdict
+
+    def _land(self, divisor: float) -> float:
+        """Wait for each bucket, divide it by the mass, and return the seconds waited."""
+        if self._gradients is None:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            if divisor != 1.0 and gradients:
+                torch._foreach_div_(gradients, divisor)
+            self._unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
+            return 0.0
+        buckets = self._gradients.buckets
+        self._unused = [name for bucket in buckets for name in self._gradients.land(bucket, divisor)]
+        self._gradients.check_finite(buckets, self.num_updates, may_skip=self._scaler.is_enabled())
+        return sum(bucket.waited_s for bucket in buckets)
 
     def _step_optimizer(self) -> tuple[float | None, bool]:
         gradient_norm = None
@@ -344,11 +364,37 @@ class Replica:
         self._scaler.update()
         return gradient_norm, self._scaler.get_scale() < scale
 
-    def _drop_gradients(self) -> None:
-        if self._reducer is not None:
-            self._reducer.reset()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def _finish_landing(self, skipped: bool) -> None:
+        """Keep or drop what codecs made of the step, and drop its gradients."""
+        if self._gradients is None:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            return
+        if skipped:
+            self._gradients.exchanger.roll_back()
+        else:
+            self._gradients.exchanger.commit(self._unused)
+        self._times.buckets = [self._gradients.time(bucket) for bucket in self._gradients.buckets]
+        self._gradients.reset()
+
+    def _learn(self) -> None:
+        self._times.ended_s = time.perf_counter()
+        if self._gradients is not None and (self._deferred is None or not self._deferred.is_possible):
+            # A worker that has run no forward yet must learn at the same steps as the others.
+            needed = self._deferred.needed or {} if self._deferred is not None else None
+            self._gradients.learn(self._times, needed)
+
+    def _note_unused(self, step: int) -> list[str]:
+        new = [name for name in self._unused if name not in self._warned_unused]
+        if new:
+            self._warned_unused.update(new)
+            warnings.warn(
+                f"{len(new)} parameters had no gradient at step {step} on any rank and stay as they are: "
+                f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
+                UnusedParametersWarning,
+                stacklevel=3,
+            )
+        return new
 
     def _is_hash_due(self) -> bool:
         return (
@@ -358,19 +404,13 @@ class Replica:
             and self.num_updates % self._hash_interval == 0
         )
 
-    def _learn_layout(self) -> None:
-        """After the first step, lay buckets out in the order in which rank 0's gradients became ready."""
-        if self._reducer is None or self._layout_is_learnt:
-            return
-        self._layout_is_learnt = True
-        ready = list(dict.fromkeys(self._reducer.ready_order))
-        order: list[str] = self.group.gather_documents(ready, name="ready order")[0]
-        order += [name for name in reversed(self._parameters) if name not in set(order)]
-        self._use_layout(plan_layout(self._parameters, order, self._bucket_bytes))
 
-    def _use_layout(self, layout: Layout) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        self._reducer = None  # its buffers go before the new ones come
-        self._reducer = Reducer(make_buckets(self._parameters, layout, self.group), self._launch)
-        self._reducer.reset()
+def _let_go(gradients: Gradients, deferred: ForwardLanding | None) -> None:
+    if deferred is not None:
+        deferred.close()
+    gradients.close()
+
+
+def _divisor(control: Control, mass_unit: float) -> float:
+    """Return what a step's numerators are divided by; waits until all workers have said their weights."""
+    return (control.wait().weight or mass_unit) / mass_unit

@@ -3,9 +3,9 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.data.base import Data
@@ -14,9 +14,9 @@ from paceline.optim import AdamW, Optimizer
 from paceline.registry import Settings, explain
 from paceline.schedules import Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
+from paceline.training.checks import Precision
 from paceline.training.model import Model
 from paceline.training.objective import Objective
-from paceline.training.replica import Precision
 
 
 class Run(Settings):
@@ -58,14 +58,28 @@ class Run(Settings):
     """Newest checkpoints that are kept; none for all."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; 0 for none."""
-    bucket_bytes: int | None = Field(default=None, ge=1)
-    """Size of the buffers that gradients are exchanged in; by default 16 MiB on CPUs, 25 MiB on GPUs."""
+    bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
+    """Size of the buffers that gradients are exchanged in; by default 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured
+    in the first steps."""
+    landing: Literal["update", "next_forward"] = "update"
+    """When gradients reach the optimizer: at the update, or in the next forward, just before each is needed."""
+    timeline_interval: int = Field(default=20, ge=0)
+    """Steps from one whose timeline is logged to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; by default its part of the host's cores. Another number changes rounding."""
     num_data_processes: int = Field(default=0, ge=0)
     """Processes a worker reads data with; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """How long workers wait for one another before an error says who is missing."""
+
+    @model_validator(mode="after")
+    def _check_landing(self) -> Self:
+        if self.landing == "next_forward" and (self.clip_norm is not None or self.precision == "fp16"):
+            raise ValueError(
+                f"landing must be update where the whole step is needed at once, but got {self.landing} with "
+                f"clip_norm={self.clip_norm} and precision={self.precision}; unset clip_norm, take bf16"
+            )
+        return self
 
 
 class RunFile(Settings):

@@ -1,10 +1,12 @@
 """The complete state of a training, as named tensors and one JSON document, and back.
 
 Tensors are named ``model/<parameter or buffer>``, ``optimizer/<parameter>/<key>`` and, for buffers that differ between
-workers (BatchNorm's statistics), ``worker<rank>/<buffer>``. Random streams need no state: every step seeds its own
+workers (BatchNorm's statistics), ``worker<rank>/<buffer>``, and for what a worker's codec holds back
+``feedback<rank>/<parameter>/<site>``. Random streams need no state: every step seeds its own
 from (seed, step, worker). Data that draws random numbers as it is read must seed them from the sample's index.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +18,20 @@ from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.training.batch_statistics import find_statistics, pool_moments, set_moments
 from paceline.training.hashing import hash_tensor
+from paceline.training.replica import Replica
 from paceline.training.start import broadcast_tensors
 
 Document = dict[str, Any]
 
 
-def capture(module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> tuple[dict[str, Tensor], Document]:
-    """Return the tensors and the document of module and optimizer. Every rank calls it; rank 0's is complete."""
+class FeedbackDroppedWarning(UserWarning):
+    """Codecs had held back gradients that cannot be used here."""
+
+
+def capture(replica: Replica) -> tuple[dict[str, Tensor], Document]:
+    """Return the tensors and the document of a replica. Every rank calls it; rank 0's is complete."""
+    replica.flush()
+    module, optimizer, group = replica.module, replica.optimizer, replica.group
     tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(module).items()}
     scalars: dict[str, dict[str, Any]] = {}
     names = _names_by_index(module, optimizer)
@@ -33,24 +42,26 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -
             else:
                 scalars.setdefault(names[index], {})[key] = value
     buffers = _capture_worker_buffers(module, group)
-    tensors |= buffers
+    feedback = _capture_feedback(replica.feedback(), group)
+    tensors |= buffers | feedback
     return tensors, {
         "optimizer": {"type": type(optimizer).__name__, "scalars": scalars},
+        "replica": replica.state_dict(),
         "num_workers": group.size,
         "worker_tensors": sorted(buffers),
     }
 
 
-def restore(
-    checkpoint: Checkpoint | None, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group
-) -> Document | None:
-    """Load rank 0's `checkpoint` into module and optimizer of every rank and return its document, None without one.
+def restore(checkpoint: Checkpoint | None, replica: Replica) -> Document | None:
+    """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
 
     Only rank 0 reads, so hosts need not share a file system.
 
     Raises:
         SettingsError: It is of another model or optimizer.
     """
+    replica.flush()  # or it would land on what is loaded
+    module, optimizer, group = replica.module, replica.optimizer, replica.group
     read = _read(checkpoint, module, optimizer) if checkpoint is not None else None
     header = {"document": read[0], "shapes": read[1]} if read else None
     header = group.gather_documents(header, name="checkpoint")[0]
@@ -61,14 +72,23 @@ def restore(
         read[2]
         if read
         else {
-            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in header["shapes"].items()
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, (shape, dtype) in header["shapes"].items()
+            if not name.startswith("feedback")
         }
     )
+    feedback = {name: extra.pop(name) for name in list(extra) if name.startswith("feedback")}
     if group.size > 1:
         broadcast_tensors(_model_tensors(module).values(), group)
         broadcast_tensors((extra[name] for name in sorted(extra)), group)
     _load_optimizer(module, optimizer, extra, document["optimizer"]["scalars"])
     _load_worker_buffers(module, extra, document["num_workers"], group)
+    replica.load_state_dict(document["replica"])
+    shapes = {name: spec for name, spec in header["shapes"].items() if name.startswith("feedback")}
+    if shapes and document["replica"]["codec"] != replica.codec:
+        _tell_dropped(document, replica)
+    elif shapes:
+        replica.load_feedback(_hand_out_feedback(feedback, shapes, document["num_workers"], group))
     return document
 
 
@@ -160,3 +180,48 @@ def _load_worker_buffers(module: nn.Module, tensors: Mapping[str, Tensor], num_s
             for rank in range(num_saved)
         ]
         set_moments(layer, pool_moments(saved))
+
+
+def _capture_feedback(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Return, on rank 0, what the codecs of all ranks keep, as ``feedback<rank>/<parameter>/<site>``."""
+    captured = {f"feedback0/{name}": tensor for name, tensor in mine.items()} if group.rank == 0 else {}
+    shapes = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()}
+    everybody = group.gather_documents(shapes, name="feedback shapes")
+    for rank in range(1, group.size):
+        for tag, (name, (shape, dtype)) in enumerate(sorted(everybody[rank].items())):
+            if group.rank == rank:
+                group.send(mine[name].contiguous(), 0, tag=tag, name=f"feedback of {name}").wait()
+            elif group.rank == 0:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+                group.receive(tensor, rank, tag=tag, name=f"feedback of {name}").wait()
+                captured[f"feedback{rank}/{name}"] = tensor
+    return captured
+
+
+def _tell_dropped(document: Document, replica: Replica) -> None:
+    if replica.group.rank == 0:
+        here = f"codec {replica.codec!r}" if replica.codec else "no codec"
+        warnings.warn(
+            f"gradients that codec {document['replica']['codec']!r} of {document['num_workers']} workers had held back "
+            f"are dropped, since {here} runs among {replica.group.size} here; resume with the same codec and more than "
+            "one worker to keep them",
+            FeedbackDroppedWarning,
+            stacklevel=3,
+        )
+
+
+def _hand_out_feedback(
+    read: Mapping[str, Tensor], shapes: Mapping[str, tuple[list[int], str]], num_saved: int, group: Group
+) -> list[dict[str, Tensor]]:
+    """Return what each saved worker's codec kept; where their number is as it was, only this rank's is filled in."""
+    saved: list[dict[str, Tensor]] = [{} for _ in range(num_saved)]
+    for name, (shape, dtype) in sorted(shapes.items()):
+        place, _, rest = name.removeprefix("feedback").partition("/")
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+        if group.rank == 0:
+            tensor.copy_(read[name])
+        if group.size > 1:
+            broadcast_tensors([tensor], group)
+        if num_saved != group.size or int(place) == group.rank:
+            saved[int(place)][rest] = tensor
+    return saved

@@ -1,0 +1,109 @@
+"""`bench exposed`: what the wire really costs a training step, beside DDP and its communication hooks."""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
+from paceline.benchmarks.workers import Workers
+from paceline.registry import register
+from paceline.sync import EveryStep
+
+Side = Literal[
+    "none", "fp16", "bf16", "int8", "one_bit", "top_k", "random_k", "power_sgd", "ddp", "ddp_fp16", "ddp_power_sgd"
+]
+
+
+@register("exposed")
+class ExposedBenchmark(Benchmark):
+    """Exposed communication of a step: its time less that of the same loop exchanging one float.
+
+    Workers with one thread each hold all sides and take their steps in turn; a step's time is rank 0's from one
+    barrier to the end of its update. DDP has gradient_as_bucket_view; its PowerSGD hook begins at its third step,
+    which is not timed.
+    """
+
+    problem: Literal["lm", "resnet"] = "lm"
+    """lm: about 12M parameters, sequences of 128 bytes; resnet: ResNet-18 at 32x32."""
+    batch: int = Field(default=1, ge=1)
+    """Samples of each worker."""
+    sides: tuple[Side, ...] = ("none",)
+    """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP."""
+    num_rounds: int = Field(default=200, ge=3)
+    """Timed steps of each side."""
+    workers: Workers = Workers()
+    """Where they run."""
+
+    def measure(self) -> list[Row]:
+        """Time all sides."""
+        sides: list[JsonValue] = ["floor", "ddp", *(side for side in self.sides if side != "ddp")]
+        times: dict[str, list[float]] = self.workers.start(
+            time_sides, self.problem, self.batch, sides, self.num_rounds
+        )[0]
+        return [
+            _compare(side, f"{self.problem}, {self._describe_wire()}", times) for side in self.sides if side != "ddp"
+        ]
+
+    def _describe_wire(self) -> str:
+        if self.workers.bandwidth is None:
+            return f"{self.workers.num_workers} workers on one host"
+        return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
+
+
+def time_sides(
+    problem: Literal["lm", "resnet"], batch: int, sides: list[str], num_rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each side's steps. Every worker runs it."""
+    with joined() as group:
+        first = make_problem(problem, batch, group.rank)
+        steps: dict[str, Step] = {}
+        for side in sides:
+            mine = first.copy()
+            if side == "floor":
+                steps[side] = floor_step(mine, group)
+            elif side.startswith("ddp"):
+                hook = side.removeprefix("ddp").removeprefix("_")
+                steps[side] = ddp_step(mine, hook or None)  # type: ignore[arg-type]
+            else:
+                steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}))
+        del first
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for index in range(-4, num_rounds):
+            turn = sides[index % len(sides) :] + sides[: index % len(sides)]
+            for side in turn:
+                group.barrier()
+                began_s = time.perf_counter()
+                steps[side]()
+                if index >= 0:
+                    times[side].append(time.perf_counter() - began_s)
+    return times
+
+
+def _compare(side: str, case: str, times: dict[str, list[float]]) -> Row:
+    ours, reference, floor = times[side], times["ddp"], times["floor"]
+    generator = random.Random(0)
+    rounds = range(len(floor))
+    ratios = sorted(_ratio(ours, reference, floor, generator.choices(rounds, k=len(rounds))) for _ in range(2000))
+    return Row(
+        bench="exposed",
+        case=f"{side}: {case}",
+        metric="exposed communication",
+        unit="s",
+        ours=statistics.median(ours) - statistics.median(floor),
+        reference=statistics.median(reference) - statistics.median(floor),
+        reference_name="DDP",
+        ratio=_ratio(ours, reference, floor, rounds),
+        ratio_upper=ratios[int(0.95 * len(ratios))],
+        ratio_lower=ratios[int(0.05 * len(ratios))],
+    )
+
+
+def _ratio(ours: Sequence[float], reference: Sequence[float], floor: Sequence[float], rounds: Sequence[int]) -> float:
+    """Return the ratio of the medians of paired differences over some rounds."""
+    over = statistics.median(ours[index] - floor[index] for index in rounds)
+    return over / statistics.median(reference[index] - floor[index] for index in rounds)

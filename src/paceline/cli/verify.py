@@ -1,0 +1,75 @@
+"""`paceline verify`: the proof of a collective program."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.programs import Algorithm, Collective
+
+
+def verify(
+    context: typer.Context,
+    algorithm: Annotated[str, typer.Argument(help="Name of an algorithm; `all` for every one.")],
+    ranks: Annotated[str, typer.Option(help="Number of ranks; `2:17` for all from 2 to 17.")] = "2:17",
+    collective: Annotated[str | None, typer.Option(help="Such as all-reduce; by default all it can do.")] = None,
+    root: Annotated[int, typer.Option(help="Rank that a broadcast starts from.")] = 0,
+) -> None:
+    """Prove collective programs: right, free of deadlocks and races, bitwise equal on all ranks, nothing sent in vain.
+
+    Settings of the algorithm can be overridden: `paceline verify hierarchical --ranks 12 --ranks_per_host 4`.
+    """
+    from paceline.cli.overrides import apply_overrides, parse_pairs
+    from paceline.programs import find_algorithm, list_algorithms
+    from paceline.programs.verify import verify as prove
+
+    names = list(list_algorithms()) if algorithm == "all" else [algorithm]
+    pairs = parse_pairs(context.args)
+    numbers = parse_ranks(ranks)
+    chosen = [apply_overrides(find_algorithm(name)(), pairs) for name in names]
+    typer.echo(_HEADER)
+    for settings in chosen:
+        for wanted in _collectives(settings, collective, is_alone=len(chosen) == 1):
+            for num_ranks in numbers:
+                summary = prove(settings.build(wanted, num_ranks, root=root))
+                typer.echo(
+                    f"{settings.name:17} {wanted:15} {num_ranks:5}  {summary.num_rounds:6}  {summary.num_transfers:9}  "
+                    f"{summary.sent.mean():8.4f}  {summary.sent.max():8.4f}  {summary.most_in_a_round:8.4f}"
+                )
+    typer.echo("All proven. Sent: fractions of the buffer, by a rank in all (mean, most) and in one round (most).")
+
+
+_HEADER = f"{'algorithm':17} {'collective':15} ranks  rounds  transfers  {'mean':>8}  {'most':>8}  {'a round':>8}"
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers that ``17`` or ``2:17`` (the last one included) means.
+
+    Raises:
+        SettingsError: It means none.
+    """
+    from paceline.errors import SettingsError
+
+    first, _, last = text.partition(":")
+    try:
+        numbers = list(range(int(first), int(last or first) + 1))
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise SettingsError(f"--ranks must be a number from 1 on, or two as in 2:17, but got {text!r}; correct it")
+    return numbers
+
+
+def _collectives(settings: "Algorithm", name: str | None, *, is_alone: bool) -> "list[Collective]":
+    from paceline.errors import unknown_name
+    from paceline.programs import Collective
+
+    if name is None:
+        fits = settings.collectives - ({Collective.ALL_TO_ALL} if settings.num_chunks else set())
+        return sorted(fits)
+    known = {collective.value: collective for collective in Collective}
+    wanted = known.get(name.replace("-", "_"))
+    if wanted is None:
+        raise unknown_name("--collective", name, known)
+    # Of `all` algorithms those are meant that can do it; of one, `build` refuses.
+    return [wanted] if is_alone or wanted in settings.collectives else []

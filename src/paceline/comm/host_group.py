@@ -1,0 +1,225 @@
+"""A group of ranks on several hosts: shared memory inside a host, messages between the hosts' leaders."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.group import Group, Work
+from paceline.comm.local_group import LocalGroup
+from paceline.comm.positions import PositionBoard
+from paceline.comm.program_group import ProgramGroup
+from paceline.comm.shared_memory import SharedMemoryError, SharedMemoryGroup, exchange_documents, host_key
+from paceline.comm.shared_memory.meeting import raise_together
+from paceline.comm.shared_memory.runner import Job, NotedJob, Runner
+from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
+from paceline.comm.torch_group import TorchGroup
+from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.programs.base import Algorithm
+
+_SMALL_BYTES = 16 * 2**10
+
+
+class HostGroup(Group):
+    """Ranks that are processes of several hosts, in any order and any number on each.
+
+    The first rank of each host is its leader. What is large is summed inside each host, then among the leaders by a
+    collective program, and copied to the others of the host: each host sends what one rank would. Broadcast and
+    all-gather pass through the leaders likewise. Small operations, all-to-all (which sends no byte twice anyway) and
+    messages go over a `TorchGroup` of all ranks.
+
+    Args:
+        store: Where the ranks find each other; keys are this group's own (give it a prefix).
+        rank: This process's number.
+        size: Number of ranks.
+        timeout_s: How long an operation may take before `PeerTimeoutError`.
+        epoch: Number of the membership that this group is of.
+        algorithm: Of the leaders' programs; by default halving-doubling, which takes the fewest steps, where
+            their number is a power of two, and else the ring, which then sends the least.
+        host: What is the same for the ranks of one host; by default `host_key`.
+
+    Raises:
+        SharedMemoryError: The ranks of some host cannot share memory; it is raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        epoch: int = 0,
+        algorithm: Algorithm | str | None = None,
+        host: str | None = None,
+    ) -> None:
+        super().__init__(rank, size, torch.device("cpu"), epoch)
+        self.timeout_s = timeout_s
+        self._store = store
+        self._key = host or host_key()
+        keys = exchange_documents(dist.PrefixStore("hosts", store), rank, size, self._key, timeout_s)
+        self._hosts = [[other for other in range(size) if keys[other] == key] for key in dict.fromkeys(keys)]
+        self._here = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
+        self._neighbours = self._open_host()
+        self._everyone = self._open_network("everyone", rank, size)
+        num_hosts = len(self._hosts)
+        self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
+        self._leaders: list[Group] = []
+        """On a leader the program group, and the group that it runs on."""
+        if rank == self._hosts[self._here][0]:
+            leaders = self._open_network("leaders", self._here, num_hosts)
+            self._leaders = [ProgramGroup(leaders, self._algorithm), leaders]
+        self._board = PositionBoard(dist.PrefixStore("board", store), rank, size)
+        self._sequence = 0
+        self._runner = Runner("paceline-hosts")
+        self._duplicates: list[Group] = []
+
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Sum inside the host, among the leaders, and copy the sum to the others of the host."""
+        flat = flatten(tensor, name)
+        check_sum(flat.dtype)
+        if flat.nbytes <= _SMALL_BYTES:
+            return self._everyone.all_reduce(tensor, name=name)
+
+        def run() -> None:
+            self._neighbours.all_reduce(flat, name=name).wait()
+            for leaders in self._leaders[:1]:
+                leaders.all_reduce(flat, name=name).wait()
+            self._neighbours.broadcast(flat, name=name).wait()
+
+        return self._submit(name, run)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Copy inside the source's host, to the other leaders, and inside their hosts."""
+        flat = flatten(tensor, name)
+        if flat.nbytes <= _SMALL_BYTES:
+            return self._everyone.broadcast(tensor, source=source, name=name)
+        origin = next(number for number, ranks in enumerate(self._hosts) if source in ranks)
+
+        def run() -> None:
+            if origin == self._here:
+                self._neighbours.broadcast(flat, source=self._hosts[origin].index(source), name=name).wait()
+            for leaders in self._leaders[:1]:
+                leaders.broadcast(flat, source=origin, name=name).wait()
+            if origin != self._here:
+                self._neighbours.broadcast(flat, name=name).wait()
+
+        return self._submit(name, run)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Gather inside the host, among the leaders, and copy everything to the others of the host."""
+        check_tensor(tensor, name)
+        check_rows(output, self.size, tensor.nbytes, name)
+        if tensor.nbytes <= _SMALL_BYTES:
+            return self._everyone.all_gather(output, tensor, name=name)
+        mine = tensor.detach().contiguous().view(-1)
+
+        def run() -> None:
+            longest = max(map(len, self._hosts))  # hosts of fewer ranks send rows that nobody reads
+            blocks = torch.empty(len(self._hosts), longest, len(mine), dtype=mine.dtype)
+            block = torch.empty(longest, len(mine), dtype=mine.dtype)
+            self._neighbours.all_gather(block[: self._neighbours.size], mine, name=name).wait()
+            for leaders in self._leaders[:1]:
+                leaders.all_gather(blocks, block, name=name).wait()
+            self._neighbours.broadcast(blocks, name=name).wait()
+            rows = output.view(self.size, -1)
+            for ranks, theirs in zip(self._hosts, blocks, strict=True):
+                rows[ranks] = theirs[: len(ranks)]
+
+        return self._submit(name, run)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Swap rows over the network."""
+        return self._everyone.all_to_all(output, tensor, name=name)
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send over the network."""
+        return self._everyone.send(tensor, destination, tag=tag, name=name)
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Receive over the network."""
+        return self._everyone.receive(tensor, source, tag=tag, name=name)
+
+    def begin(self, name: str) -> None:
+        """Note it where messages are noted."""
+        self._everyone.begin(name)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed buffer that the ranks of a host share."""
+        return self._neighbours.allocate(num_elements, dtype)
+
+    def duplicate(self, name: str) -> "HostGroup":
+        """Return a group with memory and connections of its own."""
+        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self._store)
+        duplicate = HostGroup(
+            store,
+            self.rank,
+            self.size,
+            timeout_s=self.timeout_s,
+            epoch=self.epoch,
+            algorithm=self._algorithm,
+            host=self._key,
+        )
+        self._duplicates.append(duplicate)
+        return duplicate
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave once what was begun is done; with an `error`, at once."""
+        for duplicate in self._duplicates:
+            duplicate.close(error)
+        if error is None:
+            self._runner.submit(Job(self._runner, self._close_parts))
+        else:
+            self._close_parts(error)
+        self._runner.close()
+        self._board.close(f"{type(error).__name__}: {error}" if error else "")
+
+    def _open_host(self) -> Group:
+        """Return the group of this rank's host."""
+        ranks = self._hosts[self._here]
+        local: Group = LocalGroup(epoch=self.epoch)
+        reason = None
+        try:
+            if len(ranks) > 1:
+                store = dist.PrefixStore(f"host{self._here}", self._store)
+                place = ranks.index(self.rank), len(ranks)
+                local = SharedMemoryGroup(store, *place, timeout_s=self.timeout_s, epoch=self.epoch)
+        except SharedMemoryError as error:
+            reason = str(error)
+        store = dist.PrefixStore("shared", self._store)
+        raise_together(exchange_documents(store, self.rank, self.size, reason, self.timeout_s))
+        return local
+
+    def _open_network(self, name: str, rank: int, size: int) -> TorchGroup:
+        store = dist.PrefixStore(name, self._store)
+        return TorchGroup(store, rank, size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
+
+    def _close_parts(self, error: BaseException | None = None) -> None:
+        for part in (self._neighbours, *self._leaders, self._everyone):
+            part.close(error)
+
+    def _submit(self, name: str, function: Callable[[], None]) -> Work:
+        self._sequence += 1
+        sequence = self._sequence
+        self._board.begin(sequence, name)
+
+        def run() -> None:
+            try:
+                function()
+            except CommunicationError as error:
+                raise self._explain(error, sequence, name) from error
+
+        job = NotedJob(self._runner, run, self._board.wait_in, sequence)
+        self._runner.submit(job)
+        return job
+
+    def _explain(self, error: CommunicationError, sequence: int, name: str) -> CommunicationError:
+        """Say it in ranks of all hosts, and let the others notice."""
+        where = f"operation {sequence} {name!r} on rank {self.rank}"
+        if isinstance(error, PeerTimeoutError):
+            others = self._board.describe_others(sequence)
+            self._close_parts(error)  # only now: who began to wait a little later shall come to its own time-out
+            return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
+        self._close_parts(error)
+        return CommunicationError(f"{where} lost its peers: {self._board.describe_others(sequence)}")

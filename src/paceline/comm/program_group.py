@@ -1,0 +1,123 @@
+"""A group whose collectives are programs."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from paceline.comm.channel import Channel
+from paceline.comm.execute import SEGMENT_BYTES, Scratch, check_tensors, execute
+from paceline.comm.group import Group, Work
+from paceline.programs import Algorithm, Collective, Program, find_algorithm
+
+
+class ProgramGroup(Group):
+    """Runs one algorithm's programs over another group, in order, in a thread of its own.
+
+    The programs run on a duplicate of the group, and never fall back to its collectives. What the algorithm cannot do
+    (see `Algorithm.collectives`), and everything in a world of one, is handed to the group itself; say in `needs` what
+    must not be. Messages and buffers are the group's own too. Its owner closes it: closing this one closes the
+    duplicate, and the group only where there is an error to tell.
+
+    Args:
+        group: Any group whose messages work; every rank makes its `ProgramGroup` at the same time.
+        algorithm: Settings of an algorithm, or its name.
+        needs: Collectives that must be programs.
+        segment_bytes: See `execute`.
+
+    Raises:
+        SettingsError: There is no such algorithm, or it cannot do what is in `needs` for that many ranks.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        algorithm: Algorithm | str,
+        *,
+        needs: Collection[Collective] = (),
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        super().__init__(group.rank, group.size, group.device, group.epoch)
+        self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+        for collective in needs:
+            self.algorithm.build(collective, group.size)
+        self._group = group
+        self._needs = tuple(needs)
+        self._segment_bytes = segment_bytes
+        self._programs: dict[tuple[Collective, int], Program] = {}
+        self._scratch = Scratch()
+        self._messages = group.duplicate(f"{self.algorithm.name} program")
+        self._owned: list[Group] = [self._messages]
+        self._channel = Channel(f"paceline-{self.algorithm.name}")
+
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Run the program, or hand it to the group."""
+        if self._runs(Collective.ALL_REDUCE):
+            return self._submit(Collective.ALL_REDUCE, tensor, None, name)
+        return self._group.all_reduce(tensor, name=name)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Run the program, or hand it to the group."""
+        if self._runs(Collective.BROADCAST):
+            return self._submit(Collective.BROADCAST, tensor, None, name, root=source)
+        return self._group.broadcast(tensor, source=source, name=name)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Run the program, or hand it to the group."""
+        if self._runs(Collective.ALL_GATHER):
+            return self._submit(Collective.ALL_GATHER, tensor, output, name)
+        return self._group.all_gather(output, tensor, name=name)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Run the program, or hand it to the group."""
+        if self._runs(Collective.ALL_TO_ALL):
+            return self._submit(Collective.ALL_TO_ALL, tensor, output, name)
+        return self._group.all_to_all(output, tensor, name=name)
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send by the group."""
+        return self._group.send(tensor, destination, tag=tag, name=name)
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Receive by the group."""
+        return self._group.receive(tensor, source, tag=tag, name=name)
+
+    def duplicate(self, name: str) -> "ProgramGroup":
+        """Return a group of the same algorithm over a duplicate of the group."""
+        base = self._group.duplicate(name)
+        duplicate = ProgramGroup(base, self.algorithm, needs=self._needs, segment_bytes=self._segment_bytes)
+        duplicate._owned.append(base)
+        self._owned.append(duplicate)
+        return duplicate
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of the group's."""
+        return self._group.allocate(num_elements, dtype)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the channel and what was duplicated; with an `error`, the group itself."""
+        for owned in self._owned:
+            owned.close(error)
+        if error is not None:
+            self._group.close(error)
+        self._channel.close()
+
+    def _runs(self, collective: Collective) -> bool:
+        return self.size > 1 and collective in self.algorithm.collectives
+
+    def _submit(self, collective: Collective, tensor: Tensor, output: Tensor | None, name: str, root: int = 0) -> Work:
+        if (collective, root) not in self._programs:
+            self._programs[collective, root] = self.algorithm.build(collective, self.size, root=root)
+        program = self._programs[collective, root]
+        check_tensors(program, tensor, output, self._segment_bytes)
+        return self._channel.submit(
+            lambda: execute(
+                program,
+                tensor,
+                self._messages,
+                output=output,
+                name=name,
+                segment_bytes=self._segment_bytes,
+                scratch=self._scratch,
+            )
+        )

@@ -1,0 +1,75 @@
+"""What a group of one host shares from the start: the ledger, and two lanes."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.shared_memory.lane import Lane
+from paceline.comm.shared_memory.ledger import BLOCK_BYTES, Ledger
+from paceline.comm.shared_memory.meeting import Hub, exchange_documents, find_obstacle, raise_together
+from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
+
+# Small operations run in the caller's thread, through many slots; the others in one of their own, through few. Large
+# slots of all ranks should fit the cache together.
+SMALL_BYTES = 16 * 2**10
+_SMALL_SLOTS = 16
+_LARGE_BYTES = 2**20
+_LARGE_SLOTS = 6
+
+
+@dataclass(frozen=True)
+class Control:
+    """This rank's ends of what is shared."""
+
+    hub: Hub
+    ledger: Ledger
+    small: Lane
+    large: Lane
+
+
+def open_control(store: dist.Store, rank: int, size: int, timeout_s: float) -> Control:
+    """Meet the other ranks of a host, and share memory with them.
+
+    Raises:
+        SharedMemoryError: Some rank cannot; it is raised on all of them.
+        CommunicationError: Some rank did not come.
+    """
+    hub, obstacle, address, descriptor = Hub(rank, size), find_obstacle(), None, None
+    num_bytes = round_to_pages(size * (BLOCK_BYTES + _SMALL_SLOTS * SMALL_BYTES + _LARGE_SLOTS * _LARGE_BYTES))
+    try:
+        if rank == 0 and obstacle is None:
+            descriptor = create(num_bytes)
+            reserve(descriptor, 0, num_bytes)
+            address = hub.open()
+    except OSError as error:
+        obstacle = str(error)
+    try:
+        documents = exchange_documents(dist.PrefixStore("open", store), rank, size, [obstacle, address], timeout_s)
+        raise_together([document[0] for document in documents])
+        try:
+            hub.connect(documents[0][1])
+            descriptor = hub.share(descriptor)
+            control = _lay_out(hub, Segment(descriptor, num_bytes), descriptor, rank, size, timeout_s)
+        except OSError as error:
+            obstacle = str(error)
+            hub.close()
+        raise_together(exchange_documents(dist.PrefixStore("map", store), rank, size, obstacle, timeout_s))
+    except BaseException:
+        hub.close()
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    control.ledger.own_descriptor()
+    return control
+
+
+def _lay_out(hub: Hub, segment: Segment, descriptor: int, rank: int, size: int, timeout_s: float) -> Control:
+    memory = torch.frombuffer(segment.buffer, dtype=torch.uint8)
+    ledger = Ledger(memoryview(segment.buffer).cast("B"), segment.address, descriptor, rank, size, timeout_s)
+    first = size * BLOCK_BYTES
+    small = Lane(0, ledger, memory, first=first, num_slots=_SMALL_SLOTS, slot_bytes=SMALL_BYTES, is_callers=True)
+    first += size * _SMALL_SLOTS * SMALL_BYTES
+    large = Lane(1, ledger, memory, first=first, num_slots=_LARGE_SLOTS, slot_bytes=_LARGE_BYTES, is_callers=False)
+    return Control(hub, ledger, small, large)

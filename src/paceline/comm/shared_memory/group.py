@@ -1,0 +1,277 @@
+"""A group whose ranks are processes of one host that share memory."""
+
+import ctypes
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.group import Group, Work
+from paceline.comm.shared_memory.buffers import PLACE, Buffers
+from paceline.comm.shared_memory.control import SMALL_BYTES, open_control
+from paceline.comm.shared_memory.lane import Step
+from paceline.comm.shared_memory.ledger import MAX_AHEAD, Operation
+from paceline.comm.shared_memory.meeting import SharedMemoryError
+from paceline.comm.shared_memory.runner import Job, NotedJob, Runner
+from paceline.comm.shared_memory.segment import Segment, create
+from paceline.comm.shared_memory.transfers import (
+    Copy,
+    Gather,
+    SlicedSum,
+    Sum,
+    Swap,
+    Transfer,
+    check_rows,
+    check_source,
+    check_sum,
+    check_tensor,
+    copy_in_tiles,
+    flatten,
+    sum_in_place,
+)
+from paceline.comm.torch_group import TorchGroup
+from paceline.errors import CommunicationError
+
+
+class SharedMemoryWarning(UserWarning):
+    """Memory could not be shared; things work, and are slower."""
+
+
+class SharedMemoryGroup(Group):
+    """Ranks that are processes of one host: the same boot, the same network namespace (`host_key`).
+
+    Operations of at most 16 KiB are posted at once, and finished by whoever waits for them. Larger ones run in a thread
+    of the group's own, asleep while it waits. Where all ranks sum a buffer that `allocate` made, each sums its
+    slice of everybody's and writes it to everybody; other tensors travel through a small shared ring, in pieces.
+    Sums run in the order of ranks. Messages (`send`, `receive`) go over a `TorchGroup`.
+
+    Args:
+        store: Where the ranks find each other; keys are this group's own (give it a prefix).
+        rank: This process's number.
+        size: Number of ranks.
+        timeout_s: How long an operation may take before `PeerTimeoutError`.
+        epoch: Number of the membership that this group is of.
+
+    Raises:
+        SharedMemoryError: Some rank cannot share memory; it is raised on all of them.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int = 0) -> None:
+        super().__init__(rank, size, torch.device("cpu"), epoch)
+        self.timeout_s = timeout_s
+        self._store = store
+        control = open_control(dist.PrefixStore("control", store), rank, size, timeout_s)
+        self._hub, self._ledger, self._small, self._large = control.hub, control.ledger, control.small, control.large
+        self._buffers = Buffers(rank, size)
+        self._network = TorchGroup(
+            dist.PrefixStore("network", store), rank, size, device=self.device, timeout_s=timeout_s, epoch=epoch
+        )
+        self._runner: Runner | None = None
+        self._outstanding: deque[Step | Job] = deque()
+        self._duplicates: list[Group] = []
+        self._is_closed = False
+
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Sum in the order of ranks."""
+        flat = flatten(tensor, name)
+        check_sum(flat.dtype)
+        operation = self._begin(name, "all_reduce", tensor)
+        if flat.nbytes <= SMALL_BYTES:
+            return self._note(Sum(flat).post(self._small, operation))
+        return self._submit(operation, lambda: self._sum(operation, flat))
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Copy from `source`."""
+        check_source(source, self.size)
+        flat = flatten(tensor, name)
+        operation = self._begin(name, f"broadcast from {source}", tensor)
+        transfer = Copy(flat, source, self.rank)
+        if flat.nbytes <= SMALL_BYTES:
+            return self._note(transfer.post(self._small, operation))
+        return self._submit(operation, lambda: self._copy(operation, transfer))
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Copy everybody's tensor to everybody."""
+        check_tensor(tensor, name)
+        check_rows(output, self.size, tensor.nbytes, name)
+        operation = self._begin(name, "all_gather", tensor)
+        return self._transfer(operation, Gather(output, tensor.contiguous()))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Copy everybody's rows to whom they are for."""
+        check_rows(tensor, self.size, tensor.nbytes // self.size, name)
+        check_rows(output, self.size, tensor.nbytes // self.size, name)
+        operation = self._begin(name, "all_to_all", tensor)
+        return self._transfer(operation, Swap(output, tensor, self.rank))
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send over the network group."""
+        return self._network.send(tensor, destination, tag=tag, name=name)
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Receive over the network group."""
+        return self._network.receive(tensor, source, tag=tag, name=name)
+
+    def begin(self, name: str) -> None:
+        """Note it where messages are noted."""
+        self._network.begin(name)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed buffer in shared memory, or with a warning a private one where memory is short."""
+        private = torch.zeros(0 if self.size > 1 else num_elements, dtype=dtype)
+        if self.size == 1 or num_elements == 0:
+            return private
+        name = f"allocation of {num_elements} {dtype}"
+        num_bytes = self._buffers.num_bytes(num_elements, dtype)
+        memory, reasons = self._share_segment(name, num_bytes)
+        if memory is None:
+            if self.rank == 0:
+                _warn_of_private_buffer(name, reasons)
+            return torch.zeros(num_elements, dtype=dtype)
+        memory.populate()
+        return self._buffers.add(memory, num_elements, dtype)
+
+    def duplicate(self, name: str) -> Group:
+        """Return a group with memory and connections of its own; without the memory where that is short."""
+        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self._store)
+        group: Group
+        try:
+            group = SharedMemoryGroup(store, self.rank, self.size, timeout_s=self.timeout_s, epoch=self.epoch)
+        except SharedMemoryError as error:
+            if self.rank == 0:
+                warnings.warn(f"group {name!r} goes over the network: {error}", SharedMemoryWarning, stacklevel=2)
+            group = self._network.duplicate(name)
+        self._duplicates.append(group)
+        return group
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave once what was begun is done; with an `error`, at once."""
+        for duplicate in self._duplicates:
+            duplicate.close(error)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        error = error or self._ledger.failure
+        last_words = f"{type(error).__name__}: {error}" if error else ""
+        if self._runner is not None and error is None:
+            self._runner.submit(Job(self._runner, lambda: self._leave("")))
+        else:
+            self._leave(last_words)
+        if self._runner is not None:
+            self._runner.close()
+        self._hub.close()
+        self._network.close(error)
+
+    def _leave(self, last_words: str) -> None:
+        self._ledger.leave(last_words)
+        self._small.wake_others()
+        self._large.wake_others()
+
+    def _begin(self, name: str, kind: str, tensor: Tensor | None = None) -> Operation:
+        if self._is_closed:
+            raise CommunicationError(f"operation {name!r} must be begun before the group is closed; it is closed")
+        while self._outstanding and self._outstanding[0].is_done:
+            self._outstanding.popleft()
+        if len(self._outstanding) >= MAX_AHEAD:
+            self._outstanding[0].wait()
+        of = f" of {tensor.numel()} {tensor.dtype}" if tensor is not None else ""
+        dense = "" if tensor is None or tensor.is_contiguous() else f", strides {tensor.stride()}"
+        return self._ledger.begin(name, f"{kind}{of}{dense}")
+
+    def _note(self, work: Step | Job) -> Work:
+        self._outstanding.append(work)
+        return work
+
+    def _transfer(self, operation: Operation, transfer: Transfer) -> Work:
+        if transfer.num_bytes * transfer.copies <= SMALL_BYTES:
+            return self._note(transfer.post(self._small, operation))
+        return self._submit(operation, lambda: transfer.run(self._large, operation))
+
+    def _submit(self, operation: Operation, function: Callable[[], None]) -> Work:
+        if self._runner is None:
+            self._runner = Runner("paceline-shared-memory")
+        work = NotedJob(self._runner, function, self._ledger.wait_in, operation.sequence)
+        self._runner.submit(work)
+        return self._note(work)
+
+    def _sum(self, operation: Operation, flat: Tensor) -> None:
+        parts = self._find_parts(operation, flat)
+        if parts is None:
+            SlicedSum(flat, self.rank, self.size).run(self._large, operation)
+            return
+        sum_in_place(parts, self.rank)
+        self._large.post(operation, None, None).wait()
+
+    def _copy(self, operation: Operation, transfer: Copy) -> None:
+        parts = self._find_parts(operation, transfer.flat)
+        if parts is None:
+            transfer.run(self._large, operation)
+            return
+        if self.rank != transfer.source:
+            copy_in_tiles(parts[transfer.source], transfer.flat)
+        self._large.post(operation, None, None).wait()
+
+    def _find_parts(self, operation: Operation, flat: Tensor) -> list[Tensor] | None:
+        """Return everybody's tensors, once all have begun the operation; None where they are not shared."""
+        mine, places = self._buffers.locate(flat), list[bytes]()
+
+        def land(slot: int) -> None:
+            places.extend(ctypes.string_at(self._large.address(slot, rank), PLACE.size) for rank in range(self.size))
+
+        def fill(slot: int) -> None:
+            ctypes.memmove(self._large.address(slot), mine, PLACE.size)
+
+        self._large.post(operation, fill, land).wait()
+        return self._buffers.find_parts(flat, places)
+
+    def _share_segment(self, name: str, num_bytes: int) -> tuple[Segment | None, list[str | None]]:
+        """Return a segment that all ranks have mapped, or None and why not, by rank."""
+        operation = self._begin(name, "allocate")
+        self._small.post(operation, None, None).wait()
+        descriptor, memory, reason = None, None, None
+        if self.rank == 0:
+            descriptor, reason = _attempt(lambda: create(num_bytes))
+        reasons = self.gather_documents(reason, name=name)
+        if any(reasons):
+            return None, reasons
+        began_s = time.monotonic()
+
+        def find_late() -> list[int]:
+            return [0]
+
+        descriptor, reason = _attempt(
+            lambda: self._hub.share(descriptor, lambda: self._ledger.check_peers(operation, began_s, find_late))
+        )
+        if descriptor is not None:
+            memory, reason = _attempt(lambda: self._buffers.map(descriptor, num_bytes))
+            os.close(descriptor)
+        reasons = self.gather_documents(reason, name=name)
+        return None if any(reasons) else memory, reasons
+
+
+T = TypeVar("T")
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what `make` does, or why the system did not let it."""
+    try:
+        return make(), None
+    except OSError as error:
+        return None, str(error)
+
+
+def _warn_of_private_buffer(name: str, reasons: Sequence[str | None]) -> None:
+    failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+    warnings.warn(
+        f"{name} could not be made in shared memory ({failed}), so that each rank has its own, and sums of it go "
+        "through a small shared ring, which is slower; free memory on the host, or silence this with "
+        "warnings.filterwarnings('ignore', category=paceline.comm.SharedMemoryWarning)",
+        SharedMemoryWarning,
+        stacklevel=3,
+    )

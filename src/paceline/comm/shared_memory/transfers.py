@@ -1,0 +1,272 @@
+"""The collective operations as what each rank writes into its slot, and what it reads from everybody's."""
+
+import ctypes
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shared_memory.lane import Lane, Step
+from paceline.comm.shared_memory.ledger import Operation
+from paceline.errors import SettingsError
+
+# A tile of each rank fits the cache together, and is below 32,768, from which on torch starts other threads.
+TILE = 31 * 1024
+_LINE_BYTES = 64
+
+
+class Transfer(ABC):
+    """One operation on this rank's tensors, which can be cut into pieces.
+
+    Attributes:
+        num_bytes: What is cut.
+        copies: Bytes that a slot takes for each of them.
+    """
+
+    num_bytes: int
+    copies: int = 1
+
+    @abstractmethod
+    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Write this rank's piece to its slot."""
+
+    @abstractmethod
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Read the pieces of all from their slots."""
+
+    def post(self, lane: Lane, operation: Operation) -> Step:
+        """Post all of it as one step."""
+        return lane.post(
+            operation, partial(self.fill, lane, 0, self.num_bytes), partial(self.land, lane, 0, self.num_bytes)
+        )
+
+    def run(self, lane: Lane, operation: Operation) -> None:
+        """Do all of it, in as many steps as it takes; a piece is written while others still read the one before."""
+        for begin, end in self.pieces(lane):
+            step = lane.post(operation, partial(self.fill, lane, begin, end), partial(self.land, lane, begin, end))
+        step.wait()
+
+    def pieces(self, lane: Lane) -> list[tuple[int, int]]:
+        """Return begin and end of pieces that fit a slot; there is at least one."""
+        width = lane.slot_bytes // self.copies // _LINE_BYTES * _LINE_BYTES
+        return [(begin, min(begin + width, self.num_bytes)) for begin in range(0, max(1, self.num_bytes), width)]
+
+
+class Sum(Transfer):
+    """All-reduce: each rank sums the slots of all, in the order of ranks."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._pointer = flat.data_ptr()
+        self.num_bytes = flat.nbytes
+
+    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the piece."""
+        ctypes.memmove(lane.address(slot), self._pointer + begin, end - begin)
+
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Sum the pieces."""
+        width = self._flat.element_size()
+        output = self._flat[begin // width : end // width]
+        add_up([row[: len(output)] for row in lane.rows(slot, self._flat.dtype)], output)
+
+
+class SlicedSum(Sum):
+    """All-reduce of what is large: each rank sums one slice of a piece, and all copy the slices of all."""
+
+    def __init__(self, flat: Tensor, rank: int, size: int) -> None:
+        super().__init__(flat)
+        self._rank = rank
+        self._size = size
+
+    def run(self, lane: Lane, operation: Operation) -> None:
+        """Take two steps a piece; the next piece is posted before this one is summed."""
+        pieces = self.pieces(lane)
+        steps = deque([self._show(lane, operation, pieces[0])])
+        for number, (begin, end) in enumerate(pieces):
+            if number + 1 < len(pieces):
+                steps.append(self._show(lane, operation, pieces[number + 1]))
+            shown = steps.popleft()
+            shown.wait()
+            fill = partial(self._sum_slice, lane, shown.slot, end - begin)
+            summed = lane.post(operation, fill, partial(self.land, lane, begin, end))
+        summed.wait()
+
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy everybody's slice of the sum."""
+        for rank in range(self._size):
+            first, last = self._slice(end - begin, rank)
+            ctypes.memmove(self._pointer + begin + first, lane.address(slot, rank) + first, last - first)
+
+    def _show(self, lane: Lane, operation: Operation, piece: tuple[int, int]) -> Step:
+        return lane.post(operation, partial(self.fill, lane, *piece), None)
+
+    def _sum_slice(self, lane: Lane, shown: int, num_bytes: int, slot: int) -> None:
+        """Sum this rank's slice of the slots `shown`, three steps ago at most, into its own `slot`."""
+        dtype, width = self._flat.dtype, self._flat.element_size()
+        first, last = (place // width for place in self._slice(num_bytes, self._rank))
+        output = lane.rows(slot, dtype)[self._rank][first:last]
+        parts = [row[first:last] for row in lane.rows(shown, dtype)]
+        for tiles in zip(output.split(TILE), *(part.split(TILE) for part in parts), strict=True):
+            add_up(tiles[1:], tiles[0])
+
+    def _slice(self, num_bytes: int, rank: int) -> tuple[int, int]:
+        return _slice_bounds(num_bytes, self._size, rank)
+
+
+class Copy(Transfer):
+    """Broadcast: all read the source's slot."""
+
+    def __init__(self, flat: Tensor, source: int, rank: int) -> None:
+        self.flat = flat
+        self.source = source
+        self._is_source = rank == source
+        self._pointer = flat.data_ptr()
+        self.num_bytes = flat.nbytes
+
+    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the piece, at the source."""
+        if self._is_source:
+            ctypes.memmove(lane.address(slot), self._pointer + begin, end - begin)
+
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the piece, everywhere else."""
+        if not self._is_source:
+            ctypes.memmove(self._pointer + begin, lane.address(slot, self.source), end - begin)
+
+
+class Gather(Transfer):
+    """All-gather: all read all slots."""
+
+    def __init__(self, output: Tensor, tensor: Tensor) -> None:
+        self._tensors = output, tensor
+        self._from, self._to = tensor.data_ptr(), output.data_ptr()
+        self.num_bytes = tensor.nbytes
+        self._size = len(output)
+
+    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the piece."""
+        ctypes.memmove(lane.address(slot), self._from + begin, end - begin)
+
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the pieces of all to their rows."""
+        for rank in range(self._size):
+            ctypes.memmove(self._to + rank * self.num_bytes + begin, lane.address(slot, rank), end - begin)
+
+
+class Swap(Transfer):
+    """All-to-all: a slot holds the same columns of all rows, and each rank reads its row from all slots."""
+
+    def __init__(self, output: Tensor, tensor: Tensor, rank: int) -> None:
+        self._tensors = output, tensor
+        self._from, self._to = tensor.data_ptr(), output.data_ptr()
+        self._rank = rank
+        self.copies = len(tensor)
+        self.num_bytes = tensor.nbytes // self.copies
+
+    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy the columns of all rows, one row after another."""
+        for row in range(self.copies):
+            source = self._from + row * self.num_bytes + begin
+            ctypes.memmove(lane.address(slot) + row * (end - begin), source, end - begin)
+
+    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+        """Copy what the others have for this rank."""
+        for rank in range(self.copies):
+            source = lane.address(slot, rank) + self._rank * (end - begin)
+            ctypes.memmove(self._to + rank * self.num_bytes + begin, source, end - begin)
+
+
+def add_up(parts: Sequence[Tensor], output: Tensor) -> None:
+    """Write the sum of `parts`, in their order, to `output`, which may be the first of them."""
+    if len(parts) == 1:
+        output.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
+
+
+def sum_in_place(parts: Sequence[Tensor], rank: int) -> None:
+    """Sum this rank's slice of everybody's flat buffer, and write the sum into all of them.
+
+    It is one pass: a tile is still in the cache when it is written. Each rank reads S and writes S bytes, S being the
+    size of a buffer.
+    """
+    width = parts[0].element_size()
+    first, last = (place // width for place in _slice_bounds(parts[0].nbytes, len(parts), rank))
+    for tiles in zip(*(part[first:last].split(TILE) for part in parts), strict=True):
+        add_up(tiles, tiles[0])
+        for tile in tiles[1:]:
+            tile.copy_(tiles[0])
+
+
+def copy_in_tiles(source: Tensor, output: Tensor) -> None:
+    """Copy a flat tensor with this thread alone."""
+    for part, tile in zip(source.split(TILE), output.split(TILE), strict=True):
+        tile.copy_(part)
+
+
+def flatten(tensor: Tensor, name: str) -> Tensor:
+    """Return all elements of a dense tensor in the order of memory, as a view.
+
+    Raises:
+        SettingsError: It is on another device, or has holes.
+    """
+    check_tensor(tensor, name)
+    detached = tensor.detach()
+    if detached.is_contiguous():
+        return detached.view(-1)
+    if torch.empty_like(detached, device="meta").stride() != detached.stride():  # it keeps the strides of what is dense
+        raise SettingsError(
+            f"the tensor of {name!r} must be dense, but got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}; call contiguous() first"
+        )
+    return detached.as_strided((detached.numel(),), (1,))
+
+
+@functools.cache
+def check_sum(dtype: torch.dtype) -> None:
+    """Raise `SettingsError` for a dtype that cannot be added."""
+    try:
+        torch.zeros(1, dtype=dtype) + torch.zeros(1, dtype=dtype)
+    except RuntimeError as error:
+        raise SettingsError(
+            f"the dtype of a sum must be one that can be added, but got {dtype} ({error}); send another"
+        ) from error
+
+
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raise `SettingsError` for what shared memory cannot hold."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise SettingsError(
+            f"the tensor of {name!r} must be a strided tensor on a CPU, but got {tensor.layout} on {tensor.device}; "
+            "use join(transport='network')"
+        )
+
+
+def check_source(source: int, size: int) -> None:
+    """Raise `SettingsError` where a broadcast has no source."""
+    if not 0 <= source < size:
+        raise SettingsError(f"the source of a broadcast must be a rank of 0..{size - 1}, but got {source}")
+
+
+def check_rows(tensor: Tensor, num_rows: int, row_bytes: int, name: str) -> None:
+    """Raise `SettingsError` unless a tensor has a row for each rank, one after another."""
+    check_tensor(tensor, name)
+    if len(tensor) != num_rows or tensor.nbytes != num_rows * row_bytes or not tensor.is_contiguous():
+        raise SettingsError(
+            f"the rows of {name!r} must be {num_rows} of {row_bytes} bytes, contiguous, but got shape "
+            f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
+        )
+
+
+def _slice_bounds(num_bytes: int, num_slices: int, index: int) -> tuple[int, int]:
+    """Return where one of `num_slices` slices begins and ends, in bytes; none share a cache line."""
+    length = math.ceil(num_bytes / num_slices / _LINE_BYTES) * _LINE_BYTES
+    return min(index * length, num_bytes), min((index + 1) * length, num_bytes)

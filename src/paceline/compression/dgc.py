@@ -1,0 +1,122 @@
+"""Deep gradient compression: top-k of what momentum makes of the gradient."""
+
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Size, Tensor
+
+from paceline.compression.codec import (
+    Algebra,
+    Codec,
+    Exchange,
+    Exchanged,
+    Gather,
+    Place,
+    Request,
+    State,
+    dense_payloads,
+    exchange_dense,
+)
+from paceline.compression.top_k import count_kept, exchange_largest, largest_bytes
+from paceline.errors import SettingsError
+from paceline.registry import register
+
+
+@register("dgc")
+class DGC(Codec):
+    """Deep gradient compression (Lin et al. 2018): sparse sums that keep what momentum would have done.
+
+    It replaces the optimizer's momentum: **use an optimizer without**, such as SGD with momentum 0, or momentum is
+    applied twice. Each worker keeps momentum u and unsent velocity v of its own gradient g,
+
+        u <- momentum * u + g;   v <- v + u;   send the largest of v;   v, u <- 0 where sent,
+
+    so that an element that waits has its momentum too once it is sent (correction), and none that is stale afterwards
+    (`masking`). `clip_norm` bounds g before it is accumulated: what was accumulated is the sum of many steps, and
+    clipping that would undo it. The density falls exponentially over `warmup_steps`, as young networks change fast.
+
+    With momentum 0 and no clipping it is `TopK`; at density 1 without masking, SGD with momentum; at density 1 with
+    it, plain SGD. The paper clips the norm over all parameters and lowers the density once an epoch; here it is a
+    block's norm, as blocks are encoded while others are still being computed, and the density falls at every step.
+    Small blocks send u, all of it, at every step.
+
+    On the wire: that of `TopK` at the step's density.
+    """
+
+    algebra = Algebra.GATHER
+    conserves = False
+
+    density: float = Field(default=0.01, gt=0, le=1)
+    """Share of the elements that are sent, after the warm-up."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    masking: bool = True
+    """Whether momentum starts anew where an element was sent."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest norm of a block of the sum over workers (before it is divided by their mass, where that is not 1). Each
+    of n workers clips its part to this over sqrt(n): independent parts add up to it. None for no clipping."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps until the density is reached."""
+    first_density: float = Field(default=0.25, gt=0, le=1)
+    """Density at the first step of the warm-up."""
+
+    @model_validator(mode="after")
+    def _must_fall(self) -> Self:
+        if self.warmup_steps and self.first_density < self.density:
+            raise SettingsError(
+                f"first_density must be at least density, but got {self.first_density} < {self.density}; "
+                "raise it, or set warmup_steps to 0"
+            )
+        return self
+
+    def density_at(self, step: int) -> float:
+        """Return the share of the elements that is sent at a step."""
+        if step >= self.warmup_steps:
+            return self.density
+        fall = self.density / self.first_density
+        return float(self.first_density * fall ** (step / self.warmup_steps))
+
+    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+        """Gather everybody's largest velocities; each worker adds them up, by rank."""
+        momentum = self._accumulate(self._clip(value, place.num_workers), state)
+        kept = {"momentum": momentum} if self.momentum else {}
+        if self.is_dense(value.shape):
+            summed = yield from exchange_dense(momentum)
+            return Exchanged(summed.total, kept, summed.is_finite)
+        num_kept = count_kept(value.shape, self.density_at(place.step))
+        sent = yield from exchange_largest(momentum, state.get("worker"), num_kept)
+        if kept and self.masking:
+            momentum.view(-1).index_fill_(0, sent.indices.long(), 0)
+        return Exchanged(sent.total, {"worker": sent.remainder, **kept}, sent.is_finite)
+
+    def payloads(self, shape: Size, num_workers: int, step: int | None = None) -> list[tuple[type[Request], int]]:
+        """One round; its size depends on `step` during the warm-up. None: after it."""
+        if self.is_dense(shape):
+            return dense_payloads(shape)
+        density = self.density if step is None else self.density_at(step)
+        return [(Gather, largest_bytes(shape, count_kept(shape, density)))]
+
+    def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
+        """Share out evenly what was held back, and the momentum."""
+        resized = super().resize(saved, shape, rank, num_workers)
+        parts = [state["momentum"] for state in saved if "momentum" in state]
+        if len(saved) == num_workers or not parts:
+            return resized
+        return {**resized, "momentum": torch.stack(parts).sum(0) / num_workers}
+
+    def _clip(self, value: Tensor, num_workers: int) -> Tensor:
+        if self.clip_norm is None:
+            return value
+        limit = self.clip_norm / math.sqrt(num_workers)
+        # In double precision: squares of large numbers overflow, and a norm of infinity would clip to zero.
+        norm = torch.linalg.vector_norm(value, dtype=torch.float64)
+        factor: Tensor = (limit / norm).clamp(max=1).float()
+        return value * factor
+
+    def _accumulate(self, value: Tensor, state: State) -> Tensor:
+        """Return the new momentum, in memory of its own if it is kept."""
+        if self.momentum == 0:
+            return value
+        return torch.add(value, state["momentum"], alpha=self.momentum) if "momentum" in state else value.clone()

@@ -1,0 +1,98 @@
+"""Many blocks' exchanges run together over a group: the requests of one round share one message."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.compression.codec import Codec, Exchange, Exchanged, Gather, Place, Reduce, Request, Scatter, State
+
+
+def exchange_blocks(
+    codec: Codec,
+    values: Mapping[str, Tensor],
+    states: Mapping[str, State],
+    group: Group,
+    *,
+    step: int,
+    seed: int = 0,
+    name: str,
+) -> dict[str, Exchanged]:
+    """Exchange blocks with the other workers and return what came of each; every rank calls it with the same blocks.
+
+    Args:
+        codec: How they are encoded.
+        values: This worker's parts of the sums, by block.
+        states: What was kept of each block; a block may be missing.
+        group: The workers. Nobody else may use it meanwhile.
+        step: Updates done before.
+        seed: Of the run.
+        name: What errors call it.
+    """
+    under_way: dict[str, Exchange] = {}
+    requests: dict[str, Request] = {}
+    for block, value in values.items():
+        place = Place(block, step, group.rank, group.size, seed)
+        under_way[block] = codec.exchange(value, states.get(block, {}), place)
+        requests[block] = next(under_way[block])
+    done: dict[str, Exchanged] = {}
+    while requests:
+        answers = _answer(requests, group, name)
+        requests = {}
+        for block, answer in answers.items():
+            try:
+                requests[block] = under_way[block].send(answer)
+            except StopIteration as end:
+                done[block] = end.value
+    return {block: done[block] for block in values}
+
+
+def _answer(requests: Mapping[str, Request], group: Group, name: str) -> dict[str, Tensor]:
+    """Run one round: at most one collective of each kind and dtype, the same on every rank."""
+    answers: dict[str, Tensor] = {}
+    reduced = {block: request for block, request in requests.items() if isinstance(request, Reduce)}
+    for dtype in sorted({request.payload.dtype for request in reduced.values()}, key=str):
+        answers |= _reduce({b: r.payload for b, r in reduced.items() if r.payload.dtype == dtype}, group, name)
+    answers |= _gather({b: r.payload for b, r in requests.items() if isinstance(r, Gather)}, group, name)
+    answers |= _scatter({b: r.payload for b, r in requests.items() if isinstance(r, Scatter)}, group, name)
+    return answers
+
+
+def _reduce(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+    together = _join(payloads)
+    group.all_reduce(together, name=f"{name} sums").wait()
+    return _cut(together, payloads)
+
+
+def _gather(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+    if not payloads:
+        return {}
+    together = _join(payloads)
+    gathered = together.new_empty(group.size, len(together))
+    group.all_gather(gathered, together, name=f"{name} payloads").wait()
+    return _cut(gathered, payloads)
+
+
+def _scatter(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+    if not payloads:
+        return {}
+    together = _join(payloads)
+    received = torch.empty_like(together)
+    group.all_to_all(received, together, name=f"{name} parts").wait()
+    return _cut(received, payloads)
+
+
+def _join(payloads: Mapping[str, Tensor]) -> Tensor:
+    parts = list(payloads.values())
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _cut(together: Tensor, payloads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each block's part, contiguous, so that its bytes can be viewed as numbers of any dtype."""
+    sizes = [payload.shape[-1] for payload in payloads.values()]
+    parts = cast(list[Tensor], together.split(sizes, dim=-1))
+    if together.dtype == torch.uint8 and len(parts) > 1:
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return dict(zip(payloads, parts, strict=True))

@@ -1,0 +1,105 @@
+"""Two bytes an element: fp16 and bf16, added as such on their way."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Size, Tensor
+
+from paceline.compression.codec import (
+    Algebra,
+    Codec,
+    Exchange,
+    Exchanged,
+    Place,
+    Reduce,
+    Request,
+    State,
+    dense_payloads,
+    exchange_dense,
+    is_finite,
+)
+from paceline.registry import register
+
+_PIECE = 1 << 17
+"""Elements rounded at a time on a CPU: several passes over them run in its cache."""
+
+
+class _Half(Codec):
+    """Rounds to nearest, and lets the wire add what is rounded.
+
+    On the wire: one all-reduce of 2 bytes an element. Error feedback keeps what this worker's rounding took; what the
+    additions on the way round off, once each, is lost. A sum cannot overflow: each worker sends at most its share of
+    the range, the largest power of two of which `num_workers` add up, and with feedback keeps the rest for later.
+    """
+
+    algebra = Algebra.LINEAR
+    dtype: ClassVar[torch.dtype]
+
+    error_feedback: bool = True
+    """Whether what rounding takes is added to the next gradient."""
+
+    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+        """Round, sum, and widen again."""
+        if self.is_dense(value.shape):
+            return (yield from exchange_dense(value))
+        payload = torch.empty(value.numel(), dtype=self.dtype, device=value.device)
+        residual = torch.empty_like(value) if self.error_feedback else None
+        limit = largest_payload(self.dtype, place.num_workers)
+        finite = round_to_half(value, state.get("worker"), limit, payload, residual)
+        total = yield Reduce(payload)
+        return Exchanged(total.float().view(value.shape), {} if residual is None else {"worker": residual}, finite)
+
+    def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
+        """One round."""
+        return dense_payloads(shape) if self.is_dense(shape) else [(Reduce, 2 * shape.numel())]
+
+
+@register("fp16")
+class FP16(_Half):
+    """IEEE half precision: 11 bits of precision, from 6e-8 to 65,504; smaller gradients wait in the residual."""
+
+    dtype = torch.float16
+
+
+@register("bf16")
+class BF16(_Half):
+    """The upper half of fp32: its whole range, 8 bits of precision."""
+
+    dtype = torch.bfloat16
+
+
+def largest_payload(dtype: torch.dtype, num_workers: int) -> float:
+    """Return the largest power of two of which `num_workers` add up without overflow, in any order."""
+    # Multiples of a power of two are exact up to the dtype's precision, so partial sums do not round beyond the range.
+    exponent = math.frexp(torch.finfo(dtype).max)[1] - 1
+    return math.ldexp(1.0, exponent - (num_workers - 1).bit_length())
+
+
+def round_to_half(
+    value: Tensor, residual: Tensor | None, limit: float, payload: Tensor, new_residual: Tensor | None
+) -> bool:
+    """Round ``value + residual`` to `payload`, and keep in `new_residual` what that changed.
+
+    Args:
+        value: fp32.
+        residual: Of the shape of `value`, or None for zero.
+        limit: Larger magnitudes are cut to it.
+        payload: Filled; flat.
+        new_residual: Filled, if given; of the shape of `value`.
+
+    Returns:
+        Whether all that was rounded is finite.
+    """
+    size = _PIECE if value.device.type == "cpu" else max(value.numel(), 1)
+    finite = True
+    for first in range(0, value.numel(), size):
+        piece = slice(first, first + size)
+        wanted = value.view(-1)[piece]
+        if residual is not None:
+            wanted = wanted + residual.view(-1)[piece]
+        finite = is_finite(wanted) and finite
+        payload[piece] = wanted.clamp(-limit, limit)
+        if new_residual is not None:
+            torch.sub(wanted, payload[piece], out=new_residual.view(-1)[piece])
+    return finite

@@ -1,0 +1,37 @@
+"""Top-k selection in plain torch: the reference."""
+
+import torch
+from torch import Tensor
+
+
+def select(
+    value: Tensor, residual: Tensor | None, num_kept: int, remainder: Tensor, indices: Tensor, values: Tensor
+) -> bool:
+    """Split ``value + residual`` into its `num_kept` largest magnitudes and the rest.
+
+    Args:
+        value: fp32, shape ``(d,)``.
+        residual: As `value`; None counts as zeros.
+        num_kept: How many are selected, in [1, d]. Of equal magnitudes the first are.
+        remainder: As `value`; gets the sum with zeros where an element was selected.
+        indices: int32 or int64, shape ``(num_kept,)``; gets their places, in rising order.
+        values: fp32, shape ``(num_kept,)``; gets the selected elements.
+
+    Returns:
+        Whether the sum is finite everywhere.
+    """
+    if residual is None:
+        remainder.copy_(value)
+    else:
+        torch.add(value, residual, out=remainder)
+    # As integers, bits without the sign are ordered as the magnitudes are; NaN comes above infinity.
+    magnitudes = remainder.view(torch.int32) & 0x7FFFFFFF
+    threshold = magnitudes.topk(num_kept, sorted=False).values.min()
+    above = magnitudes > threshold
+    equal = magnitudes == threshold
+    first_equal = equal & (equal.cumsum(0) <= num_kept - above.sum())
+    places = (above | first_equal).nonzero().squeeze(1)
+    indices.copy_(places)
+    values.copy_(remainder[places])
+    remainder[places] = 0
+    return bool(values.isfinite().all())

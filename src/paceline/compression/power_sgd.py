@@ -1,0 +1,144 @@
+"""PowerSGD: a matrix is sent as the product of two thin ones.
+
+Shapes: N rows, M columns, R low rank. Q is kept as ``(R, M)``, and P is computed by columns: as ``(M, R)`` and by rows
+the products take up to six times as long on a CPU.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from pydantic import Field
+from torch import Size, Tensor
+
+from paceline.compression.codec import (
+    Algebra,
+    Codec,
+    Exchange,
+    Exchanged,
+    Place,
+    Reduce,
+    Request,
+    State,
+    dense_payloads,
+    exchange_dense,
+)
+from paceline.compression.seeding import shared_generator
+from paceline.registry import register
+
+_PIECE = 1 << 17
+"""Elements of a product computed at a time on a CPU."""
+_ROUNDING = 1e-6
+"""What is left of a column that depends on others, as a part of it: some units of fp32's precision."""
+
+
+@register("power_sgd")
+class PowerSGD(Codec):
+    """One step of subspace iteration a step, warm-started from the last (Vogels, Karimireddy, Jaggi 2019).
+
+    A block of shape ``(N, ...)`` is a matrix of N rows and M columns. Workers sum P = X_i Q, orthonormalise it, sum
+    Q = X_i^T P, and take P Q^T for the sum of their X_i. A worker's residual is X_i - P (X_i^T P)^T, from its own
+    product: with that of the sum it would grow without bound where workers see different data. Where the sum's rank
+    is at most `low_rank`, it is exact.
+
+    Unlike the paper's, columns of Q are scaled to length 1 before use. One that has become zero is drawn anew, and so
+    is one of P that depends on the others: else a block whose gradients were zero, or cancelled out, for a while
+    might send nothing for ever.
+
+    On the wire: two all-reduces of R * N and R * M values, 4 bytes each. Vectors, and matrices that this would not
+    make smaller, are summed as they are.
+    """
+
+    algebra = Algebra.LINEAR
+
+    low_rank: int = Field(default=4, ge=1)
+    """Columns of P and Q."""
+    error_feedback: bool = True
+    """Whether what was not sent is added to the next step's value."""
+
+    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+        """Sum P, then Q."""
+        if self.is_dense(value.shape):
+            return (yield from exchange_dense(value))
+        x_NM = value.view(_matrix_shape(value.shape))
+        if self.error_feedback:
+            x_NM = x_NM + state["worker"].view_as(x_NM) if "worker" in state else x_NM.clone()
+        p_NR = x_NM @ self._start(x_NM, state, place).t()
+        finite = bool(p_NR.isfinite().all())
+        p_NR = _orthonormalise(_own((yield Reduce(p_NR.view(-1))), p_NR), place)
+        q_RM = p_NR.t() @ x_NM
+        if self.error_feedback:
+            _subtract_product(x_NM, p_NR, q_RM)
+        q_RM = _own((yield Reduce(q_RM.view(-1))), q_RM)
+        total = _multiply(p_NR, q_RM).view_as(value)
+        kept = {"q": q_RM, "worker": x_NM.view_as(value)} if self.error_feedback else {"q": q_RM}
+        return Exchanged(total, kept, finite)
+
+    def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
+        """Two rounds, P and Q."""
+        if self.is_dense(shape):
+            return dense_payloads(shape)
+        return [(Reduce, 4 * self.low_rank * size) for size in _matrix_shape(shape)]
+
+    def is_dense(self, shape: Size) -> bool:
+        """Whether P and Q would be no smaller than a block of `shape`, or it is small."""
+        num_rows, num_columns = _matrix_shape(shape)
+        return super().is_dense(shape) or self.low_rank * (num_rows + num_columns) >= num_rows * num_columns
+
+    def _start(self, x_NM: Tensor, state: State, place: Place) -> Tensor:
+        """Return what Q was after the last step, with columns of length 1; random ones for those that are zero."""
+        if "q" not in state or len(state["q"]) != self.low_rank:
+            return self._draw(x_NM, place)
+        lengths = _measure(state["q"], 1).unsqueeze(1)
+        scaled = (state["q"] / lengths).float()
+        return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, place))
+
+    def _draw(self, x_NM: Tensor, place: Place) -> Tensor:
+        return torch.randn(self.low_rank, x_NM.shape[1], generator=shared_generator(place)).to(x_NM.device)
+
+
+def _matrix_shape(shape: Size) -> tuple[int, int]:
+    num_rows = shape[0] if shape else 1
+    return num_rows, shape.numel() // max(num_rows, 1)
+
+
+def _own(summed: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of a sum, outside the message that it came in.
+
+    The state shall not hold the whole message. And linear algebra may round by a buffer's alignment, which is the same
+    for all of torch's own, so that all workers get the same bits.
+    """
+    return summed.clone().view_as(like)
+
+
+def _measure(tensor: Tensor, dim: int) -> Tensor:
+    """Return lengths along `dim`, in double precision: in single, squares of 1e-23 are zero and of 1e20 infinite."""
+    return cast(Tensor, torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float64))
+
+
+def _orthonormalise(p_NR: Tensor, place: Place) -> Tensor:
+    """Return orthonormal columns that span those of `p_NR`; random ones for those that depend on others before them."""
+    columns, factors_RR = torch.linalg.qr(p_NR)
+    dependent = factors_RR.diagonal().abs() <= _ROUNDING * _measure(factors_RR, 0)
+    if dependent.any():
+        drawn_NR = torch.randn(p_NR.shape, generator=shared_generator(place)).to(p_NR.device)
+        columns, _ = torch.linalg.qr(torch.where(dependent, drawn_NR, p_NR))
+    return cast(Tensor, columns)
+
+
+def _subtract_product(x_NM: Tensor, p_NR: Tensor, q_RM: Tensor) -> None:
+    for x, p in _pieces(x_NM, p_NR):
+        x.addmm_(p, q_RM, alpha=-1)
+
+
+def _multiply(p_NR: Tensor, q_RM: Tensor) -> Tensor:
+    product_NM = p_NR.new_empty(len(p_NR), q_RM.shape[1])
+    for x, p in _pieces(product_NM, p_NR):
+        torch.mm(p, q_RM, out=x)
+    return product_NM
+
+
+def _pieces(x_NM: Tensor, p_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return rows of both that belong together: on a CPU few at a time, for the whole product leaves its cache."""
+    rows = len(x_NM) if x_NM.is_cuda else max(_PIECE // x_NM.shape[1], 1)
+    return zip(x_NM.split(rows), p_NR.split(rows), strict=True)

@@ -1,0 +1,115 @@
+"""How codecs whose payloads cannot be added sum all the same: owners of a part decode, add and encode again."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Size, Tensor
+
+from paceline.compression.codec import (
+    Algebra,
+    Codec,
+    Exchange,
+    Exchanged,
+    Gather,
+    Place,
+    Request,
+    Scatter,
+    State,
+    dense_payloads,
+    exchange_dense,
+)
+from paceline.compression.kernels import find_kernels
+from paceline.compression.rows import Rows
+from paceline.errors import SettingsError
+
+
+class Requantise(Codec):
+    """Base of codecs that encode tiles, each with a scale of its own.
+
+    Each worker owns a row of whole tiles. It gets that row from all, decodes and adds in fp32 in the order of ranks,
+    encodes the sum, and all workers decode the same rows: two roundings whatever the number of workers, where a ring
+    would round at each hop. Both sites are lossy and have residuals: the workers', of the size of the block, and the
+    owners', of the size of a row. Since tiles stay where they are, the number of owners changes only who computes.
+
+    On the wire: an all-to-all and an all-gather of the payload, in sum 2(n-1)/n of its size, as an all-reduce sends.
+    Rows are of one size, so blocks of few tiles fill them badly.
+    """
+
+    algebra = Algebra.REQUANTISE
+    tile: ClassVar[int]
+    bits: ClassVar[int]
+
+    error_feedback: bool = True
+    """Whether what encoding leaves out, at workers and at owners, is added to what they encode next."""
+
+    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+        """Scatter rows, sum the one owned, gather the sums."""
+        if self.is_dense(value.shape):
+            return (yield from exchange_dense(value))
+        rows = self._rows(value.shape, place.num_workers)
+        kernels = find_kernels(self.name, value.device)
+        part = rows.part(place.rank)
+        _check_owner(state, part.stop - part.start, place)
+
+        payload, worker, is_finite = self._encode(value.view(-1), state.get("worker"), rows, "worker", place)
+        received = _aligned((yield Scatter(payload)))
+        total = value.new_empty(part.stop - part.start)
+        for sender in range(place.num_workers):
+            kernels.decode(received[sender : sender + 1], rows, total, add=sender > 0)
+
+        payload, owner, is_sum_finite = self._encode(total, state.get("owner"), rows, "owner", place)
+        gathered = _aligned((yield Gather(payload[0])))
+        summed = torch.empty_like(value)
+        kernels.decode(gathered, rows, summed.view(-1))
+        if not is_sum_finite and bool(_scales(received, rows).isfinite().all()):
+            is_finite = False  # no worker sent anything that was not finite: the sum is too large
+        kept = {"worker": worker.view(value.shape), "owner": owner} if self.error_feedback else {}
+        return Exchanged(summed, kept, is_finite)
+
+    def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
+        """All rows, then the sum of one."""
+        if self.is_dense(shape):
+            return dense_payloads(shape)
+        row_bytes = self._rows(shape, num_workers).row_bytes
+        return [(Scatter, num_workers * row_bytes), (Gather, row_bytes)]
+
+    @abstractmethod
+    def _options(self, site: str, rows: Rows, place: Place) -> dict[str, int | None]:
+        """Return what this codec's `encode` wants to know besides."""
+
+    def _rows(self, shape: Size, num_workers: int) -> Rows:
+        return Rows(shape.numel(), num_workers, self.tile, self.bits)
+
+    def _encode(
+        self, value: Tensor, residual: Tensor | None, rows: Rows, site: str, place: Place
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Return the payload, what it leaves out (not filled without feedback), and whether the value was finite."""
+        payload = rows.new_payload(value.device, 1 if site == "owner" else rows.num_rows)
+        new_residual = torch.empty_like(value)
+        old: Tensor | None = None
+        if self.error_feedback:
+            old = torch.zeros_like(value) if residual is None else residual.view(len(value))
+        encode = find_kernels(self.name, value.device).encode
+        is_finite = encode(
+            value, old, rows, payload, None if old is None else new_residual, **self._options(site, rows, place)
+        )
+        return payload, new_residual, is_finite
+
+
+def _check_owner(state: State, num_owned: int, place: Place) -> None:
+    if "owner" in state and len(state["owner"]) != num_owned:
+        raise SettingsError(
+            f"the owner residual of block {place.block!r} must have the {num_owned} elements that rank {place.rank} of "
+            f"{place.num_workers} owns, but got {len(state['owner'])}; first `resize` the states of all workers"
+        )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return received rows in memory where scales can be read as numbers."""
+    is_aligned = rows.is_contiguous() and rows.data_ptr() % 4 == 0
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _scales(payload: Tensor, rows: Rows) -> Tensor:
+    return payload[:, : rows.codes_begin].clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -1,0 +1,102 @@
+"""What a collective program costs on a cluster.
+
+A rank's part of a round: it encodes what it sends, all transfers of the round share links max-min fairly from the
+same moment on, each arrives after its latency, and its destination decodes and adds. Adding in segments
+while the rest is still under way is not modelled: where adding is slow the estimate is on the safe side.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.errors import SettingsError
+from paceline.programs import Program
+from paceline.simulator.network import transfer_times_s
+from paceline.simulator.own_pace import run_at_own_pace
+from paceline.simulator.transfers import CodecCost, Transfers, price_round
+from paceline.topology.cluster import Cluster, Network
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a program, by what the ranks that hold up the others are doing.
+
+    Args:
+        transfer_s: Waiting for links and latency.
+        add_s: Adding what arrived.
+        codec_s: Encoding and decoding.
+    """
+
+    transfer_s: float
+    add_s: float
+    codec_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.transfer_s + self.add_s + self.codec_s
+
+
+def simulate(
+    program: Program,
+    num_bytes: float,
+    cluster: Cluster | Network,
+    *,
+    codec: CodecCost | None = None,
+    own_pace: bool = False,
+) -> Cost:
+    """Return what `program` costs on `cluster`.
+
+    By default a round begins when the one before it has ended everywhere. Then like rounds are priced once, so that
+    4,096 ranks take no longer than their largest round; scaling up all links never slows a program down; and ranks that
+    drift apart gain nothing, which is on the safe side. No link ever carries more than its capacity.
+
+    Args:
+        program: What runs.
+        num_bytes: Size of the buffer that the program's chunks are cut from; chunks are taken to be equal. Of an
+            all-to-all it is what all ranks together have.
+        cluster: Where it runs: settings, or a network made of them.
+        codec: What is done to payloads; none: nothing.
+        own_pace: Whether each rank goes on as soon as its own part of a round has ended and its partners are there, as
+            `execute` does. It is truer where links differ, most of all for pipelined trees, but takes minutes from some
+            hundreds of ranks on, and, as in any network, a faster link may let a rival start earlier and so end it all
+            a little later.
+
+    Raises:
+        SettingsError: `num_bytes` is negative, or the cluster has too few devices.
+    """
+    if not 0 <= num_bytes < np.inf:
+        raise SettingsError(f"num_bytes must be at least 0 and finite, but got {num_bytes}; give the buffer's size")
+    network = cluster.network(program.num_ranks) if isinstance(cluster, Cluster) else cluster
+    codec = codec or CodecCost()
+    chunk_bytes = num_bytes / program.num_chunks
+    around = Cost(0.0, 0.0, codec.around_s(program, num_bytes))
+    if own_pace:
+        rounds = [price_round(round_, chunk_bytes, network, codec) for round_ in program.rounds()]
+        total_s, add_s, codec_s = run_at_own_pace(rounds, network.capacities_bytes_per_s)
+        return _sum([around, Cost(total_s - add_s - codec_s, add_s, codec_s)])
+    costs = [around]
+    for index, count in program.round_classes():
+        cost = _simulate_round(price_round(program.round(index), chunk_bytes, network, codec), network)
+        costs.append(Cost(count * cost.transfer_s, count * cost.add_s, count * cost.codec_s))
+    return _sum(costs)
+
+
+def _simulate_round(transfers: Transfers, network: Network) -> Cost:
+    """Return what a round costs, by the rank that ends it last."""
+    if not len(transfers.sources):
+        return Cost(0.0, 0.0, 0.0)
+    encode_s = np.bincount(transfers.sources, transfers.encode_s).max()
+    left_s = transfer_times_s(transfers.routes, transfers.wire_bytes, network.capacities_bytes_per_s)
+    add_s = np.bincount(transfers.destinations, transfers.add_s)
+    decode_s = np.bincount(transfers.destinations, transfers.decode_s)
+    arrived_s = np.zeros(len(add_s))
+    np.maximum.at(arrived_s, transfers.destinations, left_s + transfers.delays_s)
+    last = int(np.argmax(arrived_s + decode_s + add_s))
+    return Cost(float(arrived_s[last]), float(add_s[last]), float(encode_s + decode_s[last]))
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+    transfer_s, add_s, codec_s = np.array([(cost.transfer_s, cost.add_s, cost.codec_s) for cost in costs]).sum(axis=0)
+    return Cost(float(transfer_s), float(add_s), float(codec_s))

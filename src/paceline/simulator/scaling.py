@@ -1,0 +1,122 @@
+"""How a collective, and the training that waits for it, scale with ranks: by algorithm and by bandwidth."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from paceline.errors import SettingsError
+from paceline.programs import Algorithm, Collective, Hierarchical, find_algorithm
+from paceline.programs import Torus as TorusAlgorithm
+from paceline.registry import Settings
+from paceline.simulator.program import Cost, simulate
+from paceline.topology import Cluster, Switch
+from paceline.topology.torus import Torus
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One point of a scaling curve."""
+
+    algorithm: str
+    num_ranks: int
+    bandwidth_bytes_per_s: float
+    total_s: float
+    """Time of the collective."""
+    add_s: float
+    """What of it is adding."""
+    exposed_s: float
+    """What of it computing does not hide."""
+    efficiency: float
+    """Time of computing over that of a whole step."""
+
+
+class Scaling(Settings):
+    """A training step on more and more ranks: every rank computes as long as ever, then waits for the collective.
+
+    Its efficiency is ``compute_s / (compute_s + exposed_s)``, as in weak scaling.
+    """
+
+    collective: Collective = Collective.ALL_REDUCE
+    cluster: Cluster = Switch()
+    num_ranks: tuple[Annotated[int, Field(ge=1)], ...] = (2, 4, 8, 16, 32, 64)
+    num_bytes: float = Field(default=100e6, gt=0)
+    """Size of the buffer: what a rank has before the collective or after it, whichever is more."""
+    compute_s: float = Field(default=0.1, gt=0)
+    """Time of computing of a step."""
+    overlap: float = Field(default=0.0, ge=0, le=1)
+    """Part of computing during which the collective can run unseen."""
+    own_pace: bool = False
+    """Whether ranks run at their own pace; see `simulate`."""
+
+    def predict(self, algorithm: str, num_ranks: int, bandwidth: float | None = None) -> Prediction:
+        """Return one point of a curve, at the cluster's bandwidth or another.
+
+        Raises:
+            SettingsError: There is no such algorithm, or it does not do that collective for that many ranks.
+        """
+        cluster = self.cluster if bandwidth is None else self.cluster.with_bandwidth(bandwidth)
+        cost = simulate_collective(
+            self.collective, self.num_bytes, num_ranks, cluster, algorithm=algorithm, own_pace=self.own_pace
+        )
+        exposed_s = max(0.0, cost.total_s - self.overlap * self.compute_s)
+        return Prediction(
+            algorithm=algorithm,
+            num_ranks=num_ranks,
+            bandwidth_bytes_per_s=float(cluster.bandwidth),
+            total_s=cost.total_s,
+            add_s=cost.add_s,
+            exposed_s=exposed_s,
+            efficiency=self.compute_s / (self.compute_s + exposed_s),
+        )
+
+    def predict_all(
+        self, algorithms: Iterable[str], bandwidths: Iterable[float]
+    ) -> tuple[list[Prediction], dict[str, str]]:
+        """Return all points of the curves, and of algorithms that cannot do some of them, why."""
+        predictions: list[Prediction] = []
+        refusals: dict[str, str] = {}
+        for algorithm in algorithms:
+            find_algorithm(algorithm)
+            for num_ranks in self.num_ranks:
+                try:
+                    predictions += [self.predict(algorithm, num_ranks, bandwidth) for bandwidth in bandwidths]
+                except SettingsError as error:
+                    refusals.setdefault(algorithm, str(error))
+        return predictions, refusals
+
+
+def simulate_collective(
+    collective: str,
+    num_bytes: float,
+    num_ranks: int,
+    cluster: Cluster,
+    *,
+    algorithm: str = "ring",
+    own_pace: bool = False,
+) -> Cost:
+    """Return what a collective costs, told by its name, as the traffic of a synchronisation rule is.
+
+    Args:
+        collective: Its name.
+        num_bytes: Size of the buffer; of an all-to-all, what one rank has for all.
+        num_ranks: Ranks that take part.
+        cluster: Where it runs.
+        algorithm: A name; its settings are fitted to the cluster.
+        own_pace: See `simulate`.
+    """
+    program = fit_algorithm(algorithm, cluster, num_ranks).build(Collective(collective), num_ranks)
+    whole = num_bytes * num_ranks if program.collective == Collective.ALL_TO_ALL else num_bytes
+    return simulate(program, whole, cluster, own_pace=own_pace)
+
+
+def fit_algorithm(name: str, cluster: Cluster, num_ranks: int) -> Algorithm:
+    """Return an algorithm with the settings that fit a cluster: its hosts, its grid."""
+    variant = find_algorithm(name)
+    island = min(cluster.devices_per_island, num_ranks)
+    if issubclass(variant, Hierarchical) and island > 1:
+        return variant(ranks_per_host=island)
+    if issubclass(variant, TorusAlgorithm) and isinstance(cluster, Torus) and cluster.shape:
+        return variant(num_rows=cluster.shape[0])
+    return variant()

@@ -1,0 +1,158 @@
+"""How gradients are summed over the workers at every step: as they are, or through a codec."""
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Size, Tensor
+
+from paceline.comm.channel import Channel
+from paceline.comm.group import Group, Work
+from paceline.comm.program_group import ProgramGroup
+from paceline.compression.codec import Codec, State
+from paceline.compression.exchange import exchange_blocks
+from paceline.errors import SettingsError
+from paceline.programs import Algorithm
+from paceline.sync.rule import Exchanger, Parcel
+
+PIECE_BYTES = 4 * 2**20
+"""Largest part of a parcel that a more urgent one may have to wait for: 34 ms at 1 Gbit/s."""
+
+
+class DenseExchanger(Exchanger):
+    """Sums whole buffers: by the group's own all-reduce, or by a program.
+
+    Args:
+        group: The workers.
+        program: Runs in place of the group's own all-reduce.
+        in_order: Whether a buffer goes only when the one before has arrived.
+    """
+
+    def __init__(self, group: Group, program: Algorithm | None, in_order: bool = False) -> None:
+        self._size = group.size
+        self._owned: list[Group | Channel] = []
+        self._channel: Channel | None = None
+        if in_order:
+            group = group.duplicate("in order")
+            self._channel = Channel("paceline-in-order")
+            self._owned += [group, self._channel]
+        if program is not None:
+            group = ProgramGroup(group, program)
+            self._owned.append(group)
+        self._group = group
+
+    def exchange(
+        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
+    ) -> Work:
+        """Start one all-reduce."""
+        if self._channel is None:
+            return self._group.all_reduce(parcel.buffer, name=parcel.name)
+        part = parcel.buffer.tensor_split(self.num_pieces(parcel))[piece]
+        return self._channel.submit(lambda: self._group.all_reduce(part, name=f"{parcel.name} piece {piece}").wait())
+
+    def num_pieces(self, parcel: Parcel) -> int:
+        """Cut large parcels where they go one after another."""
+        return 1 if self._channel is None else -(-parcel.buffer.nbytes // PIECE_BYTES)
+
+    def land(self, parcel: Parcel, divisor: float) -> None:
+        """Divide; by exactly 1 it costs no pass over the buffer."""
+        if divisor != 1.0:
+            parcel.numerators.div_(divisor)
+
+    def wire_bytes(self, parcel: Parcel) -> int:
+        """Return what an all-reduce sends that sends as little as can be."""
+        return round(2 * (self._size - 1) / self._size * parcel.numerators.nbytes)
+
+    def close(self) -> None:
+        """Close the connections that are this exchange's own."""
+        for owned in reversed(self._owned):
+            owned.close()
+
+
+class CodecExchanger(Exchanger):
+    """Sums blocks through a codec, in a thread of its own, and keeps the codec's state.
+
+    A codec meets gradients that are divided by the mass already, so that what it keeps of one step has the right
+    weight in any other. Whether they are finite is told to all with each parcel: signs and largest elements hide it.
+    """
+
+    def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
+        self._codec = codec
+        self._seed = seed
+        self._connections = group.duplicate("codec")
+        self._group = ProgramGroup(self._connections, program) if program is not None else self._connections
+        self._channel = Channel("paceline-codec")
+        self.state_of = codec.name
+        self._states: dict[str, State] = {}
+        self._pending: dict[str, State] = {}
+
+    def exchange(
+        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
+    ) -> Work:
+        """Queue the parcel."""
+
+        def job() -> None:
+            with torch.cuda.device_of(parcel.buffer):  # a thread begins on GPU 0; of tensors on the CPU it knows none
+                self._exchange(parcel, divisor() * loss_scale, step, loss_scale)
+
+        return self._channel.submit(job)
+
+    def land(self, parcel: Parcel, divisor: float) -> None:
+        """Nothing is left to do."""
+
+    def commit(self, unused: Collection[str]) -> None:
+        """Keep what came of the exchanges."""
+        self._states |= {block: state for block, state in self._pending.items() if block not in unused}
+        self._pending = {}
+
+    def roll_back(self) -> None:
+        """Forget what came of the exchanges."""
+        self._pending = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is kept of each block, as ``<block>/<site>``."""
+        return {f"{block}/{site}": kept for block, state in self._states.items() for site, kept in state.items()}
+
+    def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
+        """Take on this worker's state; that of another number of workers is handed on, so that nothing is lost."""
+        for block, shape in shapes.items():
+            by_worker = [_of_block(tensors, block) for tensors in saved]
+            if any(by_worker):
+                self._states[block] = self._codec.resize(by_worker, shape, self._group.rank, self._group.size)
+
+    def wire_bytes(self, parcel: Parcel) -> int:
+        """Return the codec's own price."""
+        return sum(self._codec.wire_bytes(view.shape, self._group.size) for view in parcel.blocks.values())
+
+    def close(self) -> None:
+        """Let the thread and the connections go."""
+        self._channel.close()
+        if self._group is not self._connections:
+            self._group.close()
+        self._connections.close()
+
+    def _exchange(self, parcel: Parcel, divisor: float, step: int, loss_scale: float) -> None:
+        values = {}
+        for block, view in parcel.blocks.items():
+            if view.is_complex():
+                raise SettingsError(
+                    f"parameters must be real for codec {self._codec.name!r}, but {block} is {view.dtype}"
+                )
+            value = view.float().contiguous()
+            values[block] = value / divisor if divisor != 1.0 else value
+        done = exchange_blocks(
+            self._codec, values, self._states, self._group, step=step, seed=self._seed, name=parcel.name
+        )
+        tail = torch.cat([parcel.flags.float(), parcel.flags.new_zeros(1, dtype=torch.float32)])
+        tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
+        self._group.all_reduce(tail, name=f"{parcel.name} flags").wait()
+        parcel.num_non_finite = int(tail[-1])
+        parcel.flags.copy_(tail[:-1])
+        for block, exchanged in done.items():
+            self._pending[block] = exchanged.state
+            parcel.blocks[block].copy_(exchanged.total)
+        if loss_scale != 1.0:
+            parcel.numerators.mul_(loss_scale)
+
+
+def _of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+    return {name.removeprefix(f"{block}/"): kept for name, kept in tensors.items() if name.startswith(f"{block}/")}

@@ -1,0 +1,63 @@
+"""Numbers with units, as people write them at the edges: ``100gbit``, ``12.5GB/s``, ``64MiB``."""
+
+import re
+from typing import Any, Self
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from paceline.errors import SettingsError
+
+_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zA-Z]*)(/s)?\s*")
+_UNIT = re.compile(r"([kKmMgGtT]?)(i?)(bit|b|B)")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class BytesPerSecond(float):
+    """A speed in bytes/s; as a field it also takes text with a unit, ``100gbit``, ``12.5GB/s``."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Tell pydantic how a value is checked."""
+        return core_schema.no_info_plain_validator_function(cls.parse)
+
+    @classmethod
+    def parse(cls, value: float | str) -> Self:
+        """Return `value` in bytes/s; a plain number is bytes/s already.
+
+        Raises:
+            SettingsError: It is no positive speed.
+        """
+        speed = _parse(value, "a speed", "100gbit, 12.5GB/s or a number of bytes/s", has_time=True)
+        return cls(speed)
+
+
+def parse_size(value: float | str) -> float:
+    """Return a size as bytes: ``100MB`` (powers of 1,000), ``64MiB`` (of 1,024), or a plain number of bytes.
+
+    Raises:
+        SettingsError: It is no positive size.
+    """
+    return _parse(value, "a size", "100MB, 64MiB or a number of bytes", has_time=False)
+
+
+def _parse(value: Any, what: str, examples: str, *, has_time: bool) -> float:
+    refusal = SettingsError(f"{what} must be like {examples}, and positive, but got {value!r}; write it so")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise refusal
+    found = _NUMBER.fullmatch(str(value))
+    if found is None or (found[3] and not (has_time and found[2])):
+        raise refusal
+    factor = 1.0
+    if found[2]:
+        unit = _UNIT.fullmatch(found[2])
+        if unit is None or bool(unit[2]) > bool(unit[1]):
+            raise refusal
+        factor = (1024.0 if unit[2] else 1000.0) ** _POWERS[unit[1].lower()] / (1 if unit[3] == "B" else 8)
+    try:
+        number = float(found[1]) * factor
+    except ValueError:
+        raise refusal from None
+    if not 0 < number < float("inf"):
+        raise refusal
+    return number

@@ -1,0 +1,99 @@
+"""What a replica refuses, and in which words."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.errors import GradientError, SettingsError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+_BY_ELEMENT = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers that update each element by its own gradient, so that parameters may be updated one after another."""
+
+
+def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse settings that cannot work."""
+    if precision not in get_args(Precision):
+        raise SettingsError(f"precision must be one of {get_args(Precision)}, but got {precision!r}")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise SettingsError(f"clip_norm must be more than 0, but got {clip_norm}; None clips nothing")
+    if not parameters:
+        raise SettingsError("the module must have parameters that require gradients, but it has none")
+
+
+def check_placement(parameters: Mapping[str, nn.Parameter], group: Group) -> None:
+    """Refuse parameters that are elsewhere than the group."""
+    for name, parameter in parameters.items():
+        if parameter.device.type != group.device.type:
+            raise SettingsError(
+                f"the module must be on its group's device {group.device}, but {name} is on "
+                f"{parameter.device}; call module.to(group.device) before building the optimizer"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer of parameters that are not the module's."""
+    known = {id(parameter) for parameter in module.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise SettingsError(
+            f"the optimizer must hold parameters of the module only, but {strangers} of its {len(held)} are not; "
+            "build it from module.parameters() after the module is complete"
+        )
+
+
+def check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that would add momentum to what has it already."""
+    if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+        raise SettingsError(
+            f"the optimizer must be SGD without momentum where the codec carries it, but got {type(optimizer).__name__}"
+            "; take --optimizer sgd --optimizer.momentum 0, or a codec without momentum"
+        )
+
+
+def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm: float | None) -> None:
+    """Refuse what must see the whole step's gradients before any parameter changes."""
+    reason = ""
+    if clip_norm is not None:
+        reason = "clip_norm needs the norm of all gradients; set it to none"
+    elif precision == "fp16":
+        reason = "fp16 must know of an overflow anywhere before it steps; take bf16 or fp32"
+    elif type(optimizer) not in _BY_ELEMENT:
+        known = ", ".join(kind.__name__ for kind in _BY_ELEMENT)
+        reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
+    if reason:
+        raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
+
+
+def check_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a backward that would be counted wrongly."""
+    if is_exchanging:
+        raise GradientError("update() must be called after backward(last=True), but backward was called again")
+    if loss.dim() != 0:
+        raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")
+    if not 0 <= weight < math.inf:
+        raise GradientError(f"weight must be a number of at least 0, but got {weight}")
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise GradientError(
+                f"{name} must stay frozen, but requires_grad was set after the replica was made, so that its "
+                "gradient would not be exchanged; unfreeze first, then make a new Replica"
+            )

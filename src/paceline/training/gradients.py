@@ -1,0 +1,219 @@
+"""The gradients of one replica on their way to the other workers and back."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.group import Group, Work
+from paceline.errors import NonFiniteError
+from paceline.sync.rule import Exchanger
+from paceline.training.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
+from paceline.training.launch_order import plan_launch_order
+from paceline.training.times import BucketTimes, StepTimes
+from paceline.training.tuning import BucketTuner
+
+_MEASURED_STEPS = 3
+"""Steps whose times a launch order is computed from."""
+
+
+class Gradients:
+    """Buckets, the order in which they leave, and what becomes of them.
+
+    The layout is learnt in the first step: parameters are laid out in the order in which rank 0's gradients became
+    ready. With `bucket_bytes` None the bucket size is then tuned, a few steps a candidate. With `needed` known, the
+    launch order is computed from measured times; all of it is agreed by all workers.
+
+    Args:
+        parameters: Those that require gradients, by name.
+        group: The workers.
+        exchanger: Carries out the synchronisation rule.
+        bucket_bytes: Size of a bucket; None to tune it.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], group: Group, exchanger: Exchanger, bucket_bytes: int | None
+    ) -> None:
+        self.exchanger = exchanger
+        self._parameters = parameters
+        self._group = group
+        self._tuner = BucketTuner(parameters, group) if bucket_bytes is None else None
+        self._bucket_bytes = bucket_bytes or BucketTuner.first_bytes
+        self._layout_is_learnt = False
+        self._ready_order: list[str] = list(reversed(parameters))
+        self._measured: list[tuple[list[float], list[float]]] = []
+        self._divisor: Callable[[], float] = lambda: 1.0
+        self._step = 0
+        self._loss_scale = 1.0
+        self._reducer: Reducer | None = None
+        self._use_layout(plan_layout(parameters, self._ready_order, self._bucket_bytes))
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All buckets, in the order in which their last pieces leave."""
+        assert self._reducer is not None
+        return [self._reducer.buckets[index] for index in dict.fromkeys(reversed(self._reducer.order))][::-1]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes this worker sends in a step."""
+        return sum(self._wire_bytes)
+
+    @property
+    def layout(self) -> Layout:
+        """The names of parameters by bucket."""
+        assert self._reducer is not None
+        return [[slot.name for slot in bucket.slots] for bucket in self._reducer.buckets]
+
+    def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
+        """Let buckets leave in the backward pass that comes; for the arguments see `Exchanger.exchange`."""
+        assert self._reducer is not None
+        self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
+        self._reducer.arm()
+
+    def finish(self) -> None:
+        """Launch what the backward pass left."""
+        assert self._reducer is not None
+        self._reducer.finish()
+
+    def land(self, bucket: Bucket, divisor: float) -> list[str]:
+        """Wait for a bucket, make its gradients those of the parameters, and return the parameters nobody used."""
+        began_s = time.perf_counter()
+        for work in bucket.works:
+            work.wait()
+        bucket.landed_s = time.perf_counter()
+        bucket.waited_s = bucket.landed_s - began_s
+        self.exchanger.land(bucket.parcel, divisor)
+        return bucket.attach_arrived()
+
+    def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
+        """Refuse gradients that an exchange has found not to be finite: codecs hide it from whoever looks later.
+
+        Args:
+            buckets: Those that have arrived.
+            step: Updates done before.
+            may_skip: Whether loss scaling skips such a step; it is shown an infinity then.
+
+        Raises:
+            NonFiniteError: It says where.
+        """
+        bad = [bucket for bucket in buckets if bucket.parcel.num_non_finite]
+        if not bad:
+            return
+        self.exchanger.roll_back()
+        if may_skip:
+            for bucket in bad:
+                # All of it: a parameter that nobody used has no gradient in which it would be seen.
+                bucket.parcel.numerators.fill_(torch.inf)
+            return
+        first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
+        num_ranks = max(bucket.parcel.num_non_finite for bucket in bad)
+        raise NonFiniteError(
+            f"gradients must be finite, but at step {step} some between {first} and {last} are not, on {num_ranks} of "
+            f"{self._group.size} ranks, while the loss is; lower the learning rate, or look at that step's data"
+        )
+
+    def time(self, bucket: Bucket) -> BucketTimes:
+        """Return the times of a bucket that has landed, by `time.perf_counter`."""
+        spans = [(work.began_s or bucket.ready_s, work.ended_s or bucket.landed_s) for work in bucket.works]
+        return BucketTimes(
+            index=bucket.index,
+            parameters=[slot.name for slot in bucket.slots],
+            num_bytes=bucket.parcel.buffer.nbytes,
+            wire_bytes=self._wire_bytes[bucket.index],
+            ready_s=bucket.ready_s,
+            began_s=spans[0][0],
+            ended_s=max(ended_s for _, ended_s in spans),
+            piece_s=tuple(ended_s - began_s for began_s, ended_s in spans),
+            landed_s=bucket.landed_s,
+            waited_s=bucket.waited_s,
+        )
+
+    def reset(self) -> None:
+        """Make ready for the next step."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+            bucket.reset()
+
+    def is_learning(self) -> bool:
+        """Return whether layout, bucket size or launch order may still change."""
+        return not self._layout_is_learnt or self._tuner is not None or len(self._measured) < _MEASURED_STEPS
+
+    def learn(self, times: StepTimes, needed: Mapping[str, int] | None) -> None:
+        """Learn from a step that has ended: layout, bucket size, launch order. Every rank calls it at the same step.
+
+        Args:
+            times: Of the step.
+            needed: Place of each parameter in the order in which forward uses them, where the launch order should
+                follow it.
+        """
+        if not self._layout_is_learnt:
+            self._layout_is_learnt = True
+            assert self._reducer is not None
+            ready = list(dict.fromkeys(self._reducer.ready_order))
+            order: list[str] = self._group.gather_documents(ready, name="ready order")[0]
+            self._ready_order = order + [name for name in reversed(self._parameters) if name not in set(order)]
+            self._use_layout(plan_layout(self._parameters, self._ready_order, self._bucket_bytes))
+        elif self._tuner is not None:
+            chosen = self._tuner.measure(times.ended_s - times.began_s)
+            if chosen is not None and chosen != self._bucket_bytes:
+                self._bucket_bytes = chosen
+                self._use_layout(plan_layout(self._parameters, self._ready_order, chosen))
+            if self._tuner.is_done:
+                self._tuner = None
+        elif needed is not None and len(self._measured) < _MEASURED_STEPS:
+            self._measure_order(times, needed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layout, as JSON."""
+        return {"layout": self.layout, "is_tuned": self._tuner is None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved layout, since sums of three ranks and more depend on it."""
+        layout = state["layout"]
+        if {name for names in layout for name in names} == set(self._parameters):
+            self._layout_is_learnt = True
+            self._ready_order = [name for names in layout for name in names]
+            if state["is_tuned"]:
+                self._tuner = None
+            if self._tuner is not None:  # it measures anew, from its first size on
+                layout = plan_layout(self._parameters, self._ready_order, self._bucket_bytes)
+            self._use_layout(layout)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters and let connections go."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self.exchanger.close()
+
+    def _measure_order(self, times: StepTimes, needed: Mapping[str, int]) -> None:
+        pieces = [(bucket, took_s) for bucket in times.buckets for took_s in bucket.piece_s]
+        pieces.sort(key=lambda piece: piece[0].index)
+        ready = [bucket.ready_s - times.backward_began_s for bucket, _ in pieces]
+        self._measured.append((ready, [took_s for _, took_s in pieces]))
+        if len(self._measured) < _MEASURED_STEPS:
+            return
+        ready_s, duration_s = (
+            [sorted(values)[_MEASURED_STEPS // 2] for values in zip(*column, strict=True)]
+            for column in zip(*self._measured, strict=True)
+        )
+        last = len(needed)
+        places = [min(needed.get(name, last) for name in bucket.parameters) for bucket, _ in pieces]
+        order = [pieces[index][0].index for index in plan_launch_order(ready_s, duration_s, places)]
+        assert self._reducer is not None
+        self._reducer.order = self._group.gather_documents(order, name="launch order")[0]
+
+    def _launch(self, bucket: Bucket, piece: int) -> Work:
+        return self.exchanger.exchange(bucket.parcel, self._divisor, self._step, self._loss_scale, piece)
+
+    def _use_layout(self, layout: Layout) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = None  # its buffers go before the new ones come
+        self._measured = []
+        buckets = make_buckets(self._parameters, layout, self._group)
+        num_pieces = [self.exchanger.num_pieces(bucket.parcel) for bucket in buckets]
+        self._reducer = Reducer(buckets, self._launch, num_pieces)
+        self._wire_bytes = [self.exchanger.wire_bytes(bucket.parcel) for bucket in buckets]

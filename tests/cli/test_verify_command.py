@@ -1,0 +1,88 @@
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from paceline.cli.overrides import OverridesCommand
+from paceline.cli.verify import verify
+from paceline.errors import ProgramError, SettingsError, UnknownNameError
+from paceline.programs import Ring, list_algorithms
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command(cls=OverridesCommand)(verify)
+    return CliRunner().invoke(app, arguments, catch_exceptions=True)
+
+
+def rows(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.exception
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith("All proven.")
+    return [line.split() for line in lines[1:-1]]
+
+
+def test_a_program_is_proven_and_what_it_moves_is_told():
+    (row,) = rows("ring", "--ranks", "17", "--collective", "all-reduce")
+    assert row == ["ring", "all_reduce", "17", "32", "544", "1.8824", "1.8824", "0.0588"]
+
+
+def test_without_a_collective_all_are_proven_for_all_numbers_of_ranks():
+    table = rows("direct", "--ranks", "2:4")
+    assert len(table) == 5 * 3
+    assert {row[2] for row in table} == {"2", "3", "4"}
+
+
+def test_all_means_every_algorithm_that_can():
+    assert {row[0] for row in rows("all", "--ranks", "4")} == set(list_algorithms())
+    able = {name for name, algorithm in list_algorithms().items() if "all_to_all" in algorithm.collectives}
+    assert {row[0] for row in rows("all", "--ranks", "4", "--collective", "all_to_all")} == able
+
+
+def test_settings_of_the_algorithm_can_be_overridden():
+    flat = rows("hierarchical", "--ranks", "8", "--collective", "all-reduce", "--ranks_per_host", "1")
+    deep = rows("hierarchical", "--ranks", "8", "--collective", "all-reduce", "--ranks-per-host=4")
+    assert [int(row[3]) for row in (*flat, *deep)] == [14, 8]
+    table = rows("ring", "--ranks", "3", "--num_chunks", "7")
+    assert "all_to_all" not in {row[1] for row in table}, "its chunks are not free"
+    assert [row[3] for row in table if row[1] == "broadcast"] == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (["rings"], UnknownNameError, "did you mean 'ring'?"),
+        (["ring", "--collective", "reduce"], UnknownNameError, "--collective must be a known name"),
+        (["torus", "--collective", "broadcast"], SettingsError, "a torus program must be one of"),
+        (["ring", "--ranks", "5:2"], SettingsError, "--ranks must be a number from 1 on, or two as in 2:17"),
+        (["ring", "--ranks", "0"], SettingsError, "but got '0'"),
+        (["ring", "--ranks", "many"], SettingsError, "but got 'many'"),
+        (["ring", "--ranks_per_host", "2"], UnknownNameError, "the field --ranks_per_host"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, kind, words):
+    error = run(*arguments).exception
+    assert isinstance(error, kind)
+    assert words in str(error)
+
+
+def test_a_wrong_program_is_refused(monkeypatch):
+    right = Ring.build
+
+    def build(self, collective, num_ranks, *, root=0):
+        program = right(self, collective, num_ranks, root=root)
+        program.num_rounds -= 1
+        return program
+
+    monkeypatch.setattr(Ring, "build", build)
+    error = run("ring", "--ranks", "4", "--collective", "all-reduce").exception
+    assert isinstance(error, ProgramError)
+    assert "does not reach it" in str(error)
+
+
+def test_proofs_need_no_torch():
+    code = "import sys, paceline.programs.verify; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

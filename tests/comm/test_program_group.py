@@ -1,0 +1,179 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.comm import LocalGroup, join
+from paceline.comm.program_group import ProgramGroup
+from paceline.errors import CommunicationError, SettingsError
+from paceline.programs import Naive, Ring, list_algorithms
+from paceline.programs.base import Collective
+from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure, faults, run_processes
+
+KEPT = []
+"""Groups that live until their process ends."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("check", [*GROUP_CHECKS, check_words_of_failure], ids=lambda check: check.__name__)
+def test_keeps_the_contract(check, size):
+    if size == 1 and check is check_words_of_failure:
+        pytest.skip("nobody else fails in a world of one")
+    LocalGroup.run(size, lambda group: check(ProgramGroup(group, Ring())), timeout_s=20)
+
+
+@pytest.mark.parametrize("name", sorted(set(list_algorithms()) - {"ring"}))
+def test_every_algorithm_keeps_the_contract(name):
+    LocalGroup.run(4, lambda group: check_group(ProgramGroup(group, name)), timeout_s=20)
+
+
+class NoSumGroup(LocalGroup):
+    """Its own all-reduce is out of order."""
+
+    def all_reduce(self, tensor, *, name):
+        raise AssertionError("not by the group itself")
+
+
+def test_programs_never_fall_back_and_what_there_is_none_of_is_the_groups():
+    def run(group):
+        wrapped = ProgramGroup(NoSumGroup(group.rank, group._room), Naive())
+        tensor = torch.ones(3)
+        wrapped.all_reduce(tensor, name="sum").wait()
+        output = torch.zeros(2, 3)
+        assert Collective.ALL_TO_ALL not in wrapped.algorithm.collectives
+        wrapped.all_to_all(output, torch.full((2, 3), float(group.rank)), name="swap").wait()
+        return tensor.tolist(), output[:, 0].tolist()
+
+    assert LocalGroup.run(2, run, timeout_s=20) == [([2, 2, 2], [0, 1])] * 2
+
+
+def test_what_is_needed_and_missing_is_an_error_when_the_group_is_made():
+    group = LocalGroup.create(2)[0]
+    with pytest.raises(SettingsError, match=r"a naive program must be one of .*, but got all_to_all"):
+        ProgramGroup(group, "naive", needs={Collective.ALL_TO_ALL})
+
+
+def test_names_that_there_are_none_of_are_refused_with_the_known_ones():
+    with pytest.raises(SettingsError, match=r"known: .*ring"):
+        ProgramGroup(LocalGroup(), "rings")
+
+
+def test_the_caller_computes_while_programs_run_in_order():
+    def run(group):
+        wrapped = ProgramGroup(group, Ring())
+        tensors = [torch.full((1000,), float(number)) for number in range(10)]
+        if group.rank == 1:
+            time.sleep(0.1)
+        began_s = time.monotonic()
+        works = [wrapped.all_reduce(tensor, name=f"sum {number}") for number, tensor in enumerate(tensors)]
+        begun_s = time.monotonic() - began_s
+        works[-1].wait()
+        for work in works:
+            work.wait()
+        ended = [work.ended_s for work in works]
+        assert ended == sorted(ended)
+        assert [tensor[0].item() for tensor in tensors] == [3 * number for number in range(10)]
+        return begun_s
+
+    assert LocalGroup.run(3, run, timeout_s=20)[0] < 0.09, "nobody waits for rank 1"
+
+
+def test_closing_leaves_the_group_to_its_owner():
+    def run(group):
+        with ProgramGroup(group, Ring()) as wrapped:
+            wrapped.barrier()
+        tensor = torch.ones(1)
+        group.all_reduce(tensor, name="after").wait()
+        with pytest.raises(CommunicationError, match="must be open"):
+            wrapped.all_reduce(tensor, name="closed")
+        return tensor.item()
+
+    assert LocalGroup.run(2, run, timeout_s=20) == [2, 2]
+
+
+def test_a_wrong_tensor_is_refused_at_once_and_spoils_nothing():
+    def run(group):
+        wrapped = ProgramGroup(group, Ring())
+        with pytest.raises(SettingsError, match="with a row for each rank"):
+            wrapped.all_gather(torch.zeros(3, 2), torch.zeros(2), name="rows")
+        wrapped.barrier()
+
+    LocalGroup.run(2, run, timeout_s=20)
+
+
+def keep_contract(num_elements):
+    """Check the contract over real connections, then sums of several algorithms, with few elements and many."""
+    group = join(timeout_s=20, device="cpu", transport="network")
+    names = check_group(ProgramGroup(group, "ring"))
+    sums_are_right(group, num_elements)
+    check_words_of_failure(ProgramGroup(group, "ring"))
+    return names
+
+
+def sums_are_right(group, num_elements):
+    for name in sorted(list_algorithms()):
+        wrapped = ProgramGroup(group, name, segment_bytes=2**16)
+        for count in (0, 1, group.size - 1, 1001, num_elements):
+            tensor = (torch.arange(count) % 1000 + group.rank).float()
+            expected = (torch.arange(count) % 1000 * group.size + group.size * (group.size - 1) // 2).float()
+            wrapped.all_reduce(tensor, name=f"{name} {count}").wait()
+            assert torch.equal(tensor, expected), (name, count)
+        mine = torch.rand(10_007, generator=torch.Generator().manual_seed(group.rank))
+        wrapped.all_reduce(mine, name=f"{name} floats").wait()
+        bits = torch.zeros(group.size, 10_007)
+        group.all_gather(bits, mine, name="bits").wait()
+        assert (bits.view(torch.int32) == mine.view(torch.int32)).all(), name
+        wrapped.close()
+
+
+def sums_only(num_elements):
+    group = join(timeout_s=20, device="cpu", transport="network")
+    sums_are_right(group, num_elements)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_real_processes_keep_the_contract(num_ranks):
+    for result in run_processes(num_ranks, keep_contract, {"num_elements": 300_001}):
+        assert result.exit_code == 0, result.output
+        assert result.value == [check.__name__ for check in GROUP_CHECKS]
+
+
+@pytest.mark.parametrize("num_ranks", [5, 8])
+def test_more_real_processes_sum_right(num_ranks):
+    for result in run_processes(num_ranks, sums_only, {"num_elements": 100_003}):
+        assert result.exit_code == 0, result.output
+
+
+def sum_until_the_end(script, name):
+    """Sum until a rank is struck, which another thread does in the middle of one."""
+    group = join(timeout_s=30, device="cpu", transport="network")
+    KEPT.append(group)
+    wrapped = ProgramGroup(group, name, segment_bytes=2**12)
+    wrapped.barrier()
+    threading.Timer(0.3, faults.strike, (script,), {"rank": group.rank, "step": 0}).start()
+    began_s = time.monotonic()
+    try:
+        for number in range(100_000):
+            wrapped.all_reduce(torch.ones(2**18), name=f"sum {number}").wait()
+    except CommunicationError as error:
+        ended_s = time.monotonic()
+        wrapped.close(error)
+        time.sleep(2)  # others must not need this process's end to notice
+        return {"message": str(error), "waited_s": ended_s - began_s}
+    return None
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling"])
+def test_a_rank_killed_in_the_middle_is_named_quickly_by_all_others(name):
+    script = [faults.kill(rank=2, step=0).model_dump()]
+    results = run_processes(4, sum_until_the_end, {"script": script, "name": name})
+    assert results[2].exit_code == -9
+    for rank in (0, 1, 3):
+        assert results[rank].exit_code == 0, results[rank].output
+        message = results[rank].value["message"]
+        assert message.startswith("message 'sum "), message
+        blamed = message.partition(" lost its peers: ")[2]
+        assert blamed.startswith("rank 2 "), f"the dead rank comes first: {message}"
+        assert blamed.count("is dead or frozen") == 1, f"survivors are not called dead: {message}"
+        assert results[rank].value["waited_s"] < 10

@@ -1,0 +1,226 @@
+"""Landing in the next forward: the same training, with the last bucket still on the wire when forward starts."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training_models import make_module
+
+from paceline.comm import LocalGroup
+from paceline.errors import GradientError, SettingsError
+from paceline.sync import EveryStep
+from paceline.training.launch_order import plan_launch_order
+from paceline.training.replica import Replica
+
+
+class Tied(nn.Module):
+    """A weight used by two modules, one of which reads it from outside its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 6, bias=False)
+        self.middle = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return F.linear(self.middle(self.embed(x * self.scale)), self.embed.weight.t())
+
+
+def _inputs(seed, width=4):
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(seed))
+
+
+def _train(group, make, landing, optimizer=torch.optim.AdamW, num_steps=8, **settings):
+    module = make_module(make=make)
+    replica = Replica(
+        module, optimizer(module.parameters(), lr=0.05), group=group, landing=landing, bucket_bytes=64, **settings
+    )
+    losses = []
+    for step in range(num_steps):
+        for param_group in replica.optimizer.param_groups:
+            param_group["lr"] = 0.05 / (1 + step)
+        loss = replica(_inputs(step * 10 + group.rank)).square().mean()
+        replica.backward(loss, weight=group.rank + 1)
+        losses.append(replica.update().loss)
+    replica.flush()
+    replica.close()
+    return losses, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("codec", ["none", "one_bit", "power_sgd"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
+def test_it_is_the_same_training_bit_for_bit(optimizer, codec):
+    sync = EveryStep(codec={"name": codec, "dense_below": 0})
+    at_update = LocalGroup.run(2, lambda group: _train(group, Tied, "update", optimizer, sync=sync))
+    in_forward = LocalGroup.run(
+        2, lambda group: _train(group, Tied, "next_forward", optimizer, sync=sync, hash_interval=3)
+    )
+    for rank in range(2):
+        assert in_forward[rank][0] == at_update[rank][0]
+        for name, tensor in at_update[rank][1].items():
+            assert torch.equal(in_forward[rank][1][name], tensor), name
+
+
+def test_forward_begins_before_the_last_bucket_has_come():
+    """The first layer's update is there when forward begins; that of the last layer comes while it runs."""
+    seen = []
+
+    def worker(group):
+        module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        replica = Replica(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing="next_forward", bucket_bytes=8
+        )
+        for step in range(7):
+            if step == 6:
+                before = [layer.weight.clone() for layer in module if isinstance(layer, nn.Linear)]
+                linear = [layer for layer in module if isinstance(layer, nn.Linear)]
+                handle = linear[0].register_forward_hook(
+                    lambda *_, before=before, linear=linear: seen.append(
+                        [not torch.equal(old, layer.weight) for old, layer in zip(before, linear, strict=True)]
+                    )
+                )
+            replica.backward(replica(_inputs(step, 8)).square().mean())
+            if step == 6:
+                handle.remove()
+            replica.update()
+        replica.flush()
+        replica.close()
+
+    LocalGroup.run(2, worker)
+    assert seen == [[True, False, False]] * 2
+
+
+def test_a_parameter_used_elsewhere_than_before_is_an_error():
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4, bias=False)
+            self.last = nn.Linear(4, 4, bias=False)
+            self.early = False
+
+        def forward(self, x):
+            if self.early:
+                x = x * self.last.weight.diagonal()
+            return self.last(self.first(x)) if not self.early else self.first(x)
+
+    def worker(group):
+        module = Fickle()
+        replica = Replica(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing="next_forward", bucket_bytes=8
+        )
+        for step in range(7):
+            module.early = step == 6
+            replica.backward(replica(torch.ones(2, 4)).square().mean())
+            replica.update()
+
+    # Autograd itself may notice first that a weight it saved was changed by the late landing.
+    with pytest.raises((GradientError, RuntimeError), match=r"used elsewhere|modified by an inplace"):
+        LocalGroup.run(2, worker)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [({"clip_norm": 1.0}, "clip_norm"), ({"precision": "fp16"}, "fp16"), ({"optimizer": "lbfgs"}, "LBFGS")],
+    ids=["clipping", "fp16", "lbfgs"],
+)
+def test_what_needs_the_whole_step_is_refused(settings, rule):
+    module = make_module()
+    kind = torch.optim.LBFGS if settings.pop("optimizer", None) else torch.optim.SGD
+    with pytest.raises(SettingsError, match=rule):
+        Replica(module, kind(module.parameters(), lr=0.1), landing="next_forward", **settings)
+
+
+def test_urgent_buckets_go_first_and_the_wire_is_never_idle():
+    # Gradients become ready from the last layer (bucket 0) to the first (bucket 3), which forward needs first.
+    ready_s, needed = [0.0, 1.0, 2.0, 3.0], [3, 2, 1, 0]
+    assert plan_launch_order(ready_s, [0.5] * 4, needed) == [0, 1, 2, 3]
+    assert plan_launch_order(ready_s, [3.0] * 4, needed) == [0, 3, 2, 1]
+    assert plan_launch_order(ready_s, [1.5] * 4, needed) == [0, 1, 3, 2]
+
+
+def test_a_slow_wire_is_hidden_behind_the_next_forward():
+    """On a wire that takes 20 ms a bucket, landing later saves what forward hides; compute is a sleep."""
+
+    class Slow(LocalGroup):
+        def all_reduce(self, tensor, *, name):
+            work = super().all_reduce(tensor, name=name)
+            if name.startswith("bucket"):
+                work.wait()
+                time.sleep(0.02)
+            return work
+
+        def duplicate(self, name):
+            copy = super().duplicate(name)
+            copy.__class__ = Slow
+            return copy
+
+    class Sleepy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                time.sleep(0.02)
+            return x
+
+    def seconds(landing):
+        def worker(group):
+            group.__class__ = Slow
+            module = Sleepy()
+            replica = Replica(
+                module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing=landing, bucket_bytes=80
+            )
+            took = []
+            for _ in range(10):
+                began_s = time.perf_counter()
+                replica.backward(replica(torch.ones(2, 4)).square().mean())
+                replica.update()
+                took.append(time.perf_counter() - began_s)
+            replica.close()
+            return sorted(took[5:])[2]
+
+        return LocalGroup.run(2, worker)[0]
+
+    # 80 ms of forward and 80 ms of wire: one after the other, or but for the first bucket at the same time.
+    assert seconds("next_forward") < 0.85 * seconds("update")
+
+
+def test_a_large_bucket_is_exchanged_in_pieces_between_which_urgent_ones_pass():
+    """The last layer's gradient is there first and is large; the first layer's need not wait for all of it."""
+    names = []
+
+    class Slow(LocalGroup):
+        def all_reduce(self, tensor, *, name):
+            work = super().all_reduce(tensor, name=name)
+            if "piece" in name:
+                work.wait()
+                time.sleep(0.004)
+                if self.rank == 0:
+                    names.append(name)
+            return work
+
+        def duplicate(self, name):
+            copy = super().duplicate(name)
+            copy.__class__ = Slow
+            return copy
+
+    def worker(group):
+        group.__class__ = Slow
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 500_000, bias=False))
+        replica = Replica(
+            module, torch.optim.SGD(module.parameters(), lr=1e-9), group=group, landing="next_forward", bucket_bytes=400
+        )
+        for _ in range(6):
+            replica.backward(replica(_inputs(1, 8)).square().mean())
+            replica.update()
+        replica.close()
+
+    LocalGroup.run(2, worker)
+    step = names[-6:]  # 4 pieces of 4 MB of the large bucket, and two small ones
+    places = [place for place, name in enumerate(step) if name.startswith("bucket 0 ")]
+    assert len(places) == 4
+    assert any(place < places[-1] for place, name in enumerate(step) if not name.startswith("bucket 0 "))
