@@ -16,11 +16,14 @@ KEPT = []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("check", [*GROUP_CHECKS, check_words_of_failure], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", GROUP_CHECKS, ids=lambda check: check.__name__)
 def test_keeps_the_contract(check, size):
-    if size == 1 and check is check_words_of_failure:
-        pytest.skip("nobody else fails in a world of one")
     LocalGroup.run(size, lambda group: check(ProgramGroup(group, Ring())), timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_failure_reaches_the_others_with_its_words(size):
+    LocalGroup.run(size, lambda group: check_words_of_failure(ProgramGroup(group, Ring())), timeout_s=20)
 
 
 @pytest.mark.parametrize("name", sorted(set(list_algorithms()) - {"ring"}))
@@ -132,14 +135,13 @@ def sums_only(num_elements):
     sums_are_right(group, num_elements)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_real_processes_keep_the_contract(num_ranks):
-    for result in run_processes(num_ranks, keep_contract, {"num_elements": 300_001}):
+def test_real_processes_keep_the_contract():
+    for result in run_processes(3, keep_contract, {"num_elements": 300_001}):
         assert result.exit_code == 0, result.output
         assert result.value == [check.__name__ for check in GROUP_CHECKS]
 
 
-@pytest.mark.parametrize("num_ranks", [5, 8])
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
 def test_more_real_processes_sum_right(num_ranks):
     for result in run_processes(num_ranks, sums_only, {"num_elements": 100_003}):
         assert result.exit_code == 0, result.output

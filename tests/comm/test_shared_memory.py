@@ -111,11 +111,12 @@ def copy_large(group):
 
 
 def begin_many(group):
-    """Begin far more than rings and ledger hold, and wait only at the end; rank 1 is late now and then."""
+    """Begin far more than rings and ledger hold: small ones, both, large ones; wait at the end. Rank 1 is late."""
     tensors, works = [], []
-    for number in range(700):
-        time.sleep(0.003 if group.rank == 1 and number % 50 == 0 else 0)
-        tensors.append(torch.full((10_000 if number % 7 == 0 else 3,), float(group.rank + number)))
+    for number in range(900):
+        time.sleep(0.2 if group.rank == 1 and number in (0, 100, 300) else 0)
+        is_small = number < 100 or (number < 300 and number % 7 == 0)
+        tensors.append(torch.full((3 if is_small else 5_000,), float(group.rank + number)))
         works.append(group.all_reduce(tensors[-1], name=f"sum {number}"))
     for work in reversed(works):
         work.wait()
@@ -124,15 +125,15 @@ def begin_many(group):
 
 
 def post_and_compute(group):
-    """Rank 0 begins two operations and waits for neither until it has computed; return the seconds it took here."""
+    """Rank 0 begins two operations and waits for neither until it has computed; return when each rank was done."""
     group.barrier()
-    began_s = time.monotonic()
     works = [group.all_reduce(torch.ones(4), name="small"), group.all_reduce(torch.ones(LARGE), name="large")]
     if group.rank == 0:
-        time.sleep(1)
+        time.sleep(1.5)
+        return time.monotonic()
     for work in works:
         work.wait()
-    return time.monotonic() - began_s
+    return time.monotonic()
 
 
 def count_resources():
@@ -270,9 +271,8 @@ def test_any_number_of_operations_can_be_outstanding(played):
 
 
 def test_nobody_waits_for_a_rank_that_has_begun_and_computes(played):
-    first, *others = played["post_and_compute"]
-    assert first >= 1
-    assert max(others) < 0.9
+    computed_s, *others = played["post_and_compute"]
+    assert max(others) < computed_s - 0.5
 
 
 def test_memory_goes_when_its_last_tensor_does(played):

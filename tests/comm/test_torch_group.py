@@ -36,6 +36,7 @@ def miss_message(group):
     """Return what is raised on rank 0 for a message that rank 1 never sends."""
     duplicate = group.duplicate("late")
     duplicate.timeout_s = 0.2
+    KEPT.append(duplicate)
     if group.rank == 0:
         try:
             duplicate.receive(torch.zeros(1), 1, tag=5, name="bucket 3").wait()

@@ -118,7 +118,7 @@ def test_torchrun_restarts_go_on_with_the_run_they_had_begun(tmp_path):
     records = read_log(run / "events.jsonl")
     starts = select(records, RunStarted)
     assert len(starts) == 2
-    assert starts[1].event.start_step >= 18
+    assert starts[1].event.start_step in range(3, 400, 3)  # the newest that was whole; the saver may be some behind
     assert len(select(records, RunFinished)) == 1
     positions = {record.step: record.event.position for record in select(records, StepFinished)}
     assert positions == {step: 4 * step for step in range(1, 401)}

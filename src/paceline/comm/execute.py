@@ -16,12 +16,12 @@ from paceline.comm.message_order import MessageOrder, Places, order_messages
 from paceline.errors import SettingsError
 from paceline.programs.base import Collective, Program, chunk_bounds
 
-SEGMENT_BYTES = 2**19
-"""What a message carries at most: more cost less, fewer begin sooner."""
+SEGMENT_BYTES = (2**16, 2**19)
+"""What a message carries at most where nothing is given: an eighth of the buffer, within these bounds."""
 WINDOW_BYTES = 2**23
 """What a rank awaits at most: as much as a fast network with full queues holds."""
-AHEAD_BYTES = 2**20
-"""What may still be on its way when sends of a later round begin: enough to keep a link busy while ranks take turns."""
+AHEAD_SEGMENTS = 1
+"""What may still be on its way when sends of a later round begin: enough to keep a link busy as ranks take turns."""
 
 _HAVE_OUTPUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 Memory = Callable[[int, int], Tensor]
@@ -51,7 +51,7 @@ def execute(
     *,
     output: Tensor | None = None,
     name: str,
-    segment_bytes: int = SEGMENT_BYTES,
+    segment_bytes: int | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Run a program over a group by messages alone, and return when this rank's part is done.
@@ -62,11 +62,12 @@ def execute(
     Args:
         program: For as many ranks as the group has.
         tensor: Contiguous. All-reduce, reduce-scatter and broadcast run in it; so does an all-gather without `output`.
-        group: Sends the messages; the program is never replaced by the group's own collective.
+        group: Sends the messages, under tags from its `next_tag` on; the program is never replaced by the group's own
+            collective.
         output: All-gather: ``output[r]`` becomes rank r's `tensor`. All-to-all: ``output[r]`` becomes row
             ``tensor[group.rank]`` of rank r. Contiguous.
         name: What errors call it.
-        segment_bytes: What a message carries at most; the same on every rank.
+        segment_bytes: What a message carries at most, the same on every rank; by default what suits the buffer.
         scratch: Memory to use again at the next call.
 
     Raises:
@@ -85,6 +86,8 @@ def execute(
         if output is not None:
             output.copy_(tensor.view_as(output))
         return
+    if segment_bytes is None:
+        segment_bytes = min(max(target.nbytes // 8, SEGMENT_BYTES[0]), SEGMENT_BYTES[1])
     row = target.numel() // group.size if output is not None else None
     order = _order(program, group.rank, target.numel(), row, segment_bytes, target.element_size())
     if program.collective == Collective.ALL_TO_ALL:
@@ -105,11 +108,11 @@ def execute(
         raise
 
 
-def check_tensors(program: Program, tensor: Tensor, output: Tensor | None, segment_bytes: int) -> None:
+def check_tensors(program: Program, tensor: Tensor, output: Tensor | None, segment_bytes: int | None) -> None:
     """Raise `SettingsError` where `execute` cannot run the program on these tensors."""
     if not tensor.is_contiguous() or (output is not None and not output.is_contiguous()):
         raise SettingsError("the tensors of a program must be contiguous, but are not; call contiguous() before")
-    if segment_bytes < 1:
+    if segment_bytes is not None and segment_bytes < 1:
         raise SettingsError(f"segment_bytes must be at least 1, but got {segment_bytes}; give bytes of a message")
     collective, size = program.collective, program.num_ranks
     if collective == Collective.ALL_TO_ALL and output is None:
@@ -130,14 +133,10 @@ def check_tensors(program: Program, tensor: Tensor, output: Tensor | None, segme
 def _order(
     program: Program, rank: int, num_elements: int, row: int | None, segment_bytes: int, element_bytes: int
 ) -> MessageOrder:
-    return order_messages(
-        program,
-        rank,
-        _places(program, num_elements, row),
-        segment=max(1, segment_bytes // element_bytes),
-        window=max(2, WINDOW_BYTES // segment_bytes),
-        ahead=AHEAD_BYTES // element_bytes,
-    )
+    places = _places(program, num_elements, row)
+    segment = max(1, segment_bytes // element_bytes)
+    window = max(2, WINDOW_BYTES // segment_bytes)
+    return order_messages(program, rank, places, segment=segment, window=window, ahead=AHEAD_SEGMENTS * segment)
 
 
 def _places(program: Program, num_elements: int, row: int | None) -> Places:

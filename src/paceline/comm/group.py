@@ -53,7 +53,7 @@ class Group(ABC):
         self.device = device
         self.epoch = epoch
         self.next_tag = 0
-        """The first tag that no program has used yet; the same on every rank."""
+        """The tag that the next program begins with (`execute`); the same on every rank."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:

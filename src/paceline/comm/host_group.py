@@ -123,7 +123,7 @@ class HostGroup(Group):
             for leaders in self._leaders[:1]:
                 leaders.all_gather(blocks, block, name=name).wait()
             self._neighbours.broadcast(blocks, name=name).wait()
-            rows = output.view(self.size, -1)
+            rows = output.view(self.size, len(mine))
             for ranks, theirs in zip(self._hosts, blocks, strict=True):
                 rows[ranks] = theirs[: len(ranks)]
 

@@ -31,6 +31,8 @@ class _Message:
     tensor: Tensor
     missing: int
     finished: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when it is finished, or has failed."""
 
 
 class _Room:
@@ -152,6 +154,10 @@ class LocalGroup(Group):
                 self._room.failure = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
             self._room.positions[self.rank] = "has left"
             self._room.changed.notify_all()
+            if self._room.failure is not None:
+                for waiting in self._room.messages.values():
+                    for message in waiting:
+                        message.ended.set()
             duplicates = list(self._room.duplicates.values())
         for room in duplicates:
             LocalGroup(self.rank, room, self.device, self.epoch).close(error)
@@ -163,7 +169,10 @@ class LocalGroup(Group):
         mine = _Message(name, tensor, missing=peer)
         with room.changed:
             others = room.messages.get((source, destination, tag, not is_send))
-            if room.failure is not None or not others:
+            if room.failure is not None:
+                mine.ended.set()
+                return _MessageWork(self, mine)
+            if not others:
                 room.messages.setdefault((source, destination, tag, is_send), deque()).append(mine)
                 return _MessageWork(self, mine)
             other = others.popleft()
@@ -176,22 +185,19 @@ class LocalGroup(Group):
                     f"{sent.numel()} {sent.dtype} were sent for {received.numel()} {received.dtype}; make them agree"
                 )
             received.view(-1).copy_(sent.view(-1))
-            mine.finished = other.finished = True
-            room.changed.notify_all()
+            other.finished = True
+            other.ended.set()
         return DoneWork()
 
     def _wait_for_message(self, message: _Message) -> None:
         room = self._room
-        deadline = time.monotonic() + room.timeout_s
-        with room.changed:
-            while not message.finished:
-                if room.failure is not None:
-                    raise CommunicationError(f"message {message.name!r} ended: {room.failure}")
-                if not room.changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise PeerTimeoutError(
-                        f"message {message.name!r} on rank {self.rank} must pass within {room.timeout_s:g} s, but rank "
-                        f"{message.missing} did not begin it: rank {message.missing} {room.positions[message.missing]}"
-                    )
+        if not message.ended.wait(room.timeout_s):
+            raise PeerTimeoutError(
+                f"message {message.name!r} on rank {self.rank} must pass within {room.timeout_s:g} s, but rank "
+                f"{message.missing} did not begin it: rank {message.missing} {room.positions[message.missing]}"
+            )
+        if not message.finished:
+            raise CommunicationError(f"message {message.name!r} ended: {room.failure}")
 
     def _post(
         self,

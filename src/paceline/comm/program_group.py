@@ -1,12 +1,13 @@
 """A group whose collectives are programs."""
 
+import weakref
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from paceline.comm.channel import Channel
-from paceline.comm.execute import SEGMENT_BYTES, Scratch, check_tensors, execute
+from paceline.comm.execute import Scratch, check_tensors, execute
 from paceline.comm.group import Group, Work
 from paceline.programs import Algorithm, Collective, Program, find_algorithm
 
@@ -35,7 +36,7 @@ class ProgramGroup(Group):
         algorithm: Algorithm | str,
         *,
         needs: Collection[Collective] = (),
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
         super().__init__(group.rank, group.size, group.device, group.epoch)
         self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
@@ -48,6 +49,7 @@ class ProgramGroup(Group):
         self._scratch = Scratch()
         self._messages = group.duplicate(f"{self.algorithm.name} program")
         self._owned: list[Group] = [self._messages]
+        self._duplicates: weakref.WeakSet[ProgramGroup] = weakref.WeakSet()
         self._channel = Channel(f"paceline-{self.algorithm.name}")
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
@@ -87,7 +89,7 @@ class ProgramGroup(Group):
         base = self._group.duplicate(name)
         duplicate = ProgramGroup(base, self.algorithm, needs=self._needs, segment_bytes=self._segment_bytes)
         duplicate._owned.append(base)
-        self._owned.append(duplicate)
+        self._duplicates.add(duplicate)
         return duplicate
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -96,7 +98,7 @@ class ProgramGroup(Group):
 
     def close(self, error: BaseException | None = None) -> None:
         """End the channel and what was duplicated; with an `error`, the group itself."""
-        for owned in self._owned:
+        for owned in (*self._duplicates, *self._owned):
             owned.close(error)
         if error is not None:
             self._group.close(error)

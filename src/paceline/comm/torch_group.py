@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -52,7 +53,8 @@ class TorchGroup(Group):
         self.timeout_s = timeout_s
         self._store = store
         self._sequence = 0
-        self._duplicates: list[TorchGroup] = []
+        self._num_duplicates = 0
+        self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
         self._senders: Channel | None = None
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
@@ -96,11 +98,12 @@ class TorchGroup(Group):
 
     def duplicate(self, name: str) -> "TorchGroup":
         """Return a group with connections of its own."""
-        store = dist.PrefixStore(f"duplicate{len(self._duplicates) + 1} {name}", self._store)
+        self._num_duplicates += 1
+        store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self._store)
         duplicate = TorchGroup(
             store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch
         )
-        self._duplicates.append(duplicate)
+        self._duplicates.add(duplicate)
         return duplicate
 
     def begin(self, name: str) -> None:
@@ -110,7 +113,7 @@ class TorchGroup(Group):
 
     def close(self, error: BaseException | None = None) -> None:
         """Post last words; connections close now if there is an `error`, else with the process group."""
-        for duplicate in self._duplicates:
+        for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
         if self._senders is not None:

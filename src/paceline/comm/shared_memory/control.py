@@ -50,7 +50,7 @@ def open_control(store: dist.Store, rank: int, size: int, timeout_s: float) -> C
         raise_together([document[0] for document in documents])
         try:
             hub.connect(documents[0][1])
-            descriptor = hub.share(descriptor)
+            descriptor = hub.share(descriptor, timeout_s)
             control = _lay_out(hub, Segment(descriptor, num_bytes), descriptor, rank, size, timeout_s)
         except OSError as error:
             obstacle = str(error)

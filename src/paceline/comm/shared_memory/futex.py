@@ -18,8 +18,8 @@ _SYSTEM_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 _NUMBER = ctypes.c_long(_SYSTEM_CALLS.get(platform.machine(), -1) if sys.platform == "linux" else -1)
 _WAIT, _WAKE = ctypes.c_int(0), ctypes.c_int(1)
 _EVERYBODY = ctypes.c_int(2**31 - 1)
-# Python's own integers, signals and errors of these calls are all that is unexpected; the last two are no errors here.
-_EXPECTED = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+_RETURNS = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+"""Errors that are no errors here: the word has changed, a signal came, the time is over."""
 _SLICE = (ctypes.c_long * 2)(int(SLICE_S), int(SLICE_S % 1 * 1e9))
 
 _library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -36,7 +36,7 @@ def wait(address: int, seen: int) -> None:
     result = _library.syscall(
         _NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), _SLICE, None, ctypes.c_int(0)
     )
-    if result != 0 and ctypes.get_errno() not in _EXPECTED:
+    if result != 0 and ctypes.get_errno() not in _RETURNS:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -44,6 +44,12 @@ def wake(address: int) -> None:
     """Wake everybody, in any process, who sleeps because of the word at `address`."""
     assert _library is not None
     _library.syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, ctypes.c_int(0))
+
+
+def give_way() -> None:
+    """Let any other thread run that wants this core or Python's lock (which `os.sched_yield` does not let go of)."""
+    assert _library is not None
+    _library.sched_yield()
 
 
 _lock = threading.Lock()

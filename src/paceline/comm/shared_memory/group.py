@@ -124,9 +124,8 @@ class SharedMemoryGroup(Group):
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed buffer in shared memory, or with a warning a private one where memory is short."""
-        private = torch.zeros(0 if self.size > 1 else num_elements, dtype=dtype)
         if self.size == 1 or num_elements == 0:
-            return private
+            return torch.zeros(num_elements, dtype=dtype)
         name = f"allocation of {num_elements} {dtype}"
         num_bytes = self._buffers.num_bytes(num_elements, dtype)
         memory, reasons = self._share_segment(name, num_bytes)
@@ -234,20 +233,18 @@ class SharedMemoryGroup(Group):
         """Return a segment that all ranks have mapped, or None and why not, by rank."""
         operation = self._begin(name, "allocate")
         self._small.post(operation, None, None).wait()
-        descriptor, memory, reason = None, None, None
+        made, memory, reason = None, None, None
         if self.rank == 0:
-            descriptor, reason = _attempt(lambda: create(num_bytes))
+            made, reason = _attempt(lambda: create(num_bytes))
         reasons = self.gather_documents(reason, name=name)
         if any(reasons):
             return None, reasons
         began_s = time.monotonic()
 
-        def find_late() -> list[int]:
-            return [0]
+        def check() -> None:
+            self._ledger.check_peers(operation, began_s, lambda: [0])
 
-        descriptor, reason = _attempt(
-            lambda: self._hub.share(descriptor, lambda: self._ledger.check_peers(operation, began_s, find_late))
-        )
+        descriptor, reason = _attempt(lambda: self._hub.share(made, self.timeout_s, check))
         if descriptor is not None:
             memory, reason = _attempt(lambda: self._buffers.map(descriptor, num_bytes))
             os.close(descriptor)

@@ -7,7 +7,6 @@ readers is needed: who posts step s + ring, into the slot of s, has seen everybo
 they had finished s. They may even have read s later than that, in filling their slots of the steps up to s + ring/2.
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -121,7 +120,7 @@ class Lane:
     def _wait_for(self, word: int, step: "Step") -> None:
         """Sleep until the rank whose word it is has posted the step."""
         for _ in range(_NUM_YIELDS):
-            os.sched_yield()
+            futex.give_way()
             if not (self._words[word] - step.number) & _SIGN:
                 return
         began_s = time.monotonic()

@@ -136,11 +136,12 @@ class Hub:
                 connection.close()  # a stranger
         self._listener.close()
 
-    def share(self, descriptor: int | None, check: Callable[[], None] = lambda: None) -> int:
+    def share(self, descriptor: int | None, timeout_s: float, check: Callable[[], None] = lambda: None) -> int:
         """Return rank 0's `descriptor`, on every rank. The others pass None and own what they get.
 
         Args:
             descriptor: What rank 0 shares.
+            timeout_s: How long rank 0 is waited for.
             check: Called now and then while waiting, to raise an error where rank 0 cannot come any more.
 
         Raises:
@@ -150,12 +151,15 @@ class Hub:
             for connection in self._sockets.values():
                 socket.send_fds(connection, [b"\0"], [descriptor])
             return descriptor
+        deadline_s = time.monotonic() + timeout_s
         self._sockets[0].settimeout(_POLL_S)
         while True:
             try:
                 _, received, _, _ = socket.recv_fds(self._sockets[0], 1, 1)
             except TimeoutError:
                 check()
+                if time.monotonic() > deadline_s:
+                    raise
                 continue
             if not received:
                 raise ConnectionResetError("rank 0 is gone, or this process has no file descriptor free")
