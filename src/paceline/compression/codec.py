@@ -119,6 +119,7 @@ class Codec(Family):
 
     Attributes:
         algebra: What may be done to its payloads.
+        bucket_bytes: Size of what is best exchanged together; None where the device's default is.
         is_exact: Whether sums are what they would be without it.
         conserves: Whether, with error feedback, what was sent and what is kept add up to what came in (up to
             rounding). Momentum inside a codec breaks it.
@@ -126,6 +127,7 @@ class Codec(Family):
 
     family = "codec"
     algebra: ClassVar[Algebra]
+    bucket_bytes: ClassVar[int | None] = None
     is_exact: ClassVar[bool] = False
     conserves: ClassVar[bool] = True
 

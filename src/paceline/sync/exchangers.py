@@ -75,12 +75,16 @@ class CodecExchanger(Exchanger):
     weight in any other. Whether they are finite is told to all with each parcel: signs and largest elements hide it.
     """
 
-    def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
+    def __init__(
+        self, group: Group, codec: Codec, program: Algorithm | None, seed: int, in_order: bool = False
+    ) -> None:
         self._codec = codec
         self._seed = seed
-        self._connections = group.duplicate("codec")
-        self._group = ProgramGroup(self._connections, program) if program is not None else self._connections
-        self._channel = Channel("paceline-codec")
+        self.bucket_bytes = codec.bucket_bytes
+        self._rank, self._size = group.rank, group.size
+        # While one parcel is encoded, or waits for a round's last byte, another keeps the wire busy.
+        self._lanes = [_Lane(group, program) for _ in range(1 if in_order else 2)]
+        self._num_exchanges = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}
         self._pending: dict[str, State] = {}
@@ -88,13 +92,15 @@ class CodecExchanger(Exchanger):
     def exchange(
         self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
     ) -> Work:
-        """Queue the parcel."""
+        """Queue the parcel; every rank takes the same lane for it."""
+        lane = self._lanes[self._num_exchanges % len(self._lanes)]
+        self._num_exchanges += 1
 
         def job() -> None:
             with torch.cuda.device_of(parcel.buffer):  # a thread begins on GPU 0; of tensors on the CPU it knows none
-                self._exchange(parcel, divisor() * loss_scale, step, loss_scale)
+                self._exchange(parcel, lane.group, divisor() * loss_scale, step, loss_scale)
 
-        return self._channel.submit(job)
+        return lane.channel.submit(job)
 
     def land(self, parcel: Parcel, divisor: float) -> None:
         """Nothing is left to do."""
@@ -117,20 +123,18 @@ class CodecExchanger(Exchanger):
         for block, shape in shapes.items():
             by_worker = [_of_block(tensors, block) for tensors in saved]
             if any(by_worker):
-                self._states[block] = self._codec.resize(by_worker, shape, self._group.rank, self._group.size)
+                self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
     def wire_bytes(self, parcel: Parcel) -> int:
         """Return the codec's own price."""
-        return sum(self._codec.wire_bytes(view.shape, self._group.size) for view in parcel.blocks.values())
+        return sum(self._codec.wire_bytes(view.shape, self._size) for view in parcel.blocks.values())
 
     def close(self) -> None:
-        """Let the thread and the connections go."""
-        self._channel.close()
-        if self._group is not self._connections:
-            self._group.close()
-        self._connections.close()
+        """Let threads and connections go."""
+        for lane in self._lanes:
+            lane.close()
 
-    def _exchange(self, parcel: Parcel, divisor: float, step: int, loss_scale: float) -> None:
+    def _exchange(self, parcel: Parcel, group: Group, divisor: float, step: int, loss_scale: float) -> None:
         values = {}
         for block, view in parcel.blocks.items():
             if view.is_complex():
@@ -139,12 +143,10 @@ class CodecExchanger(Exchanger):
                 )
             value = view.float().contiguous()
             values[block] = value / divisor if divisor != 1.0 else value
-        done = exchange_blocks(
-            self._codec, values, self._states, self._group, step=step, seed=self._seed, name=parcel.name
-        )
+        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=parcel.name)
         tail = torch.cat([parcel.flags.float(), parcel.flags.new_zeros(1, dtype=torch.float32)])
         tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
-        self._group.all_reduce(tail, name=f"{parcel.name} flags").wait()
+        group.all_reduce(tail, name=f"{parcel.name} flags").wait()
         parcel.num_non_finite = int(tail[-1])
         parcel.flags.copy_(tail[:-1])
         for block, exchanged in done.items():
@@ -152,6 +154,24 @@ class CodecExchanger(Exchanger):
             parcel.blocks[block].copy_(exchanged.total)
         if loss_scale != 1.0:
             parcel.numerators.mul_(loss_scale)
+
+
+class _Lane:
+    """A thread that exchanges parcels, and connections that nobody else uses."""
+
+    def __init__(self, group: Group, program: Algorithm | None) -> None:
+        self._connections = group.duplicate("codec")
+        self.group = self._connections
+        if program is not None:
+            self.group = ProgramGroup(self._connections, program)
+        self.channel = Channel("paceline-codec")
+
+    def close(self) -> None:
+        """Let them go."""
+        self.channel.close()
+        if self.group is not self._connections:
+            self.group.close()
+        self._connections.close()
 
 
 def _of_block(tensors: Mapping[str, Tensor], block: str) -> State:

@@ -60,6 +60,9 @@ class Parcel:
 class Exchanger(ABC):
     """Carries out a rule for one replica. Ranks call it alike; parcels are exchanged in the order of the calls."""
 
+    bucket_bytes: int | None = None
+    """Size of a parcel that suits it; None where the device's does."""
+
     state_of: str = ""
     """Name of the codec whose state it keeps; no other can go on from that."""
 

@@ -137,9 +137,10 @@ class Replica:
         if self.group.size > 1:
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-            chosen = None if bucket_bytes == "tuned" else bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
             in_order = landing == "next_forward"
             exchanger = self.sync.start(self.group, seed, in_order=in_order)
+            suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
+            chosen = None if bucket_bytes == "tuned" else bucket_bytes or suits
             self._gradients = Gradients(self._parameters, self.group, exchanger, chosen)
             if in_order:
                 self._deferred = ForwardLanding(module, self._parameters, optimizer, self._gradients)
