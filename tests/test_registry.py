@@ -217,7 +217,7 @@ EXAMPLES = {"function": {"path": "json:dumps"}}
 def all_variants():
     """Return every variant that Paceline registers, whatever module it is in."""
     for info in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if not info.name.endswith("__main__"):
+        if not info.name.endswith("__main__") and ".triton_" not in info.name:  # kernels for GPUs need an extra
             importlib.import_module(info.name)
 
     def below(cls):
