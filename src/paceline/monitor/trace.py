@@ -40,7 +40,7 @@ def export_trace(run_dir: str | os.PathLike[str], out: str | os.PathLike[str]) -
     if not steps:
         raise EventError(
             f"a run must have sampled steps to be traced, but {os.fspath(run_dir)} has none; "
-            "they are sampled where more than one worker trains"
+            "with several workers every timeline_interval-th is"
         )
     content = json.dumps(make_trace(steps), allow_nan=False, separators=(",", ":"))
     _write_new(Path(out), content.encode("ascii"))

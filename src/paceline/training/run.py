@@ -77,7 +77,7 @@ class Run(Settings):
         if self.landing == "next_forward" and (self.clip_norm is not None or self.precision == "fp16"):
             raise ValueError(
                 f"landing must be update where the whole step is needed at once, but got {self.landing} with "
-                f"clip_norm={self.clip_norm} and precision={self.precision}; unset clip_norm, take bf16"
+                f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
         return self
 
