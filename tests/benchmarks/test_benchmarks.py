@@ -15,8 +15,7 @@ from paceline.benchmarks import (
     Workers,
     list_benchmarks,
     print_table,
-    write_markdown,
-    write_rows,
+    write_files,
 )
 from paceline.benchmarks import codecs as codecs_module
 from paceline.benchmarks.collectives import _slowest
@@ -60,18 +59,27 @@ def test_bounds_hold_the_ratio_between_them():
 
 def test_rows_are_written_once(tmp_path):
     rows = [row(), row(case="large", ratio_lower=0.4, ratio_upper=0.61)]
-    write_rows(rows, tmp_path / "rows.json")
-    assert [Row(**document) for document in json.loads((tmp_path / "rows.json").read_text())] == rows
-    write_markdown(rows, tmp_path / "rows.md")
-    lines = (tmp_path / "rows.md").read_text().splitlines()
+    json_path, markdown_path = tmp_path / "rows.json", tmp_path / "rows.md"
+    write_files(rows, json_path, markdown_path)
+    assert [Row(**document) for document in json.loads(json_path.read_text())] == rows
+    lines = markdown_path.read_text().splitlines()
     assert lines[0] == "| case | metric | Paceline | reference | ratio | 95% above | 95% below |"
+    assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- |"
     assert lines[2] == "| small | time | 1 s | 2 s (gloo) | 0.500 |  |  |"
     assert lines[3] == "| large | time | 1 s | 2 s (gloo) | 0.500 | 0.400 | 0.610 |"
     with pytest.raises(SettingsError, match="--json must be a new file"):
-        write_rows([], tmp_path / "rows.json")
+        write_files([], json_path, None)
     with pytest.raises(SettingsError, match="--markdown must be a new file"):
-        write_markdown([], tmp_path / "rows.md")
-    assert len((tmp_path / "rows.md").read_text().splitlines()) == 4
+        write_files([], tmp_path / "other.json", markdown_path)
+    assert len(markdown_path.read_text().splitlines()) == 4
+    assert not (tmp_path / "other.json").exists()
+    write_files(rows, None, None)
+
+
+def test_no_rows_are_an_empty_table(tmp_path, capsys):
+    print_table([])
+    write_files([], tmp_path / "rows.json", tmp_path / "rows.md")
+    assert json.loads((tmp_path / "rows.json").read_text()) == []
 
 
 def test_a_table_for_no_terminal_is_not_cut(capsys):

@@ -12,9 +12,9 @@ from paceline.errors import CommunicationError
 NAME = "test-channel"
 
 
-@pytest.fixture
-def channel():
-    channel = Channel(NAME)
+@pytest.fixture(params=[False, True], ids=["own thread", "waiters too"])
+def channel(request):
+    channel = Channel(NAME, waiters_run=request.param)
     yield channel
     channel.close()
     expect_no_thread()
@@ -28,21 +28,69 @@ def expect_no_thread():
     raise AssertionError("the thread of a channel must end with it")
 
 
-def test_jobs_run_in_order_in_a_thread_of_their_own(channel):
-    threads, numbers = set(), []
+def test_jobs_run_in_order(channel):
+    numbers = []
 
     def run(number):
         time.sleep(0.001 * (5 - number))
-        threads.add(threading.current_thread().name)
         numbers.append(number)
 
     works = [channel.submit(lambda number=number: run(number)) for number in range(5)]
     for work in reversed(works):
         work.wait()
     assert numbers == [0, 1, 2, 3, 4]
-    assert threads == {NAME}
     for work, after in pairwise(works):
         assert work.began_s <= work.ended_s <= after.began_s
+
+
+def test_jobs_run_without_a_waiter(channel):
+    threads = []
+    job = channel.submit(lambda: threads.append(threading.current_thread().name))
+    assert job.ends_within(20)
+    job.wait()
+    assert threads == [NAME]
+
+
+@pytest.mark.parametrize("waiters_run", [False, True], ids=["own thread", "waiters too"])
+def test_who_waits_runs_jobs_where_that_is_asked_for(waiters_run):
+    channel = Channel(NAME, waiters_run=waiters_run)
+    threads, numbers = [], []
+
+    def run(number):
+        threads.append(threading.current_thread().name)
+        numbers.append(number)
+
+    for first in range(0, 600, 3):
+        works = [channel.submit(lambda number=number: run(number)) for number in range(first, first + 3)]
+        works[1].wait()
+        works[2].wait()
+    channel.close()
+    expect_no_thread()
+    assert numbers == list(range(600))
+    assert (threading.current_thread().name in threads) is waiters_run
+    assert set(threads) <= {NAME, threading.current_thread().name}
+
+
+def test_a_wait_is_noted_while_it_lasts(channel):
+    notes = []
+    channel._note_wait = notes.append
+    may_end = threading.Event()
+    job = channel.submit(lambda: may_end.wait(20) and notes.append("job"), sequence=7)
+    while job.began_s is None:
+        time.sleep(0.001)
+    threading.Timer(0.05, may_end.set).start()
+    job.wait()
+    assert notes == [7, "job", 0]
+    job.wait()
+    assert notes == [7, "job", 0], "who finds it done does not wait"
+
+
+def test_a_wait_of_limited_time(channel):
+    may_end = threading.Event()
+    job = channel.submit(lambda: may_end.wait(20))
+    assert not job.ends_within(0.01)
+    may_end.set()
+    assert job.ends_within(20)
 
 
 def test_submitting_does_not_wait(channel):
@@ -91,6 +139,15 @@ def test_a_closed_channel_ends_what_it_has_and_takes_no_more(channel):
         channel.submit(lambda: None)
     works[-1].wait()
     assert ran == [1, 1, 1]
+
+
+def test_the_last_job_is_run_once(channel):
+    ran = []
+    channel.submit(lambda: (time.sleep(0.01), ran.append("first"))[1])
+    channel.close(lambda: ran.append("last"))
+    channel.close(lambda: ran.append("later"))
+    expect_no_thread()
+    assert ran == ["first", "last"]
 
 
 def test_the_thread_of_a_forgotten_channel_ends():

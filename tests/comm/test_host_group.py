@@ -55,7 +55,7 @@ def exchange_large(group):
 def keep_contract(hosts):
     group = open_group(hosts)
     wrong = exchange_large(group)
-    host_group._SMALL_BYTES = -1  # all that can goes through leaders
+    host_group.SMALL_BYTES = -1  # all that can goes through leaders
     names = check_group(group)
     check_words_of_failure(group)
     return [wrong, names]
@@ -75,7 +75,7 @@ def sum_with(hosts, algorithms):
             tensor = make_values(group.rank, LARGE) / 7
             group.all_reduce(tensor, name="sum").wait()
             bits.append(tensor.view(torch.int32).sum().item())
-            ran.append(group._leaders[0].algorithm.name if group._leaders else None)
+            ran.append(group._leaders.algorithm.name if group._leaders else None)
             group.barrier()
     return [bits, ran]
 

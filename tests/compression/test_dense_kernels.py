@@ -202,7 +202,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paceline.compression.kernels import triton_int8, triton_one_bit
+from paceline.compression.kernels import triton_int8, triton_one_bit, triton_rows
 
 def compile(kernel, constants, **types):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -213,12 +213,12 @@ def compile(kernel, constants, **types):
 
 floats = {name: "*fp32" for name in ("value_ptr", "residual_ptr", "new_residual_ptr", "scales_ptr", "output_ptr")}
 compile(triton_one_bit._encode, {"tile": 2048, "has_feedback": True}, **floats, payload_ptr="*u8", is_finite_ptr="*i32")
-compile(triton_one_bit._decode, {"tile": 2048, "add": True}, **floats, payload_ptr="*u8")
 compile(
     triton_int8._encode, {"tile": 512, "has_feedback": True, "is_stochastic": True},
     **floats, payload_ptr="*u8", is_finite_ptr="*i32", key_ptr="*u32",
 )
-compile(triton_int8._decode, {"tile": 512, "add": True}, **floats, payload_ptr="*i8")
+compile(triton_rows._decode, {"tile": 2048, "bits": 1, "add": True}, **floats, payload_ptr="*i8")
+compile(triton_rows._decode, {"tile": 512, "bits": 8, "add": True}, **floats, payload_ptr="*i8")
 """
 
 

@@ -37,6 +37,12 @@ def test_without_momentum_it_is_top_k():
             assert torch.equal(one.state["worker"], other.state["worker"])
 
 
+def test_it_carries_momentum_unless_that_is_zero():
+    assert DGC().carries_momentum
+    assert not DGC(momentum=0).carries_momentum
+    assert not TopK().carries_momentum
+
+
 def test_all_elements_without_masking_are_sgd_with_momentum():
     steps, parameters = make_steps(12), []
     for momentum in (0.9, 0.0):

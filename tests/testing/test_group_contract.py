@@ -163,6 +163,22 @@ class LostEpochGroup(LocalGroup):
         return super().gather_documents(document, name=name)
 
 
+class WholeSubgroupGroup(LocalGroup):
+    """Its subgroups are of everybody."""
+
+    def subgroup(self, ranks, name):
+        return super().subgroup(range(self.size), "everybody")
+
+
+class UpperFirstGroup(LocalGroup):
+    """On its links the upper rank is first."""
+
+    def link(self, peer, name):
+        link = super().link(peer, name)
+        link.rank = 1 - link.rank
+        return link
+
+
 BROKEN = [
     (LastBitGroup, "sums_have_the_same_bits_on_every_rank"),
     (HalfGroup, "sums_are_exact"),
@@ -186,6 +202,8 @@ BROKEN = [
     (OneThreadGroup, "duplicates_run_in_other_threads"),
     (DirtyGroup, "allocated_buffers_are_zeroed_and_take_part"),
     (OneBufferGroup, "allocated_buffers_are_zeroed_and_take_part"),
+    (WholeSubgroupGroup, "subgroups_are_apart"),
+    (UpperFirstGroup, "links_carry_messages_both_ways"),
 ]
 
 

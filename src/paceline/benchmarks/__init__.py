@@ -1,28 +1,36 @@
 """Layer 8: measurements, as ratios within one run."""
 
-from paceline.benchmarks.base import Benchmark, Row, check_new, print_table, write_markdown, write_rows
+from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
+from paceline.benchmarks.comparison import Comparison
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
+from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
 from paceline.benchmarks.workers import Workers
 from paceline.registry import find_variant, list_variants
 
 __all__ = [
+    "COMPARISONS",
     "Benchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",
+    "Comparison",
     "ExposedBenchmark",
     "ReplicaBenchmark",
     "Row",
+    "TableRow",
     "Workers",
-    "check_new",
+    "check_new_files",
     "find_benchmark",
     "list_benchmarks",
     "print_table",
-    "write_markdown",
-    "write_rows",
+    "write_files",
 ]
+
+COMPARISONS = {"codecs": CODEC_COMPARISON}
+"""By what is compared: what `paceline compare` can do."""
 
 
 def find_benchmark(name: str) -> type[Benchmark]:

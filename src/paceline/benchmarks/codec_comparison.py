@@ -1,44 +1,22 @@
-"""What each codec does to a training: bytes sent, and held-out results beside those without it."""
+"""`compare codecs`: what each codec does to a training: bytes sent, and held-out results beside those without it."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-Overrides = list[tuple[str, str]]
+from paceline.benchmarks.comparison import Comparison, Outcomes
+from paceline.benchmarks.tables import TableRow
 
-CODECS: dict[str, Overrides] = {
-    "none": [],
-    "int8": [("sync.codec", "int8")],
-    "one_bit": [("sync.codec", "one_bit")],
-    "top_k": [("sync.codec", "top_k")],
-    "top_k without feedback": [("sync.codec", "top_k"), ("sync.codec.error_feedback", "false")],
-    "random_k": [("sync.codec", "random_k")],
-    "power_sgd": [("sync.codec", "power_sgd")],
-    "bf16": [("sync.codec", "bf16")],
-    "fp16": [("sync.codec", "fp16")],
-}
-"""What is compared, by name: the overrides of a run."""
-
-PUBLISHED = {"none": "1x / 0", "top_k": "100x / 0.3", "int8": "4x / 0.1", "one_bit": "32x / 0.5"}
+_PUBLISHED = {"none": "1x / 0", "top_k": "100x / 0.3", "int8": "4x / 0.1", "one_bit": "32x / 0.5"}
 """Compression and loss of top-1 accuracy in percent, as surveys of gradient compression give them."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one run ended."""
-
-    loss: float
-    """Held out."""
-    accuracy: float | None
-    wire_bytes: int
-    """What one worker sent in all steps."""
-    seconds: float
-
-
-@dataclass(frozen=True)
-class CodecRow:
+class CodecRow(TableRow):
     """One codec beside none: differences are paired by seed."""
+
+    headings = (
+        "codec", "compression", "held-out loss", "to none's", "accuracy", "difference %", "time to none's", "published",
+    )  # fmt: skip
 
     codec: str
     num_seeds: int
@@ -55,14 +33,22 @@ class CodecRow:
     time_ratio: float
     published: str
 
+    def cells(self) -> tuple[str, ...]:
+        """Return it as texts."""
+        spread = "" if self.accuracy_spread is None else f" ± {self.accuracy_spread:.2f}"
+        return (
+            self.codec,
+            f"{self.compression:.1f}x",
+            f"{self.loss:.4f}",
+            f"{self.loss_ratio:.3f}",
+            "" if self.accuracy is None else f"{100 * self.accuracy:.2f}%",
+            "" if self.accuracy_difference is None else f"{self.accuracy_difference:+.2f}{spread}",
+            f"{self.time_ratio:.2f}",
+            self.published,
+        )
 
-def compare(outcomes: Mapping[str, Sequence[Outcome]]) -> list[CodecRow]:
-    """Return a row for each codec, from outcomes by codec and seed; ``none`` must be among them."""
-    reference = outcomes["none"]
-    return [_compare(codec, ours, reference) for codec, ours in outcomes.items()]
 
-
-def _compare(codec: str, ours: Sequence[Outcome], reference: Sequence[Outcome]) -> CodecRow:
+def _describe(codec: str, ours: Outcomes, reference: Outcomes) -> CodecRow:
     pairs = list(zip(ours, reference, strict=True))
     differences = [
         100 * (a.accuracy - b.accuracy) for a, b in pairs if a.accuracy is not None and b.accuracy is not None
@@ -76,32 +62,22 @@ def _compare(codec: str, ours: Sequence[Outcome], reference: Sequence[Outcome]) 
         accuracy=statistics.median(o.accuracy for o in ours if o.accuracy is not None) if differences else None,
         accuracy_difference=statistics.mean(differences) if differences else None,
         accuracy_spread=statistics.stdev(differences) if len(differences) > 1 else None,
-        time_ratio=statistics.median(a.seconds / b.seconds for a, b in pairs),
-        published=PUBLISHED.get(codec, ""),
+        time_ratio=statistics.median(a.elapsed_s / b.elapsed_s for a, b in pairs),
+        published=_PUBLISHED.get(codec, ""),
     )
 
 
-HEADINGS = (
-    "codec", "compression", "held-out loss", "to none's", "accuracy", "difference %", "time to none's", "published",
-)  # fmt: skip
-
-
-def cells(row: CodecRow) -> tuple[str, ...]:
-    """Return a row as texts, under `HEADINGS`."""
-    spread = "" if row.accuracy_spread is None else f" ± {row.accuracy_spread:.2f}"
-    difference = "" if row.accuracy_difference is None else f"{row.accuracy_difference:+.2f}{spread}"
-    return (
-        row.codec,
-        f"{row.compression:.1f}x",
-        f"{row.loss:.4f}",
-        f"{row.loss_ratio:.3f}",
-        "" if row.accuracy is None else f"{100 * row.accuracy:.2f}%",
-        difference,
-        f"{row.time_ratio:.2f}",
-        row.published,
-    )
-
-
-def as_document(rows: Sequence[CodecRow]) -> list[dict[str, Any]]:
-    """Return rows as JSON."""
-    return [asdict(row) for row in rows]
+CODEC_COMPARISON = Comparison(
+    ways={
+        "none": [],
+        "int8": [("sync.codec", "int8")],
+        "one_bit": [("sync.codec", "one_bit")],
+        "top_k": [("sync.codec", "top_k")],
+        "top_k without feedback": [("sync.codec", "top_k"), ("sync.codec.error_feedback", "false")],
+        "random_k": [("sync.codec", "random_k")],
+        "power_sgd": [("sync.codec", "power_sgd")],
+        "bf16": [("sync.codec", "bf16")],
+        "fp16": [("sync.codec", "fp16")],
+    },
+    describe=_describe,
+)

@@ -45,14 +45,14 @@ class ReplicaBenchmark(Benchmark):
             # Few pairs of a long step say as much as many of a short one.
             num_pairs = self.num_pairs * (3 if case == "lm-wire-bound" else 1)
             ours, reference = workers.start(_time_pairs, case, num_pairs)[0]
-            rows.append(Row.of_pairs("replica", case, "step time", "s", ours, reference, reference_name))
+            rows.append(Row.of_pairs(self.name, case, "step time", "s", ours, reference, reference_name))
             if self.memory:
                 ours_mib, reference_mib = (
                     sum(workers.start(_measure_memory, case, side).values()) / 2**20 for side in ("ours", "reference")
                 )
                 rows.append(
                     Row(
-                        bench="replica",
+                        bench=self.name,
                         case=case,
                         metric="peak memory",
                         unit="MiB",

@@ -26,23 +26,18 @@ def bench(
     """
     if hosts is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without names, as hosts' are
-    from paceline.benchmarks import check_new, find_benchmark, list_benchmarks, print_table, write_markdown, write_rows
+    from paceline.benchmarks import check_new_files, find_benchmark, list_benchmarks, print_table, write_files
     from paceline.cli.overrides import apply_overrides, parse_pairs
 
     if name is None:
         for known, benchmark in list_benchmarks().items():
             typer.echo(f"{known:12} {(benchmark.__doc__ or '').splitlines()[0]}")
         return
-    for path, option in ((json, "--json"), (markdown, "--markdown")):
-        if path is not None:
-            check_new(path, option)  # before hours of measuring, not after
+    check_new_files(json, markdown)
     pairs = [*_place_workers(hosts, bandwidth), *parse_pairs(context.args)]
     rows = apply_overrides(find_benchmark(name)(), pairs).measure()
     print_table(rows)
-    if json is not None:
-        write_rows(rows, json)
-    if markdown is not None:
-        write_markdown(rows, markdown)
+    write_files(rows, json, markdown)
 
 
 def _place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from paceline.checkpoint import CheckpointStore
 from paceline.cli.overrides import apply_overrides
-from paceline.data.loader import check_shares
+from paceline.data.shares import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
 from paceline.monitor.events import RunFinished
@@ -47,7 +47,7 @@ def check_workers(run: Run, num_workers: int) -> None:
             f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "
             "workers; raise --global_batch or lower --workers"
         )
-    check_shares(run.shares, num_workers)
+    check_shares(run.fixed_shares, num_workers)
     run.data.open()
 
 

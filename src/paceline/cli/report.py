@@ -14,12 +14,15 @@ def report(
     from paceline.monitor.communication import describe_step
     from paceline.monitor.reader import read_log, summarise
     from paceline.monitor.report import write_report
+    from paceline.monitor.stragglers import describe_stragglers
 
     summary = summarise(read_log(run / "events.jsonl"))
     picture, page = write_report(run)
     typer.echo(f"report: {page}\npicture: {picture}")
     if summary.typical_steps:
         typer.echo(f"timeline: {run / 'timeline.png'}\n{describe_step(summary.typical_steps[0])}")
+    for sentence in describe_stragglers(summary):
+        typer.echo(sentence)
     if tensorboard is not None:
         from paceline.monitor.tensorboard import export_tensorboard
 

@@ -2,6 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,6 +97,22 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
+        """Return a group of some of these ranks, this one among them; its rank i is ``ranks[i]`` here.
+
+        Only those ranks call it, with the same `ranks` in ascending order and a `name` that they have not used before.
+        It fails by itself: when one of its ranks dies, this group is not lost, nor are other subgroups. It is closed
+        with this group.
+        """
+
+    def link(self, peer: int, name: str) -> "Group":
+        """Return a group of this rank and one other, for messages; the lower of both is rank 0 there.
+
+        Both call it; whoever opens several does so in the order of ranks, so that nobody waits in a ring.
+        """
+        return self.subgroup(sorted((self.rank, peer)), name)
+
+    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group. With an `error`, tell the others that it is why this rank stops."""
 
@@ -134,6 +151,19 @@ class Group(ABC):
             )
         if not 0 <= tag <= MAX_TAG:
             raise SettingsError(f"the tag of a message must be in [0, {MAX_TAG}], but got {tag}")
+
+    def place_in(self, ranks: Sequence[int]) -> int:
+        """Return this rank's place among the `ranks` of a subgroup.
+
+        Raises:
+            SettingsError: It is not among them, or they are not ranks of this group in ascending order.
+        """
+        if list(ranks) != sorted(set(ranks) & set(range(self.size))) or self.rank not in ranks:
+            raise SettingsError(
+                f"the ranks of a subgroup must ascend in 0..{self.size - 1} with {self.rank} among them, "
+                f"but got {list(ranks)}"
+            )
+        return list(ranks).index(self.rank)
 
     def __enter__(self) -> Self:
         return self

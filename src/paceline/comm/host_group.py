@@ -1,24 +1,28 @@
 """A group of ranks on several hosts: shared memory inside a host, messages between the hosts' leaders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
 from paceline.comm.local_group import LocalGroup
 from paceline.comm.positions import PositionBoard
 from paceline.comm.program_group import ProgramGroup
-from paceline.comm.shared_memory import SharedMemoryError, SharedMemoryGroup, exchange_documents, host_key
-from paceline.comm.shared_memory.meeting import raise_together
-from paceline.comm.shared_memory.runner import Job, NotedJob, Runner
+from paceline.comm.shared_memory import (
+    SharedMemoryError,
+    SharedMemoryGroup,
+    exchange_documents,
+    host_key,
+    raise_together,
+)
+from paceline.comm.shared_memory.control import SMALL_BYTES
 from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, PeerTimeoutError
 from paceline.programs.base import Algorithm
-
-_SMALL_BYTES = 16 * 2**10
 
 
 class HostGroup(Group):
@@ -65,27 +69,30 @@ class HostGroup(Group):
         self._everyone = self._open_network("everyone", rank, size)
         num_hosts = len(self._hosts)
         self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
-        self._leaders: list[Group] = []
-        """On a leader the program group, and the group that it runs on."""
+        self._leaders: ProgramGroup | None = None
+        """On a leader."""
+        self._parts: list[Group] = [self._neighbours, self._everyone]
         if rank == self._hosts[self._here][0]:
-            leaders = self._open_network("leaders", self._here, num_hosts)
-            self._leaders = [ProgramGroup(leaders, self._algorithm), leaders]
+            links = self._open_network("leaders", self._here, num_hosts)
+            self._leaders = ProgramGroup(links, self._algorithm)
+            self._parts = [self._neighbours, self._leaders, links, self._everyone]
         self._board = PositionBoard(dist.PrefixStore("board", store), rank, size)
         self._sequence = 0
-        self._runner = Runner("paceline-hosts")
+        self._channel = Channel("paceline-hosts", note_wait=self._board.wait_in, waiters_run=True)
         self._duplicates: list[Group] = []
+        self._subgroups: list[Group] = []
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum inside the host, among the leaders, and copy the sum to the others of the host."""
         flat = flatten(tensor, name)
         check_sum(flat.dtype)
-        if flat.nbytes <= _SMALL_BYTES:
+        if flat.nbytes <= SMALL_BYTES:
             return self._everyone.all_reduce(tensor, name=name)
 
         def run() -> None:
             self._neighbours.all_reduce(flat, name=name).wait()
-            for leaders in self._leaders[:1]:
-                leaders.all_reduce(flat, name=name).wait()
+            if self._leaders is not None:
+                self._leaders.all_reduce(flat, name=name).wait()
             self._neighbours.broadcast(flat, name=name).wait()
 
         return self._submit(name, run)
@@ -93,15 +100,15 @@ class HostGroup(Group):
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
         """Copy inside the source's host, to the other leaders, and inside their hosts."""
         flat = flatten(tensor, name)
-        if flat.nbytes <= _SMALL_BYTES:
+        if flat.nbytes <= SMALL_BYTES:
             return self._everyone.broadcast(tensor, source=source, name=name)
         origin = next(number for number, ranks in enumerate(self._hosts) if source in ranks)
 
         def run() -> None:
             if origin == self._here:
                 self._neighbours.broadcast(flat, source=self._hosts[origin].index(source), name=name).wait()
-            for leaders in self._leaders[:1]:
-                leaders.broadcast(flat, source=origin, name=name).wait()
+            if self._leaders is not None:
+                self._leaders.broadcast(flat, source=origin, name=name).wait()
             if origin != self._here:
                 self._neighbours.broadcast(flat, name=name).wait()
 
@@ -111,7 +118,7 @@ class HostGroup(Group):
         """Gather inside the host, among the leaders, and copy everything to the others of the host."""
         check_tensor(tensor, name)
         check_rows(output, self.size, tensor.nbytes, name)
-        if tensor.nbytes <= _SMALL_BYTES:
+        if tensor.nbytes <= SMALL_BYTES:
             return self._everyone.all_gather(output, tensor, name=name)
         mine = tensor.detach().contiguous().view(-1)
 
@@ -120,8 +127,8 @@ class HostGroup(Group):
             blocks = torch.empty(len(self._hosts), longest, len(mine), dtype=mine.dtype)
             block = torch.empty(longest, len(mine), dtype=mine.dtype)
             self._neighbours.all_gather(block[: self._neighbours.size], mine, name=name).wait()
-            for leaders in self._leaders[:1]:
-                leaders.all_gather(blocks, block, name=name).wait()
+            if self._leaders is not None:
+                self._leaders.all_gather(blocks, block, name=name).wait()
             self._neighbours.broadcast(blocks, name=name).wait()
             rows = output.view(self.size, len(mine))
             for ranks, theirs in zip(self._hosts, blocks, strict=True):
@@ -164,15 +171,28 @@ class HostGroup(Group):
         self._duplicates.append(duplicate)
         return duplicate
 
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """Return a group of shared memory where `ranks` are of one host, else one of hosts."""
+        place = self.place_in(ranks)
+        here = self._hosts[self._here]
+        if set(ranks) <= set(here):
+            return self._neighbours.subgroup([here.index(rank) for rank in ranks], name)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        subgroup = HostGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch, host=self._key)
+        self._subgroups.append(subgroup)
+        return subgroup
+
+    def link(self, peer: int, name: str) -> Group:
+        """Return a pair over the network."""
+        return self._everyone.link(peer, name)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave once what was begun is done; with an `error`, at once."""
-        for duplicate in self._duplicates:
+        for duplicate in (*self._duplicates, *self._subgroups):
             duplicate.close(error)
-        if error is None:
-            self._runner.submit(Job(self._runner, self._close_parts))
-        else:
+        if error is not None:
             self._close_parts(error)
-        self._runner.close()
+        self._channel.close(self._close_parts if error is None else None)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
 
     def _open_host(self) -> Group:
@@ -196,7 +216,7 @@ class HostGroup(Group):
         return TorchGroup(store, rank, size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
 
     def _close_parts(self, error: BaseException | None = None) -> None:
-        for part in (self._neighbours, *self._leaders, self._everyone):
+        for part in self._parts:
             part.close(error)
 
     def _submit(self, name: str, function: Callable[[], None]) -> Work:
@@ -210,9 +230,7 @@ class HostGroup(Group):
             except CommunicationError as error:
                 raise self._explain(error, sequence, name) from error
 
-        job = NotedJob(self._runner, run, self._board.wait_in, sequence)
-        self._runner.submit(job)
-        return job
+        return self._channel.submit(run, sequence)
 
     def _explain(self, error: CommunicationError, sequence: int, name: str) -> CommunicationError:
         """Say it in ranks of all hosts, and let the others notice."""

@@ -20,6 +20,7 @@ from paceline.comm.shared_memory import (
     exchange_documents,
     find_obstacle,
     host_key,
+    raise_together,
 )
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, SettingsError
@@ -88,16 +89,11 @@ def _open_cpu_group(
         raise SettingsError(f"transport must be the same on every worker, but got {asked} by rank; pass one to all")
     hosts = [document["host"] for document in documents]
     num_hosts = len(set(hosts))
-    obstacles = [
-        f"rank {rank}: {document['obstacle']}"
-        for rank, document in enumerate(documents)
-        if document["obstacle"] and hosts.count(hosts[rank]) > 1
-    ]
+    obstacles = [document["obstacle"] if hosts.count(document["host"]) > 1 else None for document in documents]
     try:
         if transport == "network" or (transport == "auto" and num_hosts == size):
             return TorchGroup(store, rank, size, device=torch.device("cpu"), timeout_s=timeout_s, epoch=epoch)
-        if obstacles:
-            raise SharedMemoryError(f"all workers must be able to share memory, but cannot: {'; '.join(obstacles)}")
+        raise_together(obstacles)
         shared = dist.PrefixStore("shared", store)
         if num_hosts == 1:
             return SharedMemoryGroup(shared, rank, size, timeout_s=timeout_s, epoch=epoch)

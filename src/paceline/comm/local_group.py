@@ -48,6 +48,10 @@ class _Room:
         self.messages: dict[tuple[int, int, int, bool], deque[_Message]] = {}
         """Ends that wait for their other end, by source, destination, tag and whether it is the sender's."""
         self.duplicates: dict[tuple[int, str], _Room] = {}
+        self.subgroups: dict[tuple[tuple[int, ...], str], _Room] = {}
+        """By their ranks here, and their names."""
+        self.failed: set[int] = set()
+        """Ranks that left with an error."""
 
 
 class LocalGroup(Group):
@@ -143,6 +147,16 @@ class LocalGroup(Group):
             )
         return LocalGroup(self.rank, room, self.device, self.epoch)
 
+    def subgroup(self, ranks: Sequence[int], name: str) -> "LocalGroup":
+        """Return this rank's member of a room, which fails when one of its own ranks does."""
+        place = self.place_in(ranks)
+        with self._room.changed:
+            failure = self._room.failure if self._room.failed & set(ranks) else None
+            room = self._room.subgroups.setdefault(
+                (tuple(ranks), name), _Room(len(ranks), self._room.timeout_s, failure)
+            )
+        return LocalGroup(place, room, self.device, self.epoch)
+
     def begin(self, name: str) -> None:
         """Note it."""
         self._room.positions[self.rank] = f"has begun {name!r}"
@@ -150,6 +164,8 @@ class LocalGroup(Group):
     def close(self, error: BaseException | None = None) -> None:
         """Leave; with an `error`, make every operation of the others fail."""
         with self._room.changed:
+            if error is not None:
+                self._room.failed.add(self.rank)
             if error is not None and self._room.failure is None:
                 self._room.failure = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
             self._room.positions[self.rank] = "has left"
@@ -158,9 +174,12 @@ class LocalGroup(Group):
                 for waiting in self._room.messages.values():
                     for message in waiting:
                         message.ended.set()
-            duplicates = list(self._room.duplicates.values())
-        for room in duplicates:
-            LocalGroup(self.rank, room, self.device, self.epoch).close(error)
+            rooms = [(self.rank, room) for room in self._room.duplicates.values()]
+            rooms += [
+                (ranks.index(self.rank), r) for (ranks, _), r in self._room.subgroups.items() if self.rank in ranks
+            ]
+        for rank, room in rooms:
+            LocalGroup(rank, room, self.device, self.epoch).close(error)
 
     def _meet(self, tensor: Tensor, peer: int, tag: int, name: str, *, is_send: bool) -> Work:
         self.check_message(peer, tag)

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -88,12 +88,8 @@ class PositionBoard:
         after = _run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
         if before is None or after is None:
             return "the store that ranks post to does not answer: who holds it (with rank 0) is gone or frozen"
-        lines = []
-        for rank in range(self._size):
-            if rank != self._rank:
-                urgency, text = describe(before[rank], after[rank], sequence)
-                lines.append((urgency, f"rank {rank} {text}"))
-        return "; ".join(text for _, text in sorted(lines, key=lambda line: line[0]))
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return describe_ranks({rank: (before[rank], after[rank]) for rank in others}, sequence)
 
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
@@ -133,10 +129,21 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
+def describe_ranks(positions: Mapping[int, tuple[Position | None, Position | None]], sequence: int) -> str:
+    """Return in plain words where ranks are, the ones that hold up operation `sequence` first.
+
+    Args:
+        positions: Of each rank, an earlier and a later one; None where there is none.
+        sequence: Number of the operation.
+    """
+    lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in positions.items()]
+    return "; ".join(f"rank {rank} {text}" for rank, _, text in sorted(lines, key=lambda line: line[1]))
+
+
 _LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
 
 
-def describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
+def _describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, words); the lowest urgency is the likeliest cause."""
     if after is None:
         return 0, "has never been heard of"

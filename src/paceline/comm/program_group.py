@@ -1,7 +1,7 @@
 """A group whose collectives are programs."""
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -91,6 +91,14 @@ class ProgramGroup(Group):
         duplicate._owned.append(base)
         self._duplicates.add(duplicate)
         return duplicate
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """Return a subgroup of the group, without programs."""
+        return self._group.subgroup(ranks, name)
+
+    def link(self, peer: int, name: str) -> Group:
+        """Return a link of the group."""
+        return self._group.link(peer, name)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer of the group's."""

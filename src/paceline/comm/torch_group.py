@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -106,6 +106,14 @@ class TorchGroup(Group):
         self._duplicates.add(duplicate)
         return duplicate
 
+    def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
+        """Return a group with connections of its own among `ranks`."""
+        place = self.place_in(ranks)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        subgroup = TorchGroup(store, place, len(ranks), device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
+        self._duplicates.add(subgroup)
+        return subgroup
+
     def begin(self, name: str) -> None:
         """Post it."""
         self._sequence += 1
@@ -164,7 +172,7 @@ class TorchGroup(Group):
             self._senders = Channel("paceline-senders")
         waiting = self._senders.submit(lambda: work.wait(timedelta(seconds=self.timeout_s)))
         last_beat = 0
-        while not waiting.done.wait(_PROBE_INTERVAL_S):
+        while not waiting.ends_within(_PROBE_INTERVAL_S):
             position = self._board.read(destination)
             if position is None or position.last_words or position.beat == last_beat:
                 self._backend.recv([torch.zeros(1)], destination, _NEVER_SENT)

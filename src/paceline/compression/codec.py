@@ -134,6 +134,11 @@ class Codec(Family):
     dense_below: int = Field(default=2048, ge=0)
     """Blocks of fewer elements (biases, norms) are summed as they are: they cost little and suffer most."""
 
+    @property
+    def carries_momentum(self) -> bool:
+        """Whether what it sends has momentum already, so that the optimizer must have none."""
+        return False
+
     @abstractmethod
     def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
         """Exchange one block.

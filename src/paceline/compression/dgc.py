@@ -71,6 +71,11 @@ class DGC(Codec):
             )
         return self
 
+    @property
+    def carries_momentum(self) -> bool:
+        """Unless momentum is 0."""
+        return self.momentum > 0
+
     def density_at(self, step: int) -> float:
         """Return the share of the elements that is sent at a step."""
         if step >= self.warmup_steps:

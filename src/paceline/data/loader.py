@@ -1,6 +1,5 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-import math
 import queue
 import signal
 import threading
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from paceline.comm.group import Group
 from paceline.data.base import Batch, Indices, Source, Spec
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
+from paceline.data.shares import Shares
 from paceline.errors import DataError, SettingsError
 
 
@@ -57,7 +57,7 @@ class Loader:
     ) -> None:
         self._rank, num_workers = (group.rank, group.size) if group else (0, 1)
         self._device = group.device if group else torch.device("cpu")
-        self._weights = check_shares(shares, num_workers)
+        self._shares = Shares(shares, num_workers)
         if global_batch < num_workers:
             raise SettingsError(
                 f"global_batch must be at least the number of workers, but got {global_batch} for {num_workers} "
@@ -79,17 +79,44 @@ class Loader:
         """Samples used since the start of training: the low-water mark."""
         return self._ledger.low_water
 
+    @property
+    def shares(self) -> list[int]:
+        """Samples of a whole global batch that each worker takes, once the newest shares are in force."""
+        return apportion(self.global_batch, self._shares.newest)
+
+    def change_shares(self, shares: Sequence[float]) -> int:
+        """Divide global batches by other weights, from the first on that no worker can have begun to read.
+
+        Every worker calls it at the same position, which all of them count from: what was read ahead keeps its shares.
+
+        Returns:
+            The position from which they are in force.
+
+        Raises:
+            SettingsError: They do not fit the group.
+        """
+        start = self.position
+        for _ in range(self._max_steps_ahead):
+            start = self.order.next_batch(start, self.global_batch).stop
+        assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
+        self._shares.change(start, shares, position=self.position)
+        return start
+
+    def load_shares(self, state: dict[str, Any]) -> bool:
+        """Take on the shares of a `state_dict`, if it is of as many workers; return whether it is."""
+        return "shares" in state and self._shares.load(state["shares"])
+
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
         if batch.interval.start >= self._ledger.low_water:
             self._ledger.ack(batch.interval)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position in the data, as JSON; it fits any number of workers."""
-        return {**asdict(self.order), **self._ledger.state_dict()}
+        """Return the position in the data, which fits any number of workers, and the shares, as JSON."""
+        return {**asdict(self.order), **self._ledger.state_dict(), "shares": self._shares.state(self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, at any number of workers.
+        """Continue where `state` was taken, at any number of workers, with this loader's own shares.
 
         Raises:
             DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
@@ -120,9 +147,20 @@ class Loader:
                         raise
                 self.ack(step[-1])
 
+    @property
+    def _prefetch_factor(self) -> int:
+        """Micro-batches that each loader process reads ahead."""
+        return max(1, self._prefetch * self.num_micro_batches // max(1, self._num_processes))
+
+    @property
+    def _max_steps_ahead(self) -> int:
+        """Global batches that a worker may have claimed beyond its position."""
+        num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
+        return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
+
     def _plan_step(self) -> "_Step":
         interval = self._ledger.claim(self.order, self.global_batch)
-        shares = apportion(interval.num_samples, self._weights)
+        shares = apportion(interval.num_samples, self._shares.at(interval.start))
         start = interval.start + sum(shares[: self._rank])
         parts, counts = [], []
         for count in apportion(shares[self._rank], [1.0] * self.num_micro_batches):
@@ -153,7 +191,7 @@ class Loader:
                 batch_size=None,
                 num_workers=self._num_processes,
                 worker_init_fn=_ignore_signals,
-                prefetch_factor=max(1, self._prefetch * self.num_micro_batches // self._num_processes),
+                prefetch_factor=self._prefetch_factor,
             )
         )
         while True:
@@ -259,17 +297,3 @@ def _ignore_signals(_: int) -> None:
     """Leave it to the worker, which a launcher signals too, to end this process after its last step."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:
-    """Return the weights of all workers.
-
-    Raises:
-        SettingsError: There are too few or too many, one is negative or not finite, or all are 0.
-    """
-    weights = [1.0] * num_workers if shares is None else [float(weight) for weight in shares]
-    if len(weights) != num_workers or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
-        raise SettingsError(
-            f"shares must be {num_workers} weights (one a worker), none negative and not all 0, but got {shares}"
-        )
-    return weights

@@ -95,7 +95,7 @@ def _decode(cls: type[Any], what: str, content: Any) -> dict[str, Any]:
     if missing or unknown:
         raise EventError(f"{what} must have just its fields, but {missing=} and {unknown=}; is it of another version?")
     for name, value in content.items():
-        if isinstance(value, str | dict):  # most fields are numbers, and as they should be
+        if isinstance(value, str | dict | list):  # most fields are numbers, and as they should be
             content[name] = _decode_floats(known[name].annotation, value)
     return content
 
@@ -105,4 +105,6 @@ def _decode_floats(annotation: Any, value: Any) -> Any:
         return _NON_FINITE.get(value, value)
     if annotation == dict[str, float] and isinstance(value, dict):
         return {key: _decode_floats(float, item) for key, item in value.items()}
+    if annotation == list[float] and isinstance(value, list):
+        return [_decode_floats(float, item) for item in value]
     return value

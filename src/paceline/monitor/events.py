@@ -176,6 +176,30 @@ class StepTimed(Event):
     optimizer_ended_s: float | None = None
 
 
+@_event("slow_worker")
+class SlowWorker(Event):
+    """A worker computes much slower than the others; of each worker that is found slow it is said once a start."""
+
+    slow_rank: int
+    factor: float
+    """How many times longer it computes for a sample than the median of the others."""
+    samples_per_s: float
+    """While it computes: waiting is not in it."""
+    others_samples_per_s: float
+
+
+@_event("shares_changed")
+class SharesChanged(Event):
+    """The parts of a global batch that workers take follow their speed from a position on."""
+
+    shares: list[int]
+    """Samples of a whole global batch, by rank."""
+    start: int
+    """Samples used since the start of training, at which they come into force."""
+    samples_per_s: list[float]
+    """By rank, while they compute; NaN of one that computed nothing."""
+
+
 @_event("evaluated")
 class Evaluated(Event):
     """The model was judged on the held-out data."""

@@ -25,6 +25,14 @@ _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         "a list of strings",
         lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     ),
+    list[int]: (
+        "a list of integers of 64 bits",
+        lambda value: isinstance(value, list) and all(_is_int(item) for item in value),
+    ),
+    list[float]: (
+        "a list of numbers",
+        lambda value: isinstance(value, list) and all(_is_float(item) for item in value),
+    ),
     dict[str, float]: (
         "numbers by name",
         lambda value: (

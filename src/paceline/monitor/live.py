@@ -24,6 +24,7 @@ from paceline.monitor.events import (
     RunFinished,
     RunStarted,
     Showcased,
+    SlowWorker,
     StepFinished,
     UnusedParameters,
     Warned,
@@ -34,6 +35,7 @@ from paceline.monitor.wording import describe, duration, number, one_line, print
 _STYLES: dict[type[Event], str] = {
     RunStarted: "bold",
     CheckpointSkipped: "yellow",
+    SlowWorker: "yellow",
     UnusedParameters: "yellow",
     Warned: "yellow",
     Restarted: "bold yellow",

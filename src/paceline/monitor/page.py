@@ -11,6 +11,7 @@ from paceline.monitor.communication import render_communication
 from paceline.monitor.events import Record
 from paceline.monitor.markup import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.reader import Summary
+from paceline.monitor.stragglers import render_stragglers
 from paceline.monitor.wording import describe, duration, number, share, size, workers
 
 _PAGE = """<!doctype html>
@@ -48,6 +49,7 @@ def render_page(summary: Summary, num_skipped: int, curves: Pictures, gantt: Pic
         _tiles(summary),
         _curves(curves),
         render_communication(summary.typical_steps, gantt) if gantt else "",
+        render_stragglers(summary),
         _notices(summary, num_skipped),
         _showcase(summary),
         _evaluations(summary),

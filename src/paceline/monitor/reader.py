@@ -22,7 +22,9 @@ from paceline.monitor.events import (
     Restarted,
     RunFinished,
     RunStarted,
+    SharesChanged,
     Showcased,
+    SlowWorker,
     StepFinished,
     UnusedParameters,
     Warned,
@@ -101,7 +103,7 @@ State = Literal["empty", "unfinished", "finished", "failed", "preempted"]
 class Summary:
     """What a log says about its run, all attempts taken together.
 
-    An attempt that starts at an earlier step undoes the steps and evaluations after it; of a step that was
+    An attempt that starts at an earlier step undoes the steps, evaluations and shares after it; of a step that was
     made again the last one counts. Nothing here says whether a process is still alive: a run that was killed
     without a word is ``"unfinished"``, as one that is still training.
     """
@@ -119,6 +121,9 @@ class Summary:
     failures: list[Record[Failed]]
     preemptions: list[Record[Preempted]]
     warnings: list[Record[Warned]]
+    slow_workers: list[Record[SlowWorker]]
+    share_changes: list[Record[SharesChanged]]
+    """Those that count, in order."""
     unused_parameters: list[str]
     timed_steps: list[TimedStep]
     """Those that were sampled, of all workers."""
@@ -189,6 +194,8 @@ def summarise(records: Iterable[Record]) -> Summary:
         failures=select(records, Failed),
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
+        slow_workers=select(records, SlowWorker),
+        share_changes=select(counting, SharesChanged),
         timed_steps=list(find_timed_steps(records)),
         unused_parameters=sorted({name for one in select(records, UnusedParameters) for name in one.event.names}),
         showcase=showcases[-1] if showcases else None,
@@ -203,11 +210,11 @@ def _parse(line: bytes) -> list[Record]:
     return [from_json(text)] if text else []  # a writer that closed another's torn line may leave an empty one
 
 
-_CURVES = (StepFinished, Evaluated)
+_CURVES = (StepFinished, Evaluated, SharesChanged)
 
 
 def _without_undone(records: list[Record]) -> list[Record]:
-    """Return the steps and evaluations that count, by step, and after them all other records that count."""
+    """Return the steps, evaluations and shares that count, by step, and after them all other records that count."""
     others: list[Record] = []
     points: dict[tuple[type[Event], int], Record] = {}
     for record in records:

@@ -12,6 +12,8 @@ from paceline.monitor.events import (
     Restarted,
     RunFinished,
     RunStarted,
+    SharesChanged,
+    SlowWorker,
     UnusedParameters,
     Warned,
 )
@@ -82,6 +84,10 @@ def describe(record: Record) -> str | None:
         case Evaluated(loss=loss) as event:
             spent = f"{event.num_samples:,} samples in {duration(event.duration_s)}"
             return f"step {record.step:,}: {_held_out(loss, event.metrics)} ({spent})"
+        case SlowWorker() as event:
+            return f"step {record.step:,}: {describe_slow(event)}"
+        case SharesChanged(shares=shares):
+            return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is passed over: {reason}"
         case UnusedParameters(names=names):
@@ -100,6 +106,14 @@ def describe(record: Record) -> str | None:
             return f"finished: {_join(_held_out(loss, event.metrics), spent)}"
         case _:
             return None
+
+
+def describe_slow(event: SlowWorker) -> str:
+    """Return who is slow, and by how much."""
+    speeds = (
+        f"{number(event.samples_per_s)} samples/s while it computes, the others {number(event.others_samples_per_s)}"
+    )
+    return f"rank {event.slow_rank} computes {event.factor:.1f} times slower than the others: {speeds}"
 
 
 def _describe_start(event: RunStarted) -> str:

@@ -1,18 +1,21 @@
 """Synchronous SGD: every gradient is averaged over all workers at every step."""
 
+from collections.abc import Sequence
 from typing import Self
 
 from pydantic import model_validator
+from torch import Size
 
 from paceline.comm.group import Group
 from paceline.comm.torch_group import TorchGroup
-from paceline.compression import DGC, Codec, NoCodec
+from paceline.compression import Codec, NoCodec
 from paceline.compression.codec import Algebra
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm, Collective, Direct, list_algorithms
 from paceline.registry import register
+from paceline.sync.exchanger import Exchanger
 from paceline.sync.exchangers import CodecExchanger, DenseExchanger
-from paceline.sync.rule import Exchanger, Rule, Traffic
+from paceline.sync.rule import Rule, Traffic
 
 _NEEDS = {
     Algebra.LINEAR: {Collective.ALL_REDUCE},
@@ -56,9 +59,9 @@ class EveryStep(Rule):
     @property
     def carries_momentum(self) -> bool:
         """With a codec that corrects momentum."""
-        return isinstance(self.codec, DGC) and self.codec.momentum > 0
+        return self.codec.carries_momentum
 
-    def start(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
+    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
         """Return the exchanger of whole buffers, or of a codec's blocks."""
         if isinstance(self.codec, NoCodec):
             return DenseExchanger(group, self.program, in_order)
@@ -68,6 +71,8 @@ class EveryStep(Rule):
             program = Direct() if group.device.type == "cpu" else None
         return CodecExchanger(group, self.codec, program, seed, in_order)
 
-    def traffic(self, num_params: int, bytes_per_param: int = 4) -> Traffic:
-        """One all-reduce a step."""
-        return Traffic("all_reduce", num_params * bytes_per_param, period=1)
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """One all-reduce a step, of gradients as the codec makes them."""
+        num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        wire_bytes = sum(self.codec.wire_bytes(shape, num_workers) for shape in shapes)
+        return (Traffic("all_reduce", num_bytes, wire_bytes),)

@@ -12,7 +12,7 @@ from paceline.compression.codec import Codec, State
 from paceline.compression.exchange import exchange_blocks
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
-from paceline.sync.rule import Exchanger, Parcel
+from paceline.sync.exchanger import Exchanger, Parcel
 
 PIECE_BYTES = 4 * 2**20
 """Largest part of a parcel that a more urgent one may have to wait for: 34 ms at 1 Gbit/s."""

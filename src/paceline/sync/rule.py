@@ -1,113 +1,41 @@
 """What a synchronisation method is: four small answers.
 
-*What* is exchanged, *when*, *with whom*, and *what is done on arrival*. The rules here all send gradients, at every
-step. A rule is settings only; the `Exchanger` that it makes for a replica holds connections and state. Everything
-exchanged is a numerator whose mass travels beside it; landing divides.
+*What* is exchanged, *when*, *with whom*, and *what is done on arrival*. A rule is settings only. Of it a replica makes
+an `Exchanger`, which sums gradients at every step over the workers near it, and a `Synchroniser`, which does the
+rest: what happens to parameters, or with servers.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import Size, Tensor
+from torch import Size
 
-from paceline.comm.group import Group, Work
+from paceline.comm.group import Group
 from paceline.registry import Family
+from paceline.sync.exchanger import Exchanger
+from paceline.sync.exchangers import DenseExchanger
+from paceline.sync.synchroniser import Site, Synchroniser
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange puts on the wire, for simulator and planner.
+    """What one kind of exchange puts on the wire, for simulator and planner.
 
     Args:
-        collective: The operation, by its usual name.
-        num_bytes: Size of the buffer it runs on, in bytes.
-        period: Steps from one exchange to the next.
+        collective: The operation, by its usual name: ``all_reduce``, ``send``, ``push``, ``pull``.
+        num_bytes: Size of the buffer it runs on, in bytes, before any codec.
+        wire_bytes: What a worker sends in one.
+        period: Steps from one to the next.
+        peers: With whom.
     """
 
     collective: str
     num_bytes: int
-    period: int
-
-
-@dataclass
-class Parcel:
-    """Some parameters' gradients, exchanged together.
-
-    Args:
-        name: What errors call it.
-        buffer: Flat: the gradients of all blocks, then one element a block that says whether it was used here.
-        blocks: The gradients, by parameter: views of the buffer.
-    """
-
-    name: str
-    buffer: Tensor
-    blocks: dict[str, Tensor]
-    num_non_finite: int = 0
-    """Workers whose gradients were not finite, where the exchange looked; known once it is done."""
-
-    @property
-    def numerators(self) -> Tensor:
-        """The gradients' part of the buffer."""
-        return self.buffer[: len(self.buffer) - len(self.blocks)]
-
-    @property
-    def flags(self) -> Tensor:
-        """The usage elements at the buffer's end: summed, they say which blocks nobody used."""
-        return self.buffer[len(self.buffer) - len(self.blocks) :]
-
-
-class Exchanger(ABC):
-    """Carries out a rule for one replica. Ranks call it alike; parcels are exchanged in the order of the calls."""
-
-    bucket_bytes: int | None = None
-    """Size of a parcel that suits it; None where the device's does."""
-
-    state_of: str = ""
-    """Name of the codec whose state it keeps; no other can go on from that."""
-
-    @abstractmethod
-    def exchange(
-        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
-    ) -> Work:
-        """Start to sum the parcel's blocks and flags over the workers, in place.
-
-        Args:
-            parcel: What is exchanged; to be left alone until the work is done.
-            divisor: Returns what numerators are divided by to become gradients, once all workers have said their
-                weights. May be called from another thread.
-            step: Updates done before.
-            loss_scale: What fp16's gradients are scaled by; they stay so.
-            piece: Which of the parcel's pieces.
-        """
-
-    def num_pieces(self, parcel: Parcel) -> int:
-        """Return how many pieces a parcel is exchanged in, so that a more urgent one need not wait for all of it."""
-        return 1
-
-    @abstractmethod
-    def land(self, parcel: Parcel, divisor: float) -> None:
-        """Make gradients of an arrived parcel, in place."""
-
-    def commit(self, unused: Collection[str]) -> None:
-        """Keep the state that this step's exchanges led to, but for blocks that nobody used: they were not landed."""
-
-    def roll_back(self) -> None:
-        """Keep the state from before this step: its exchanges were not landed."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return this worker's state, as named tensors."""
-        return {}
-
-    def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-        """Take on the states that all workers saved, of whatever number they were."""
-
-    def wire_bytes(self, parcel: Parcel) -> int:
-        """Return the bytes this worker sends in an exchange of such a parcel."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let connections and threads go."""
+    wire_bytes: int
+    period: int = 1
+    peers: Literal["all", "host", "neighbours", "servers"] = "all"
 
 
 class Rule(Family):
@@ -125,16 +53,34 @@ class Rule(Family):
         """Whether momentum is part of what is exchanged, so that the optimizer must have none of its own."""
         return False
 
-    @abstractmethod
-    def start(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
-        """Return what carries this rule out among the workers of `group`. Every rank calls it.
+    @property
+    def runs_optimizer(self) -> bool:
+        """Whether each worker's optimizer takes its step; else a server's does."""
+        return True
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether workers go through steps of their own, at their own pace, and meet only to evaluate and save."""
+        return False
+
+    def near(self, group: Group, step: int) -> Sequence[int]:
+        """Return the ranks, this one among them, over whose gradients this worker's are summed in a step."""
+        return range(group.size)
+
+    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
+        """Return what sums gradients among the workers of `group`, which are near each other. Each of them calls it.
 
         Args:
             group: The workers.
             seed: Of what codecs draw.
             in_order: Whether parcels must be exchanged one after another, so that the first arrives soonest.
         """
+        return DenseExchanger(group, None, in_order)
+
+    def start_synchroniser(self, site: Site) -> Synchroniser | None:
+        """Return what does the rest, or None where summed gradients are all. Every worker calls it, also one alone."""
+        return None
 
     @abstractmethod
-    def traffic(self, num_params: int, bytes_per_param: int = 4) -> Traffic:
-        """Return what an exchange of a model of `num_params` puts on the wire."""
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """Return what exchanges of a model, with fp32 parameters of those shapes, put on the wire."""

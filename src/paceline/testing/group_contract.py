@@ -180,6 +180,37 @@ def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
     expect_equal(second, torch.zeros_like(second), "the other buffer")
 
 
+def subgroups_are_apart(group: Group) -> None:
+    """A subgroup's ranks are those it was asked for, in their order, and its sums are of them alone."""
+    ranks = list(range(group.rank % 2, group.size, 2))
+    subgroup = group.subgroup(ranks, f"of {ranks[0]} and each second")
+    members_know_their_place(subgroup)
+    for num_elements in (3, 100_000):
+        values = torch.full((num_elements,), float(group.rank), device=group.device)
+        subgroup.all_reduce(values, name="sum in a subgroup").wait()
+        expect_equal(values, torch.full_like(values, sum(ranks)), f"sum over ranks {ranks}")
+    subgroup.close()
+
+
+def links_carry_messages_both_ways(group: Group) -> None:
+    """Every pair can open a link, on which the lower rank is 0."""
+    peers = [peer for peer in range(group.size) if peer != group.rank and group.device.type == "cpu"]
+    links = {peer: group.link(peer, "contract") for peer in peers}
+    for peer, link in links.items():
+        assert (link.size, link.rank) == (2, int(peer < group.rank)), f"link to {peer}: {link.rank} of {link.size}"
+        received = torch.zeros(5)
+        works = [
+            link.send(torch.full((5,), float(group.rank)), 1 - link.rank, tag=3, name="over a link"),
+            link.receive(received, 1 - link.rank, tag=3, name="over a link"),
+        ]
+        for work in works:
+            work.wait()
+        expect_equal(received, torch.full((5,), float(peer)), f"what rank {peer} sent")
+    group.barrier()
+    for link in links.values():
+        link.close()
+
+
 GROUP_CHECKS: tuple[Check, ...] = (
     sums_are_exact,
     sums_have_the_same_bits_on_every_rank,
@@ -193,6 +224,8 @@ GROUP_CHECKS: tuple[Check, ...] = (
     barrier_holds_everybody_until_the_last,
     members_know_their_place,
     allocated_buffers_are_zeroed_and_take_part,
+    subgroups_are_apart,
+    links_carry_messages_both_ways,
     *MESSAGE_CHECKS,
 )
 

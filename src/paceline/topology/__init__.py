@@ -1,6 +1,7 @@
 """Layer 1: who is connected to whom, and how well."""
 
 from paceline.topology.cluster import Cluster, Network
+from paceline.topology.graphs import Graph
 from paceline.topology.hosts import Hosts
 from paceline.topology.presets import DGXA100, DGXH100, FatTree, Loopback, Switch
 from paceline.topology.torus import Torus, squarest
@@ -12,6 +13,7 @@ __all__ = [
     "BytesPerSecond",
     "Cluster",
     "FatTree",
+    "Graph",
     "Hosts",
     "Loopback",
     "Network",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
-from paceline.sync.rule import Parcel
+from paceline.sync.exchanger import Parcel
 
 Layout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums of three ranks and more depend on it, so checkpoints hold it."""

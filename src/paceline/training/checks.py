@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
+from paceline.sync.rule import Rule
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -81,6 +82,14 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
     if reason:
         raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
+
+
+def check_synchroniser(rule: Rule, precision: str, landing: str) -> None:
+    """Refuse what does not go together with a rule that does more than to sum gradients."""
+    if landing == "next_forward":
+        raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
+    if not rule.runs_optimizer and precision == "fp16":
+        raise SettingsError(f"precision must be fp32 or bf16 with sync {rule.name}, but got {precision}; take bf16")
 
 
 def check_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:

@@ -15,6 +15,8 @@ class Verdict:
 
     weight: float
     """Mass of the global batch."""
+    mass: float
+    """Mass since the workers last met, where that is longer ago."""
     loss: float
     """Sum of the losses, each times its weight."""
     num_non_finite: int
@@ -26,12 +28,13 @@ class Verdict:
 class Control:
     """One step's control values on their way: sent ahead of the gradients, in float64."""
 
-    def __init__(self, group: Group, weight: float, loss: Tensor, stop: bool) -> None:
-        self._values = torch.zeros(4, dtype=torch.float64, device=group.device)
+    def __init__(self, group: Group, weight: float, loss: Tensor, stop: bool, mass: float | None = None) -> None:
+        self._values = torch.zeros(5, dtype=torch.float64, device=group.device)
         self._values[0] = weight
         self._values[1] = loss
         self._values[2] = ~torch.isfinite(loss)
         self._values[3] = float(stop)
+        self._values[4] = weight if mass is None else mass
         self._work = group.all_reduce(self._values, name="control")
         self._lock = threading.Lock()  # codecs ask from their own thread
         self._verdict: Verdict | None = None
@@ -41,6 +44,6 @@ class Control:
         with self._lock:
             if self._verdict is None:
                 self._work.wait()
-                weight, loss, num_non_finite, num_stops = self._values.tolist()
-                self._verdict = Verdict(weight, loss, int(num_non_finite), num_stops > 0)
+                weight, loss, num_non_finite, num_stops, mass = self._values.tolist()
+                self._verdict = Verdict(weight, mass, loss, int(num_non_finite), num_stops > 0)
             return self._verdict

@@ -10,7 +10,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.data.base import Batch, Source
 from paceline.data.order import Interval, apportion
-from paceline.training.batch_statistics import pooled_over_workers
+from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.training.objective import Objective
 from paceline.training.replica import Replica
 
@@ -48,7 +48,7 @@ def evaluate(
     was_training = {module: module.training for module in replica.module.modules()}
     replica.module.eval()
     sums: dict[str, float] = {}
-    with torch.no_grad(), pooled_over_workers(replica.module, group):
+    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, group):
         for first in range(start, start + shares[group.rank], batch_size):
             if is_stopped():
                 sums["stopped"] = 1.0

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
-from paceline.sync.rule import Exchanger
+from paceline.sync.exchanger import Exchanger
 from paceline.training.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
 from paceline.training.launch_order import plan_launch_order
 from paceline.training.times import BucketTimes, StepTimes
@@ -47,13 +47,11 @@ class Gradients:
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step = 0
         self._loss_scale = 1.0
-        self._reducer: Reducer | None = None
         self._use_layout(plan_layout(parameters, self._ready_order, self._bucket_bytes))
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """All buckets, in the order in which their last pieces leave."""
-        assert self._reducer is not None
         return [self._reducer.buckets[index] for index in dict.fromkeys(reversed(self._reducer.order))][::-1]
 
     @property
@@ -64,18 +62,15 @@ class Gradients:
     @property
     def layout(self) -> Layout:
         """The names of parameters by bucket."""
-        assert self._reducer is not None
         return [[slot.name for slot in bucket.slots] for bucket in self._reducer.buckets]
 
     def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
         """Let buckets leave in the backward pass that comes; for the arguments see `Exchanger.exchange`."""
-        assert self._reducer is not None
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
         self._reducer.arm()
 
     def finish(self) -> None:
         """Launch what the backward pass left."""
-        assert self._reducer is not None
         self._reducer.finish()
 
     def land(self, bucket: Bucket, divisor: float) -> list[str]:
@@ -151,16 +146,15 @@ class Gradients:
         """
         if not self._layout_is_learnt:
             self._layout_is_learnt = True
-            assert self._reducer is not None
             ready = list(dict.fromkeys(self._reducer.ready_order))
             order: list[str] = self._group.gather_documents(ready, name="ready order")[0]
             self._ready_order = order + [name for name in reversed(self._parameters) if name not in set(order)]
-            self._use_layout(plan_layout(self._parameters, self._ready_order, self._bucket_bytes))
+            self._change_layout(plan_layout(self._parameters, self._ready_order, self._bucket_bytes))
         elif self._tuner is not None:
             chosen = self._tuner.measure(times.ended_s - times.began_s)
             if chosen is not None and chosen != self._bucket_bytes:
                 self._bucket_bytes = chosen
-                self._use_layout(plan_layout(self._parameters, self._ready_order, chosen))
+                self._change_layout(plan_layout(self._parameters, self._ready_order, chosen))
             if self._tuner.is_done:
                 self._tuner = None
         elif needed is not None and len(self._measured) < _MEASURED_STEPS:
@@ -180,12 +174,11 @@ class Gradients:
                 self._tuner = None
             if self._tuner is not None:  # it measures anew, from its first size on
                 layout = plan_layout(self._parameters, self._ready_order, self._bucket_bytes)
-            self._use_layout(layout)
+            self._change_layout(layout)
 
     def close(self) -> None:
         """Take the hooks off the parameters and let connections go."""
-        if self._reducer is not None:
-            self._reducer.close()
+        self._reducer.close()
         self.exchanger.close()
 
     def _measure_order(self, times: StepTimes, needed: Mapping[str, int]) -> None:
@@ -202,16 +195,16 @@ class Gradients:
         last = len(needed)
         places = [min(needed.get(name, last) for name in bucket.parameters) for bucket, _ in pieces]
         order = [pieces[index][0].index for index in plan_launch_order(ready_s, duration_s, places)]
-        assert self._reducer is not None
         self._reducer.order = self._group.gather_documents(order, name="launch order")[0]
 
     def _launch(self, bucket: Bucket, piece: int) -> Work:
         return self.exchanger.exchange(bucket.parcel, self._divisor, self._step, self._loss_scale, piece)
 
+    def _change_layout(self, layout: Layout) -> None:
+        self._reducer.close()
+        self._use_layout(layout)
+
     def _use_layout(self, layout: Layout) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        self._reducer = None  # its buffers go before the new ones come
         self._measured = []
         buckets = make_buckets(self._parameters, layout, self._group)
         num_pieces = [self.exchanger.num_pieces(bucket.parcel) for bucket in buckets]

@@ -33,6 +33,7 @@ from paceline.monitor.log import EventLog
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.replica import Replica, StepResult
 from paceline.training.run import Run
+from paceline.training.shares import Pacing
 from paceline.training.state import capture, restore
 from paceline.training.timeline import tell_timeline
 
@@ -53,6 +54,7 @@ class Training:
     saver: AsyncSaver | None
     """On rank 0, which writes for all."""
     log: EventLog
+    pacing: Pacing
     step: int = 0
     resumed_from: str | None = None
     began_s: float = 0.0
@@ -119,13 +121,19 @@ def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str)
         run.global_batch,
         group=group,
         seed=run.seed,
-        shares=run.shares,
+        shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_processes=run.num_data_processes,
     )
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     saver = AsyncSaver(store) if group.rank == 0 else None
-    training = Training(run, recipe, directory, replica, loader, splits, store, saver, log)
+    pacing = Pacing(
+        loader,
+        None if run.sync.is_asynchronous else group,
+        interval=run.speed_interval,
+        is_following=run.shares == "measured",
+    )
+    training = Training(run, recipe, directory, replica, loader, splits, store, saver, log, pacing)
     _resume(training)
     training.tell(
         RunStarted(
@@ -161,6 +169,8 @@ def _resume(training: Training) -> None:
     if document is None:
         return
     training.loader.load_state_dict(document["loader"])
+    if training.run.shares == "measured":
+        training.loader.load_shares(document["loader"])
     training.step = document["step"]
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
 
@@ -176,8 +186,9 @@ def _run_steps(training: Training) -> bool:
         # Each micro-batch has a random stream of its own, which needs no state to resume.
         torch.manual_seed(derive_seed(run.seed, training.step, replica.group.rank, num_micro_batches) >> 1)
         num_micro_batches += 1
-        loss = run.objective.loss(replica, batch)
-        replica.backward(loss.mean, weight=loss.weight, last=batch.last)
+        with training.pacing.computing(batch.num_samples):
+            loss = run.objective.loss(replica, batch)
+            replica.backward(loss.mean, weight=loss.weight, last=batch.last)
         if not batch.last:
             continue
         learning_rate = run.optimizer.learning_rate * run.schedule.factor(training.step, run.num_steps)
@@ -189,6 +200,8 @@ def _run_steps(training: Training) -> bool:
         now_s = time.perf_counter()
         training.step += 1
         _tell_step(training, result, batch.interval.num_samples, learning_rate, now_s - step_began_s)
+        for event in training.pacing.end_step(training.step, result.times):
+            training.tell(event)
         _do_after_step(training, result)
         if result.stop and training.step < run.num_steps:
             return False
@@ -213,7 +226,7 @@ def _tell_step(
             communication_s=result.communication_s,
             position=training.loader.position,
             loss_scale=training.replica.loss_scale,
-            wire_bytes=training.replica.wire_bytes,
+            wire_bytes=result.wire_bytes,
         )
     )
     interval = training.run.timeline_interval

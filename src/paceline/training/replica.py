@@ -2,8 +2,8 @@
 
 import time
 import warnings
-import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
-from paceline.errors import GradientError, NonFiniteError
+from paceline.errors import GradientError
 from paceline.sync.rule import Rule
+from paceline.sync.synchroniser import LocalStep, Outcome, Site
 from paceline.training.checks import (
     Precision,
     check_backward,
@@ -23,26 +24,25 @@ from paceline.training.checks import (
     check_optimizer,
     check_placement,
     check_settings,
+    check_synchroniser,
 )
 from paceline.training.control import Control, Verdict
-from paceline.training.deferred import ForwardLanding
-from paceline.training.gradients import Gradients
+from paceline.training.gradient_sum import GradientSum
 from paceline.training.hashing import check_equal
+from paceline.training.meetings import Meetings
+from paceline.training.optimizer_step import OptimizerStep, Stepped
 from paceline.training.start import broadcast_module, check_same_model
 from paceline.training.times import StepTimes
-
-# Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
-DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update did, the same on every worker but for the times."""
+    """What one update did. Where gradients are summed over all workers it is the same on each, but for the times."""
 
     loss: float
-    """Mean over the whole global batch."""
+    """Mean over the samples of all workers whose gradients were summed, or that met, in this step."""
     weight: float
-    """Mass of the global batch: samples, or tokens."""
+    """Mass of those samples, or tokens."""
     gradient_norm: float | None
     """Global norm before clipping; None where nothing is clipped."""
     communication_s: float
@@ -54,6 +54,8 @@ class StepResult:
     newly_unused: list[str]
     """Parameters that no worker used, and that were not told of before; found a step later where gradients land in
     the next forward."""
+    wire_bytes: int = 0
+    """What this worker sent, by the price of the exchanges."""
     times: StepTimes = field(default_factory=StepTimes)
     """When its parts happened; buckets that land in the next forward are those of the step before."""
 
@@ -108,7 +110,6 @@ class Replica:
         self.optimizer = optimizer
         self.group = group or LocalGroup(device=next((p.device for p in module.parameters()), None))
         self.sync = Rule.model_validate(sync)
-        self.clip_norm = clip_norm
         self.num_updates = 0
         self._precision = precision
         self._hash_interval = hash_interval
@@ -121,40 +122,44 @@ class Replica:
             check_momentum(optimizer)
         if landing == "next_forward":
             check_deferrable(optimizer, precision, clip_norm)
-        self._scaler = torch.amp.GradScaler(self.group.device.type, enabled=precision == "fp16")
+        self._optimizer_step = OptimizerStep(precision, clip_norm, self.group.device.type)
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
         self._mass_unit: float | None = None
         self._stop_requested = False
         self._warned_unused: set[str] = set()
-        self._unused: list[str] = []
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._control: Control | None = None
         self._times = StepTimes()
-        self._gradients: Gradients | None = None
-        self._deferred: ForwardLanding | None = None
+        self._last_loss = 0.0
         if self.group.size > 1:
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-            in_order = landing == "next_forward"
-            exchanger = self.sync.start(self.group, seed, in_order=in_order)
-            suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.group.device.type]
-            chosen = None if bucket_bytes == "tuned" else bucket_bytes or suits
-            self._gradients = Gradients(self._parameters, self.group, exchanger, chosen)
-            if in_order:
-                self._deferred = ForwardLanding(module, self._parameters, optimizer, self._gradients)
-            # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
-            self._end = weakref.finalize(self, _let_go, self._gradients, self._deferred)
-            self._end.atexit = False
+        self._sum = GradientSum(
+            module,
+            self._parameters,
+            optimizer,
+            group=self.group,
+            rule=self.sync,
+            bucket_bytes=bucket_bytes,
+            landing=landing,
+            seed=seed,
+        )
+        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed))
+        self._meetings: Meetings | None = None
+        if self._synchroniser is not None:
+            check_synchroniser(self.sync, precision, landing)
+            if not self.sync.is_asynchronous:
+                self._meetings = Meetings(self.group, self._synchroniser)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast():
-            if self._deferred is not None:
-                return self._deferred.run(lambda: self.module(*args, **kwargs))
+            if self._sum.deferred is not None:
+                return self._sum.deferred.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -167,12 +172,12 @@ class Replica:
     @property
     def loss_scale(self) -> float | None:
         """The factor that fp16 gradients are scaled by; None in other precisions."""
-        return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+        return self._optimizer_step.loss_scale if self._optimizer_step.is_scaled else None
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this worker sends in a step, by the price of the exchange."""
-        return self._gradients.wire_bytes if self._gradients is not None else 0
+        """Bytes that this worker sends for a step's gradients, by the price of the exchange."""
+        return self._sum.wire_bytes
 
     def request_stop(self) -> None:
         """Ask all workers to stop after their next update; each learns it from `StepResult.stop`."""
@@ -201,29 +206,31 @@ class Replica:
                 called after the last backward.
         """
         check_backward(loss, weight, self._control is not None, self._frozen)
-        if self._deferred is not None:
-            self._deferred.begin_backward()
+        if self._sum.deferred is not None:
+            self._sum.deferred.begin_backward()
         self._times.backward_began_s = time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
         factor = weight if reduction == "mean" else 1.0
         if self._mass_unit is None:
-            self._mass_unit = self._agree_first_unit(weight)
+            self._mass_unit = self._sum.agree_first_mass(weight)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
-            self._control = Control(self.group, self._weight + weight, numerator, self._stop_requested)
-            if self._gradients is not None:
+            self._control = Control(self._sum.near, self._weight + weight, numerator, self._stop_requested)
+            if self._meetings is not None:
+                self._meetings.begin(self.num_updates, self._weight + weight, numerator, self._stop_requested)
+            if self._sum.gradients is not None:
                 divisor = partial(_divisor, self._control, self._mass_unit)
-                self._gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+                self._sum.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
         if weight:  # a loss that counts for nothing may be NaN, and NaN times 0 is NaN
             scale = factor / self._mass_unit
-            self._scaler.scale(loss if scale == 1.0 else loss * scale).backward()
+            self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
             # Only now, so that a backward that failed leaves no mass behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor
-        if self._deferred is not None:
-            self._deferred.check_backward()
-        if last and self._gradients is not None:
-            self._gradients.finish()
+        if self._sum.deferred is not None:
+            self._sum.deferred.check_backward()
+        if last and self._sum.gradients is not None:
+            self._sum.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
 
     def update(self) -> StepResult:
@@ -238,25 +245,28 @@ class Replica:
         if self._control is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
-        verdict = self._judge(self._control)
+        verdict = self._sum.judge(self._control, self._loss, self.num_updates)
         assert self._mass_unit is not None
         waited_s = time.perf_counter() - began_s
-        gradient_norm, skipped, landed_step = None, False, self.num_updates
-        if self._deferred is not None and self._deferred.is_possible:
-            self._times.buckets = self._deferred.defer(verdict.weight / self._mass_unit, self.num_updates)
+        landed_step = self.num_updates
+        divisor = (verdict.weight or self._mass_unit) / self._mass_unit
+        met: Verdict | None = None
+        stop = verdict.stop and self._sum.is_of_all
+        if self._sum.is_landing_in_forward:
+            self._times.buckets = self._sum.defer(divisor, self.num_updates)
             waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
-            self._unused = self._deferred.unused
+            stepped, outcome = Stepped(None, False), Outcome()
             landed_step -= 1
         else:
-            waited_s += self._land(verdict.weight / self._mass_unit)
-            self._times.optimizer_began_s = time.perf_counter()
-            gradient_norm, skipped = self._step_optimizer()
-            self._times.optimizer_ended_s = time.perf_counter()
-            self._finish_landing(skipped)
-        newly_unused = self._note_unused(landed_step)
-        self._mass_unit = verdict.weight
+            waited_s += self._sum.land(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
+            met, is_voted = self._meet()
+            stepped, outcome = self._step(met, has_gradients=verdict.weight > 0)
+            stop |= outcome.stop or is_voted
+        newly_unused = self._note_unused(landed_step) if verdict.weight else []
+        self._mass_unit = verdict.weight or self._mass_unit
         self.num_updates += 1
-        self._learn()
+        self._times.ended_s = time.perf_counter()
+        self._sum.learn(self._times)
         if self._is_hash_due():
             self.flush()
             check_equal(self._parameters, self.group, self.num_updates)
@@ -264,129 +274,129 @@ class Replica:
         self._loss = torch.zeros_like(self._loss)
         self._control = None
         times, self._times = self._times, StepTimes()
-        loss = verdict.loss / verdict.weight
-        return StepResult(loss, verdict.weight, gradient_norm, waited_s, skipped, verdict.stop, newly_unused, times)
+        said = met or verdict
+        self._last_loss = said.loss / said.weight if said.weight else self._last_loss
+        wire_bytes = outcome.wire_bytes + self._sum.wire_bytes
+        self._sum.use(self.num_updates)
+        return StepResult(
+            loss=self._last_loss,
+            weight=said.weight,
+            gradient_norm=stepped.gradient_norm,
+            communication_s=waited_s + outcome.waited_s,
+            skipped=stepped.skipped,
+            stop=stop,
+            newly_unused=newly_unused,
+            wire_bytes=wire_bytes,
+            times=times,
+        )
 
     def flush(self) -> None:
         """Land what was left for the next forward, so that parameters are those after the last update."""
-        if self._deferred is not None:
-            self._deferred.flush()
+        self._sum.flush()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are those that the workers together stand for; every worker enters it at the same step."""
+        self.flush()
+        with self._synchroniser.consensus() if self._synchroniser is not None else nullcontext():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is neither the module's nor the optimizer's, as JSON; `feedback` has its tensors."""
+        """Return this worker's state that is neither the module's nor the optimizer's, as JSON.
+
+        Its tensors are those of `feedback` and `sync_state`.
+        """
         self.flush()
         return {
             "num_updates": self.num_updates,
             "mass_unit": self._mass_unit,
-            "scaler": self._scaler.state_dict(),
+            "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
-            "gradients": self._gradients.state_dict() if self._gradients is not None else None,
+            "gradients": self._sum.gradients.state_dict() if self._sum.gradients is not None else None,
+            "sync": self.sync.name,
+            "mass": self._meetings.mass if self._meetings is not None else 0.0,
+            "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take on a saved state. A saved bucket layout is kept, since sums of three ranks and more depend on it."""
+    def load_state_dict(self, state: dict[str, Any], *, is_own: bool = True) -> None:
+        """Take on a saved state. A saved bucket layout is kept, since sums of three ranks and more depend on it.
+
+        Args:
+            state: What `state_dict` returned.
+            is_own: Whether it is this worker's, and of the same rule among as many workers.
+        """
         self.num_updates = state["num_updates"]
+        self._sum.use(self.num_updates)
         self._mass_unit = state["mass_unit"]
-        if state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
-        if self._gradients is not None and state["gradients"]:
-            self._gradients.load_state_dict(state["gradients"])
+        self._optimizer_step.load_state_dict(state["scaler"])
+        if self._sum.gradients is not None and state["gradients"]:
+            self._sum.gradients.load_state_dict(state["gradients"])
+        if is_own and self._meetings is not None:
+            self._meetings.mass = state["mass"]
+        if is_own and self._synchroniser is not None:
+            self._synchroniser.load_document(state["sync_document"])
+
+    def sync_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what the synchronisation rule keeps, as named tensors: this worker's, and what all have in common."""
+        if self._synchroniser is None:
+            return {}, {}
+        return self._synchroniser.state(), self._synchroniser.shared_state()
+
+    def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""
+        if self._synchroniser is not None:
+            self._synchroniser.load_state(saved, shared)
 
     @property
     def codec(self) -> str:
         """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
-        return self._gradients.exchanger.state_of if self._gradients is not None else ""
+        return self._sum.gradients.exchanger.state_of if self._sum.gradients is not None else ""
 
     def feedback(self) -> dict[str, Tensor]:
         """Return what this worker's codec keeps from step to step, by parameter and site."""
         self.flush()
-        return self._gradients.exchanger.state() if self._gradients is not None else {}
+        return self._sum.gradients.exchanger.state() if self._sum.gradients is not None else {}
 
     def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
         """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
-        if self._gradients is not None:
+        if self._sum.gradients is not None:
             shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-            self._gradients.exchanger.load_state(saved, shapes)
+            self._sum.gradients.exchanger.load_state(saved, shapes)
 
     def close(self) -> None:
         """Land what was left, take hooks off the module, and let the exchange's connections and threads go."""
-        if self._gradients is not None:
-            try:
-                self.flush()
-            finally:
-                self._end()
+        try:
+            self.flush()
+        finally:
+            self._sum.close()
+            if self._synchroniser is not None:
+                self._synchroniser.close()
 
-    def _agree_first_unit(self, weight: float) -> float:
-        first = torch.tensor([weight], dtype=torch.float64, device=self.group.device)
-        self.group.all_reduce(first, name="first mass").wait()
-        return float(first) or 1.0
+    def _meet(self) -> tuple[Verdict | None, bool]:
+        """Return what all workers said, if they met in this step beyond summing gradients, and whether all stop."""
+        return self._meetings.end(self.num_updates) if self._meetings is not None else (None, False)
 
-    def _judge(self, control: Control) -> Verdict:
-        verdict = control.wait()
-        if verdict.num_non_finite:
-            mine = float(self._loss)
-            losses = self.group.gather_documents(repr(mine), name="non-finite losses")
-            bad = [f"rank {rank} ({loss})" for rank, loss in enumerate(losses) if loss in ("nan", "inf", "-inf")]
-            raise NonFiniteError(
-                f"the loss must be finite, but at step {self.num_updates} it is not on {', '.join(bad)}; lower the "
-                "learning rate, clip gradients, or look at the data of that step"
-            )
-        if verdict.weight <= 0:
-            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {verdict.weight}")
-        return verdict
-
-    def _land(self, divisor: float) -> float:
-        """Wait for each bucket, divide it by the mass, and return the seconds waited."""
-        if self._gradients is None:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            if divisor != 1.0 and gradients:
-                torch._foreach_div_(gradients, divisor)
-            self._unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
-            return 0.0
-        buckets = self._gradients.buckets
-        self._unused = [name for bucket in buckets for name in self._gradients.land(bucket, divisor)]
-        self._gradients.check_finite(buckets, self.num_updates, may_skip=self._scaler.is_enabled())
-        return sum(bucket.waited_s for bucket in buckets)
-
-    def _step_optimizer(self) -> tuple[float | None, bool]:
-        gradient_norm = None
-        self._scaler.unscale_(self.optimizer)
-        if self.clip_norm is not None:
-            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
-            gradient_norm = float(norm)
-            if not torch.isfinite(norm) and not self._scaler.is_enabled():
-                raise NonFiniteError(
-                    f"the gradient norm must be finite, but at step {self.num_updates} it is {gradient_norm} "
-                    "while the loss is finite; look at that step's data or lower the learning rate"
-                )
-        scale = self._scaler.get_scale()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        return gradient_norm, self._scaler.get_scale() < scale
-
-    def _finish_landing(self, skipped: bool) -> None:
-        """Keep or drop what codecs made of the step, and drop its gradients."""
-        if self._gradients is None:
-            for parameter in self._parameters.values():
-                parameter.grad = None
-            return
-        if skipped:
-            self._gradients.exchanger.roll_back()
-        else:
-            self._gradients.exchanger.commit(self._unused)
-        self._times.buckets = [self._gradients.time(bucket) for bucket in self._gradients.buckets]
-        self._gradients.reset()
-
-    def _learn(self) -> None:
-        self._times.ended_s = time.perf_counter()
-        if self._gradients is not None and (self._deferred is None or not self._deferred.is_possible):
-            # A worker that has run no forward yet must learn at the same steps as the others.
-            needed = self._deferred.needed or {} if self._deferred is not None else None
-            self._gradients.learn(self._times, needed)
+    def _step(self, met: Verdict | None, *, has_gradients: bool) -> tuple[Stepped, Outcome]:
+        """Let the optimizer take its step, with what the rule does before and after, and drop the gradients."""
+        sync = self._synchroniser
+        mass = self._meetings.mass if self._meetings is not None else self._weight
+        step = LocalStep(self.num_updates, mass, met.mass if met else 0.0, self._stop_requested)
+        self._times.optimizer_began_s = time.perf_counter()
+        stepped = self._optimizer_step.run(
+            self.optimizer,
+            self.num_updates,
+            before=lambda: sync.before_update(step) if sync is not None else None,
+            is_optimizer_run=self.sync.runs_optimizer and has_gradients,
+        )
+        self._times.optimizer_ended_s = time.perf_counter()
+        self._times.buckets = self._sum.finish(skipped=stepped.skipped)
+        outcome = sync.after_update(step) if sync is not None else Outcome()
+        if self._meetings is not None and (met or self._sum.is_of_all):
+            self._meetings.mass = 0.0
+        return stepped, outcome
 
     def _note_unused(self, step: int) -> list[str]:
-        new = [name for name in self._unused if name not in self._warned_unused]
+        new = [name for name in self._sum.unused if name not in self._warned_unused]
         if new:
             self._warned_unused.update(new)
             warnings.warn(
@@ -404,12 +414,6 @@ class Replica:
             and self.sync.keeps_replicas_equal
             and self.num_updates % self._hash_interval == 0
         )
-
-
-def _let_go(gradients: Gradients, deferred: ForwardLanding | None) -> None:
-    if deferred is not None:
-        deferred.close()
-    gradients.close()
 
 
 def _divisor(control: Control, mass_unit: float) -> float:

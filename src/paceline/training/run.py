@@ -46,8 +46,10 @@ class Run(Settings):
     """Largest global gradient norm; none for no clipping."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
-    shares: tuple[float, ...] | None = None
-    """How a global batch is divided: one weight a worker; evenly by default."""
+    shares: tuple[float, ...] | Literal["measured"] | None = None
+    """How a global batch is divided: one weight a worker; measured: by how fast each computes; evenly by default."""
+    speed_interval: int = Field(default=10, ge=3)
+    """Steps from one measurement of each worker's speed to the next, by which slow ones are named."""
     evaluate_interval: int = Field(default=100, ge=0)
     """Steps from one evaluation on held-out data to the next; 0 for one at the end only."""
     evaluate_samples: int | None = Field(default=None, ge=1)
@@ -80,6 +82,20 @@ class Run(Settings):
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if self.shares == "measured" and self.sync.is_asynchronous:
+            raise ValueError(
+                f"shares must be weights or none with sync {self.sync.name}, whose workers take as much as they have "
+                f"time for, but got {self.shares}; leave it out"
+            )
+        return self
+
+    @property
+    def fixed_shares(self) -> tuple[float, ...] | None:
+        """The shares that the run begins with; None for even ones."""
+        return None if self.shares == "measured" else self.shares
 
 
 class RunFile(Settings):

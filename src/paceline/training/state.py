@@ -1,13 +1,17 @@
 """The complete state of a training, as named tensors and one JSON document, and back.
 
 Tensors are named ``model/<parameter or buffer>``, ``optimizer/<parameter>/<key>`` and, for buffers that differ between
-workers (BatchNorm's statistics), ``worker<rank>/<buffer>``, and for what a worker's codec holds back
-``feedback<rank>/<parameter>/<site>``. Random streams need no state: every step seeds its own
-from (seed, step, worker). Data that draws random numbers as it is read must seed them from the sample's index.
+workers (BatchNorm's statistics), ``worker<rank>/<buffer>``. What is each worker's own is in ``own<rank>/...``:
+``feedback/<parameter>/<site>``, what its codec holds back; and, where a rule lets workers differ, ``model/...`` and
+``optimizer/...`` again, and ``sync/...``, what the rule keeps; what it keeps on all alike is ``sync/...`` without a
+rank. ``model/`` is then what the workers together stand for.
+
+Random streams need no state: every step seeds its own from (seed, step, worker). Data that draws random numbers as it
+is read must seed them from the sample's index.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +19,10 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
-from paceline.errors import SettingsError
-from paceline.training.batch_statistics import find_statistics, pool_moments, set_moments
+from paceline.errors import CheckpointError, SettingsError
+from paceline.sync.batch_statistics import find_statistics, pool_moments, set_moments
 from paceline.training.hashing import hash_tensor
+from paceline.training.own_state import Shapes, gather_own, hand_out_own, is_own, mean_of, of_kind, shapes_of
 from paceline.training.replica import Replica
 from paceline.training.start import broadcast_tensors
 
@@ -31,23 +36,29 @@ class FeedbackDroppedWarning(UserWarning):
 def capture(replica: Replica) -> tuple[dict[str, Tensor], Document]:
     """Return the tensors and the document of a replica. Every rank calls it; rank 0's is complete."""
     replica.flush()
-    module, optimizer, group = replica.module, replica.optimizer, replica.group
-    tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(module).items()}
-    scalars: dict[str, dict[str, Any]] = {}
-    names = _names_by_index(module, optimizer)
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{names[index]}/{key}"] = value
-            else:
-                scalars.setdefault(names[index], {})[key] = value
+    module, group = replica.module, replica.group
+    own = {f"feedback/{name}": tensor for name, tensor in replica.feedback().items()}
+    optimizer_tensors, scalars = _optimizer_state(module, replica.optimizer)
+    shared: dict[str, Tensor] = {}
+    if replica.sync.keeps_replicas_equal:
+        model = _model_tensors(module)
+    else:
+        own_sync, shared_sync = replica.sync_state()
+        own |= {f"sync/{name}": tensor for name, tensor in own_sync.items()}
+        shared = {f"sync/{name}": tensor for name, tensor in shared_sync.items()}
+        own |= {f"model/{name}": parameter.detach() for name, parameter in module.named_parameters()}
+        own |= optimizer_tensors
+        optimizer_tensors = {}
+        with replica.consensus():
+            model = {name: tensor.clone() for name, tensor in _model_tensors(module).items()}
+    tensors = {f"model/{name}": tensor for name, tensor in model.items()} | optimizer_tensors
     buffers = _capture_worker_buffers(module, group)
-    feedback = _capture_feedback(replica.feedback(), group)
-    tensors |= buffers | feedback
+    tensors |= buffers | shared | gather_own(own, group)
     return tensors, {
-        "optimizer": {"type": type(optimizer).__name__, "scalars": scalars},
-        "replica": replica.state_dict(),
+        "optimizer": {"type": type(replica.optimizer).__name__, "scalars": scalars},
+        "replicas": _gather_documents(replica),
         "num_workers": group.size,
+        "has_feedback": any("/feedback/" in name for name in tensors),
         "worker_tensors": sorted(buffers),
     }
 
@@ -59,6 +70,7 @@ def restore(checkpoint: Checkpoint | None, replica: Replica) -> Document | None:
 
     Raises:
         SettingsError: It is of another model or optimizer.
+        CheckpointError: It is of an older Paceline.
     """
     replica.flush()  # or it would land on what is loaded
     module, optimizer, group = replica.module, replica.optimizer, replica.group
@@ -74,28 +86,67 @@ def restore(checkpoint: Checkpoint | None, replica: Replica) -> Document | None:
         else {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
             for name, (shape, dtype) in header["shapes"].items()
-            if not name.startswith("feedback")
+            if not is_own(name)
         }
     )
-    feedback = {name: extra.pop(name) for name in list(extra) if name.startswith("feedback")}
+    mine = {name: extra.pop(name) for name in list(extra) if is_own(name)}
     if group.size > 1:
         broadcast_tensors(_model_tensors(module).values(), group)
         broadcast_tensors((extra[name] for name in sorted(extra)), group)
-    _load_optimizer(module, optimizer, extra, document["optimizer"]["scalars"])
     _load_worker_buffers(module, extra, document["num_workers"], group)
-    replica.load_state_dict(document["replica"])
-    shapes = {name: spec for name, spec in header["shapes"].items() if name.startswith("feedback")}
-    if shapes and document["replica"]["codec"] != replica.codec:
-        _tell_dropped(document, replica)
-    elif shapes:
-        replica.load_feedback(_hand_out_feedback(feedback, shapes, document["num_workers"], group))
+    shapes = {name: spec for name, spec in header["shapes"].items() if is_own(name)}
+    own = hand_out_own(mine, shapes, document["num_workers"], group, to_all=not _is_same(document, replica))
+    theirs = [of_kind(tensors, "optimizer") for tensors in own]
+    states = theirs[group.rank] if _is_same(document, replica) else mean_of(theirs)
+    extra |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
+    _load_optimizer(module, optimizer, extra, document["optimizer"]["scalars"])
+    _load_replica(replica, document, own, of_kind(extra, "sync"))
     return document
+
+
+def _is_same(document: Document, replica: Replica) -> bool:
+    """Whether as many workers of the same rule saved the checkpoint."""
+    return (document["replicas"][0]["sync"], document["num_workers"]) == (replica.sync.name, replica.group.size)
+
+
+def _load_replica(
+    replica: Replica, document: Document, own: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]
+) -> None:
+    """Load what is neither the consensus nor the optimizer's."""
+    rank, saved, is_same = replica.group.rank, document["replicas"], _is_same(document, replica)
+    if is_same:
+        parameters = dict(replica.module.named_parameters())
+        with torch.no_grad():
+            for name, tensor in of_kind(own[rank], "model").items():
+                parameters[name].copy_(tensor)
+    replica.load_state_dict(saved[rank if is_same and len(saved) > 1 else 0], is_own=is_same)
+    is_same_rule = saved[0]["sync"] == replica.sync.name
+    if is_same_rule:
+        replica.load_sync_state([of_kind(tensors, "sync") for tensors in own], shared)
+    else:
+        replica.load_sync_state([], {})
+    feedback = [of_kind(tensors, "feedback") for tensors in own]
+    if saved[0]["codec"] == replica.codec:
+        replica.load_feedback(feedback)
+    elif document["has_feedback"]:
+        _tell_dropped(saved[0]["codec"], document["num_workers"], replica)
+
+
+def _gather_documents(replica: Replica) -> list[dict[str, Any]]:
+    """Return the replicas' documents by rank; one where they are all the same."""
+    mine = replica.state_dict()
+    return [mine] if replica.sync.keeps_replicas_equal else replica.group.gather_documents(mine, name="replicas")
 
 
 def _read(
     checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Document, dict[str, tuple[list[int], str]], dict[str, Tensor]]:
+) -> tuple[Document, Shapes, dict[str, Tensor]]:
     document = checkpoint.read_document()
+    if "replicas" not in document:
+        raise CheckpointError(
+            f"a checkpoint must be of this version of Paceline, but {checkpoint.path} is of an older one; "
+            "resume with that version, or start a new run"
+        )
     if document["optimizer"]["type"] != type(optimizer).__name__:
         raise SettingsError(
             f"the optimizer must be the checkpoint's {document['optimizer']['type']}, but got "
@@ -108,8 +159,7 @@ def _read(
         if not name.startswith("model/")
     }
     checkpoint.load(into | extra)
-    shapes = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in extra.items()}
-    return document, shapes, extra
+    return document, shapes_of(extra), extra
 
 
 def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -117,6 +167,22 @@ def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
     persistent = module.state_dict().keys()
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     return {name: parameter.detach() for name, parameter in module.named_parameters()} | buffers
+
+
+def _optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return the optimizer's tensors, and what else it keeps of each parameter."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    names = _names_by_index(module, optimizer)
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{names[index]}/{key}"] = value
+            else:
+                scalars.setdefault(names[index], {})[key] = value
+    return tensors, scalars
 
 
 def _names_by_index(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -182,46 +248,12 @@ def _load_worker_buffers(module: nn.Module, tensors: Mapping[str, Tensor], num_s
         set_moments(layer, pool_moments(saved))
 
 
-def _capture_feedback(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Return, on rank 0, what the codecs of all ranks keep, as ``feedback<rank>/<parameter>/<site>``."""
-    captured = {f"feedback0/{name}": tensor for name, tensor in mine.items()} if group.rank == 0 else {}
-    shapes = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in mine.items()}
-    everybody = group.gather_documents(shapes, name="feedback shapes")
-    for rank in range(1, group.size):
-        for tag, (name, (shape, dtype)) in enumerate(sorted(everybody[rank].items())):
-            if group.rank == rank:
-                group.send(mine[name].contiguous(), 0, tag=tag, name=f"feedback of {name}").wait()
-            elif group.rank == 0:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
-                group.receive(tensor, rank, tag=tag, name=f"feedback of {name}").wait()
-                captured[f"feedback{rank}/{name}"] = tensor
-    return captured
-
-
-def _tell_dropped(document: Document, replica: Replica) -> None:
+def _tell_dropped(codec: str, num_saved: int, replica: Replica) -> None:
     if replica.group.rank == 0:
         here = f"codec {replica.codec!r}" if replica.codec else "no codec"
         warnings.warn(
-            f"gradients that codec {document['replica']['codec']!r} of {document['num_workers']} workers had held back "
-            f"are dropped, since {here} runs among {replica.group.size} here; resume with the same codec and more than "
-            "one worker to keep them",
+            f"gradients that codec {codec!r} of {num_saved} workers had held back are dropped, since {here} runs among "
+            f"{replica.group.size} here; resume with the same codec and more than one worker to keep them",
             FeedbackDroppedWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _hand_out_feedback(
-    read: Mapping[str, Tensor], shapes: Mapping[str, tuple[list[int], str]], num_saved: int, group: Group
-) -> list[dict[str, Tensor]]:
-    """Return what each saved worker's codec kept; where their number is as it was, only this rank's is filled in."""
-    saved: list[dict[str, Tensor]] = [{} for _ in range(num_saved)]
-    for name, (shape, dtype) in sorted(shapes.items()):
-        place, _, rest = name.removeprefix("feedback").partition("/")
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
-        if group.rank == 0:
-            tensor.copy_(read[name])
-        if group.size > 1:
-            broadcast_tensors([tensor], group)
-        if num_saved != group.size or int(place) == group.rank:
-            saved[int(place)][rest] = tensor
-    return saved

@@ -1,7 +1,13 @@
 """Layer 3: a group of the workers of one host, which share memory."""
 
 from paceline.comm.shared_memory.group import SharedMemoryGroup, SharedMemoryWarning
-from paceline.comm.shared_memory.meeting import SharedMemoryError, exchange_documents, find_obstacle, host_key
+from paceline.comm.shared_memory.meeting import (
+    SharedMemoryError,
+    exchange_documents,
+    find_obstacle,
+    host_key,
+    raise_together,
+)
 
 __all__ = [
     "SharedMemoryError",
@@ -10,4 +16,5 @@ __all__ = [
     "exchange_documents",
     "find_obstacle",
     "host_key",
+    "raise_together",
 ]

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.channel import Channel, Job
 from paceline.comm.group import Group, Work
 from paceline.comm.shared_memory.buffers import PLACE, Buffers
 from paceline.comm.shared_memory.control import SMALL_BYTES, open_control
 from paceline.comm.shared_memory.lane import Step
 from paceline.comm.shared_memory.ledger import MAX_AHEAD, Operation
 from paceline.comm.shared_memory.meeting import SharedMemoryError
-from paceline.comm.shared_memory.runner import Job, NotedJob, Runner
 from paceline.comm.shared_memory.segment import Segment, create
 from paceline.comm.shared_memory.transfers import (
     Copy,
@@ -72,9 +72,11 @@ class SharedMemoryGroup(Group):
         self._network = TorchGroup(
             dist.PrefixStore("network", store), rank, size, device=self.device, timeout_s=timeout_s, epoch=epoch
         )
-        self._runner: Runner | None = None
+        self._channel: Channel | None = None
+        """Made when it is first needed: many groups carry only what is small."""
         self._outstanding: deque[Step | Job] = deque()
         self._duplicates: list[Group] = []
+        self._subgroups: list[Group] = []
         self._is_closed = False
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
@@ -149,21 +151,31 @@ class SharedMemoryGroup(Group):
         self._duplicates.append(group)
         return group
 
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """Return a group with memory of its own among `ranks`."""
+        place = self.place_in(ranks)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        subgroup = SharedMemoryGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch)
+        self._subgroups.append(subgroup)
+        return subgroup
+
+    def link(self, peer: int, name: str) -> Group:
+        """Return a pair over the network group."""
+        return self._network.link(peer, name)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave once what was begun is done; with an `error`, at once."""
-        for duplicate in self._duplicates:
+        for duplicate in (*self._duplicates, *self._subgroups):
             duplicate.close(error)
         if self._is_closed:
             return
         self._is_closed = True
         error = error or self._ledger.failure
         last_words = f"{type(error).__name__}: {error}" if error else ""
-        if self._runner is not None and error is None:
-            self._runner.submit(Job(self._runner, lambda: self._leave("")))
-        else:
+        if self._channel is None or error is not None:
             self._leave(last_words)
-        if self._runner is not None:
-            self._runner.close()
+        if self._channel is not None:
+            self._channel.close(None if error is not None else lambda: self._leave(""))
         self._hub.close()
         self._network.close(error)
 
@@ -193,11 +205,9 @@ class SharedMemoryGroup(Group):
         return self._submit(operation, lambda: transfer.run(self._large, operation))
 
     def _submit(self, operation: Operation, function: Callable[[], None]) -> Work:
-        if self._runner is None:
-            self._runner = Runner("paceline-shared-memory")
-        work = NotedJob(self._runner, function, self._ledger.wait_in, operation.sequence)
-        self._runner.submit(work)
-        return self._note(work)
+        if self._channel is None:
+            self._channel = Channel("paceline-shared-memory", note_wait=self._ledger.wait_in, waiters_run=True)
+        return self._note(self._channel.submit(function, operation.sequence))
 
     def _sum(self, operation: Operation, flat: Tensor) -> None:
         parts = self._find_parts(operation, flat)

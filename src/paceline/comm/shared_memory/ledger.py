@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from paceline.comm.positions import Position, describe
+from paceline.comm.positions import Position, describe_ranks
 from paceline.comm.shared_memory.futex import fence
 from paceline.errors import CommunicationError, PeerTimeoutError
 
@@ -151,12 +151,7 @@ class Ledger:
 
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
-        lines = []
-        for other in self.others:
-            before, after = self._read_position(other)
-            urgency, text = describe(before, after, sequence)
-            lines.append((urgency, f"rank {other} {text}"))
-        return "; ".join(text for _, text in sorted(lines, key=lambda line: line[0]))
+        return describe_ranks({other: self._read_position(other) for other in self.others}, sequence)
 
     def find_process(self, rank: int) -> int | None:
         """Return the id of the process that is `rank`, 0 where it cannot be seen from here, or None if it is gone."""

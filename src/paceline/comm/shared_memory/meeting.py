@@ -82,8 +82,8 @@ def raise_together(reasons: Sequence[str | None]) -> None:
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if failed:
         raise SharedMemoryError(
-            f"all {len(reasons)} ranks of the host must be able to share memory, but some cannot "
-            f"({'; '.join(failed)}); free what is short, or use join(transport='network')"
+            f"ranks of one host must be able to share memory, but some cannot ({'; '.join(failed)}); "
+            "free what is short, or use join(transport='network')"
         )
 
 

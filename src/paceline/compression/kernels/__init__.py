@@ -1,8 +1,9 @@
 """Layer 4: the loops of codecs, each written up to three times: in plain torch, in numba for CPUs, in Triton for GPUs.
 
 A codec's kernels are the functions of the module ``torch_<codec>``, which is the reference and runs everywhere;
-``numba_<codec>`` and ``triton_<codec>`` have the same functions. Neither numba nor Triton is imported before a codec
-that needs them meets a tensor that they are for.
+``numba_<codec>`` and ``triton_<codec>`` have the same functions. (``torch_rows`` and ``triton_rows`` hold what those of
+int8 and one_bit share.) Neither numba nor Triton is imported before a codec that needs them meets a tensor that they
+are for.
 """
 
 import functools

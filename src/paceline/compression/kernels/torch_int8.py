@@ -1,10 +1,12 @@
 """The reference of `Int8`'s kernels: code times scale, the largest of a tile being 127 scales."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.compression.kernels.torch_rows import cut_tiles, decode, fill_rows
 from paceline.compression.rows import Rows
+
+__all__ = ["decode", "encode"]
 
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """Tiles with a smaller scale are sent as zeros: its reciprocal might overflow."""
@@ -40,8 +42,7 @@ def encode(
     """
     assert (residual is None) == (new_residual is None)
     wanted = value if residual is None else value + residual
-    num_elements = len(wanted)
-    tiles = F.pad(wanted, (0, -num_elements % rows.tile)).view(-(-num_elements // rows.tile), rows.tile)
+    tiles = cut_tiles(wanted, rows.tile)
     scales = tiles.abs().amax(1) * PART
     finite = scales.isfinite()
     inverses = torch.where(finite & (scales >= SMALLEST_SCALE), 1 / scales, torch.zeros_like(scales))
@@ -53,26 +54,9 @@ def encode(
         below = clamped.floor()
         rounded = below + (_uniform(len(tiles), rows.tile, first_tile, key, value.device) < clamped - below)
     if new_residual is not None:
-        torch.sub(wanted, (rounded * scales.unsqueeze(1)).view(-1)[:num_elements], out=new_residual)
-    codes = rounded.to(torch.int8).view(torch.uint8).view(-1)[:num_elements]
-    for row in range(len(payload)):
-        first, end = row * rows.tiles_per_row, (row + 1) * rows.tiles_per_row
-        row_scales = scales[first:end].view(torch.uint8)
-        row_codes = codes[first * rows.tile : end * rows.tile]
-        payload[row, : len(row_scales)] = row_scales
-        payload[row, rows.codes_begin : rows.codes_begin + len(row_codes)] = row_codes
+        torch.sub(wanted, (rounded * scales.unsqueeze(1)).view(-1)[: len(wanted)], out=new_residual)
+    fill_rows(payload, rows, scales, rounded.to(torch.int8).view(torch.uint8).view(-1)[: len(wanted)])
     return bool(finite.all())
-
-
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
-    """Fill `output`, flat, with what the rows of `payload` hold, or add that to it."""
-    length = rows.tiles_per_row * rows.tile
-    for row in range(len(payload)):
-        part = output[row * length : (row + 1) * length]
-        codes = payload[row, rows.codes_begin :][: len(part)].view(torch.int8)
-        scales = payload[row, : rows.codes_begin].clone().view(torch.float32)
-        decoded = codes.float() * scales.repeat_interleave(rows.tile)[: len(part)]
-        part.copy_(part + decoded if add else decoded)
 
 
 def _uniform(num_tiles: int, tile: int, first_tile: int, key: int, device: torch.device) -> Tensor:

@@ -8,7 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.compression.kernels.torch_int8 import PART, SMALLEST_SCALE
+from paceline.compression.kernels.triton_rows import decode
 from paceline.compression.rows import Rows
+
+__all__ = ["decode", "encode"]
 
 _PART = tl.constexpr(PART)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -50,22 +53,6 @@ def encode(
             enable_fp_fusion=False,
         )
     return bool(is_finite)
-
-
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
-    """Do what the reference does."""
-    if len(output):
-        _decode[(-(-len(output) // rows.tile),)](
-            payload.view(torch.int8),
-            payload.view(torch.float32),
-            output,
-            len(output),
-            rows.tiles_per_row,
-            rows.row_bytes,
-            rows.tile,
-            add,
-            enable_fp_fusion=False,
-        )
 
 
 @triton.jit
@@ -123,28 +110,3 @@ def _mix(number):
     number = number ^ (number >> 13)
     number = number * 0xC2B2AE35
     return number ^ (number >> 16)
-
-
-@triton.jit
-def _decode(
-    payload_ptr,
-    scales_ptr,
-    output_ptr,
-    size,
-    tiles_per_row,
-    row_bytes,
-    tile: tl.constexpr,
-    add: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, tile)
-    offsets = index * tile + places
-    is_inside = offsets < size
-    row = index // tiles_per_row
-    place = index % tiles_per_row
-    scale = tl.load(scales_ptr + row * (row_bytes // 4) + place)
-    begin = row * row_bytes + 4 * tiles_per_row + place * tile
-    decoded = tl.load(payload_ptr + begin + places, mask=is_inside, other=0).to(tl.float32) * scale
-    if add:
-        decoded += tl.load(output_ptr + offsets, mask=is_inside)
-    tl.store(output_ptr + offsets, decoded, mask=is_inside)

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.compression.kernels.triton_rows import decode
 from paceline.compression.rows import Rows
+
+__all__ = ["decode", "encode"]
 
 
 def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, new_residual: Tensor | None) -> bool:
@@ -30,22 +33,6 @@ def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, 
             enable_fp_fusion=False,
         )
     return bool(is_finite)
-
-
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
-    """Do what the reference does."""
-    if len(output):
-        _decode[(-(-len(output) // rows.tile),)](
-            payload,
-            payload.view(torch.float32),
-            output,
-            len(output),
-            rows.tiles_per_row,
-            rows.row_bytes,
-            rows.tile,
-            add,
-            enable_fp_fusion=False,
-        )
 
 
 @triton.jit
@@ -82,29 +69,3 @@ def _encode(
     tl.store(payload_ptr + begin + bytes_of_tile, tl.sum(bits, 1).to(tl.uint8), mask=is_used)
     if has_feedback:
         tl.store(new_residual_ptr + offsets, wanted - tl.where(is_positive, scale, -scale), mask=is_inside)
-
-
-@triton.jit
-def _decode(
-    payload_ptr,
-    scales_ptr,
-    output_ptr,
-    size,
-    tiles_per_row,
-    row_bytes,
-    tile: tl.constexpr,
-    add: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, tile)
-    offsets = index * tile + places
-    is_inside = offsets < size
-    row = index // tiles_per_row
-    place = index % tiles_per_row
-    scale = tl.load(scales_ptr + row * (row_bytes // 4) + place)
-    begin = row * row_bytes + 4 * tiles_per_row + place * (tile // 8)
-    codes = tl.load(payload_ptr + begin + places // 8, mask=is_inside, other=0).to(tl.int32)
-    decoded = tl.where((codes >> (places % 8)) & 1 == 1, scale, -scale)
-    if add:
-        decoded += tl.load(output_ptr + offsets, mask=is_inside)
-    tl.store(output_ptr + offsets, decoded, mask=is_inside)

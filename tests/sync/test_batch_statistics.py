@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.comm import LocalGroup
-from paceline.training.batch_statistics import find_statistics, pool_moments, pooled_over_workers, set_moments
+from paceline.sync.batch_statistics import find_statistics, pool_moments, pooled_over_workers, set_moments
 
 
 def moments_of(samples):

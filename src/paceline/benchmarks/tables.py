@@ -1,0 +1,67 @@
+"""Tables: rows that are printed for people, and written as JSON and for a page of documentation."""
+
+import json as json_module
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class TableRow(ABC):
+    """A row of a table; its fields are what JSON gets.
+
+    Attributes:
+        headings: Of the columns.
+    """
+
+    headings: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def cells(self) -> tuple[str, ...]:
+        """Return it as texts, one for each column."""
+
+
+def print_table(rows: Sequence[TableRow]) -> None:
+    """Print rows of one kind for people."""
+    headings, *lines = _lines(rows)
+    table = Table(*headings, box=None)
+    for line in lines:
+        table.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # nothing to fit in, so nothing is cut
+    console.print(table, markup=False)
+
+
+def check_new_files(json: Path | None, markdown: Path | None) -> None:
+    """Raise SettingsError where the value of ``--json`` or ``--markdown`` exists: before hours of work, not after."""
+    for path, option in ((json, "--json"), (markdown, "--markdown")):
+        if path is not None and path.exists():
+            raise SettingsError(f"{option} must be a new file, but {path} exists; choose another")
+
+
+def write_files(rows: Sequence[TableRow], json: Path | None, markdown: Path | None) -> None:
+    """Write rows of one kind as JSON and as a table of a page of documentation, where a path is given.
+
+    Raises:
+        SettingsError: A file exists.
+    """
+    check_new_files(json, markdown)
+    if json is not None:
+        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if markdown is not None:
+        headings, *lines = _lines(rows)
+        lines = [headings, ("---",) * len(headings), *lines]
+        markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def _lines(rows: Sequence[TableRow]) -> list[tuple[str, ...]]:
+    """Return the headings, and then the cells of each row."""
+    return [rows[0].headings if rows else (), *(row.cells() for row in rows)]

@@ -1,0 +1,236 @@
+"""`bench time_to_loss`: how long training takes on a slow network, beside what its arithmetic alone would take."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.language import (
+    LanguageTask,
+    Side,
+    make_ddp_side,
+    make_plain_side,
+    make_post_local_side,
+    make_rule_side,
+)
+from paceline.benchmarks.problems import joined
+from paceline.benchmarks.workers import Workers
+from paceline.comm import Group
+from paceline.data import Splits
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync import Rule
+
+SideName = Literal["ddp", "post_local_sgd", "local_sgd", "diloco", "streaming_diloco"]
+_MEETING = ("post_local_sgd", "local_sgd", "diloco")
+"""Sides whose workers have the same parameters at the end of each period only, so that they are judged there."""
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """What a side took, to a number of steps."""
+
+    num_steps: int
+    elapsed_s: float
+    compute_s: float
+    """Of a step that exchanges nothing, on the same workers."""
+    loss: float
+    """Held out, after the last step."""
+    largest_bytes: int
+    """That one worker sent in one step."""
+
+
+@register("time_to_loss")
+class TimeToLossBenchmark(Benchmark):
+    """Time to a held-out loss: torch's DDP and PostLocalSGD, and rules that exchange rarely, from the same start.
+
+    In which step each side reaches the loss is found first, with workers on this machine: it does not depend on the
+    network. Then each side trains again from the start where it was asked to (`--hosts 4 --bandwidth 10mbit`) to just
+    that step, and nothing is judged before its clock has stopped. The ceiling of any speed-up over DDP is DDP's time
+    for a step over that of the same loop exchanging nothing, T_ddp / T_compute. Workers have one thread each. A side
+    that does not reach the loss has no times.
+    """
+
+    task: LanguageTask = LanguageTask()
+    """What is learnt."""
+    sides: tuple[SideName, ...] = ("post_local_sgd", "local_sgd", "diloco", "streaming_diloco")
+    """That are measured beside DDP; post_local_sgd is torch's."""
+    period: int = Field(default=25, ge=2)
+    """Of all sides; that of the rules below is replaced by it."""
+    local_sgd: Rule = Field(default="local_sgd")  # type: ignore[assignment]
+    diloco: Rule = Field(default={"name": "diloco", "codec": "int8"})  # type: ignore[assignment]
+    streaming_diloco: Rule = Field(default={"name": "streaming_diloco", "codec": "int8"})  # type: ignore[assignment]
+    target_loss: float = Field(default=2.4, gt=0)
+    """Held out; nats a byte."""
+    num_steps: int = Field(default=200, ge=1)
+    """In which it must be reached."""
+    judge_interval: int = Field(default=5, ge=1)
+    """Steps from one judgement to the next; sides whose workers differ between meetings are judged at meetings."""
+    num_compute_steps: int = Field(default=20, ge=1)
+    """Timed steps of the loop that exchanges nothing, before each side."""
+    workers: Workers = Workers(num_workers=4)
+    """Where they run."""
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Self:
+        if self.num_steps < self.period:
+            raise SettingsError(
+                f"num_steps must be at least the period, but got {self.num_steps} and {self.period}; raise it"
+            )
+        return self
+
+    def measure(self) -> list[Row]:
+        """Find each side's step, then time each side to it."""
+        names = ["ddp", *(side for side in self.sides if side != "ddp")]
+        local = Workers(num_workers=self.workers.num_workers)
+        curves = {name: self._train(local, name, self.num_steps, judged=True)[0]["curve"] for name in names}
+        needed = {name: self._find_step(curve) for name, curve in curves.items()}
+        if needed["ddp"] is None:
+            raise SettingsError(
+                f"target_loss must be one that DDP reaches in num_steps={self.num_steps}, but got {self.target_loss} "
+                f"and it came to {curves['ddp'][-1][1]:.3f}; raise either"
+            )
+        timings = {name: self._time(name, steps) for name, steps in needed.items() if steps is not None}
+        return [*self._describe_losses(curves), *self._describe_times(timings)]
+
+    def _train(self, workers: Workers, name: str, num_steps: int, *, judged: bool) -> dict[int, dict[str, Any]]:
+        interval = (self.period if name in _MEETING else self.judge_interval) if judged else 0
+        task = self.task.model_dump(mode="json")
+        return workers.start(
+            train_side, task, name, self._rule(name), self.period, num_steps, interval, self.num_compute_steps
+        )
+
+    def _rule(self, name: str) -> JsonValue:
+        if name not in type(self).model_fields:
+            return None
+        rule: Rule = getattr(self, name)
+        return {**rule.model_dump(mode="json"), "period": self.period}
+
+    def _find_step(self, curve: list[list[float]]) -> int | None:
+        return next((int(step) for step, loss in curve if loss <= self.target_loss), None)
+
+    def _time(self, name: str, num_steps: int) -> _Timing:
+        results = self._train(self.workers, name, num_steps, judged=False)
+        return _Timing(
+            num_steps,
+            max(result["elapsed_s"] for result in results.values()),
+            max(result["compute_s"] for result in results.values()),
+            results[0]["curve"][-1][1],
+            max(result["largest_bytes"] for result in results.values()),
+        )
+
+    def _describe_losses(self, curves: dict[str, list[list[float]]]) -> list[Row]:
+        """Compare losses at the last step at which all sides were judged."""
+        last = max(set.intersection(*({int(step) for step, _ in curve} for curve in curves.values())))
+        losses = {name: dict((int(step), loss) for step, loss in curve)[last] for name, curve in curves.items()}
+        metric = f"held-out loss after {last} steps"
+        return [
+            self._row(self._case(name), metric, "nats", losses[name], losses["ddp"], "DDP")
+            for name in curves
+            if name != "ddp"
+        ]
+
+    def _describe_times(self, timings: dict[str, _Timing]) -> list[Row]:
+        ddp = timings["ddp"]
+        ddp_step_s = ddp.elapsed_s / ddp.num_steps
+        compute_s = statistics.median(timing.compute_s for timing in timings.values())
+        ceiling = ddp_step_s / compute_s
+        rows = [self._row(f"ddp, {self._place()}", "step", "s", ddp_step_s, compute_s, "no exchange")]
+        for name, ours in timings.items():
+            if name == "ddp":
+                continue
+            case, metric = self._case(name), f"time to loss {self.target_loss:g}, "
+            took = f"{ours.num_steps} steps to {ours.loss:.3f}"
+            said = f"DDP, {ddp.num_steps} steps to {ddp.loss:.3f}"
+            rows.append(self._row(case, metric + took, "s", ours.elapsed_s, ddp.elapsed_s, said))
+            speed_up = ddp.elapsed_s / ours.elapsed_s
+            rows.append(self._row(case, "speed-up over DDP", "x", speed_up, ceiling, "ceiling T_ddp / T_compute"))
+            other = timings.get("post_local_sgd")
+            if other is not None and name != "post_local_sgd":
+                rows.append(self._row(case, metric + took, "s", ours.elapsed_s, other.elapsed_s, "PostLocalSGD"))
+        if {"diloco", "streaming_diloco"} <= timings.keys():
+            ours_bytes, reference_bytes = (timings[name].largest_bytes for name in ("streaming_diloco", "diloco"))
+            case = self._case("streaming_diloco")
+            rows.append(self._row(case, "most sent in a step", "bytes", ours_bytes, reference_bytes, "diloco"))
+        return rows
+
+    def _row(self, case: str, metric: str, unit: str, ours: float, reference: float, reference_name: str) -> Row:
+        return Row(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
+
+    def _case(self, name: str) -> str:
+        rule = getattr(self, name, None)
+        codec = rule.model_dump().get("codec") if isinstance(rule, Rule) else None
+        codec_name = getattr(codec, "name", "none")
+        return f"{name}{'' if codec_name == 'none' else f' {codec_name}'}, period {self.period}, {self._place()}"
+
+    def _place(self) -> str:
+        if self.workers.bandwidth is None:
+            return f"{self.workers.num_workers} workers on one host"
+        return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
+
+
+def train_side(
+    task: dict[str, Any],
+    name: str,
+    rule: dict[str, Any] | None,
+    period: int,
+    num_steps: int,
+    judge_interval: int,
+    num_compute_steps: int,
+) -> dict[str, Any]:
+    """Train one side from the start. Every worker runs it.
+
+    Returns:
+        elapsed_s, of all steps; compute_s, of a step that exchanges nothing; curve, pairs of step and held-out loss,
+        each `judge_interval` steps, or without it after the last one, when the clock has stopped; largest_bytes.
+    """
+    with joined() as group:
+        settings = LanguageTask.model_validate(task)
+        splits = settings.open()
+        compute_s = _time_compute(settings, splits, group, num_compute_steps)
+        side = _make_side(settings, splits, group, name, rule, period)
+        curve: list[list[float]] = []
+        largest_bytes = 0
+        batches = iter(settings.load(splits, group))
+        batch = next(batches)
+        group.barrier()
+        began_s = time.perf_counter()
+        for step in range(1, num_steps + 1):
+            largest_bytes = max(largest_bytes, side.step(batch))
+            if step < num_steps:
+                batch = next(batches)
+            if judge_interval and step % judge_interval == 0:
+                curve.append([step, _judge(settings, side, splits, group)])
+        elapsed_s = time.perf_counter() - began_s
+        if not judge_interval:
+            curve.append([num_steps, _judge(settings, side, splits, group)])
+        side.close()
+    return {"elapsed_s": elapsed_s, "compute_s": compute_s, "curve": curve, "largest_bytes": largest_bytes}
+
+
+def _make_side(
+    task: LanguageTask, splits: Splits, group: Group, name: str, rule: dict[str, Any] | None, period: int
+) -> Side:
+    if rule is not None:
+        return make_rule_side(task, splits, group, Rule.model_validate(rule))
+    return make_ddp_side(task, splits) if name == "ddp" else make_post_local_side(task, splits, period)
+
+
+def _judge(task: LanguageTask, side: Side, splits: Splits, group: Group) -> float:
+    with side.consensus():
+        return task.judge(side.module, splits, group)
+
+
+def _time_compute(task: LanguageTask, splits: Splits, group: Group, num_steps: int) -> float:
+    """Return the seconds of a step of a loop that exchanges nothing, while all workers run it."""
+    side = make_plain_side(task, splits)
+    batches = iter(task.load(splits, group))
+    side.step(next(batches))
+    group.barrier()
+    began_s = time.perf_counter()
+    for _ in range(num_steps):
+        side.step(next(batches))
+    return (time.perf_counter() - began_s) / num_steps

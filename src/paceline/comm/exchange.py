@@ -1,0 +1,325 @@
+"""Requests and replies between a worker and whoever serves it: push, pull and swap, for workers with no common round.
+
+A request is a header of fixed size and a body of bytes, and so is its reply: pushing fills the first, pulling the
+second, swapping both. Clocks and versions are in the headers; what they mean is the service's affair. Each worker has a
+link and a thread of its own at each service, so that one that is slow, or dead, holds up nobody else.
+"""
+
+import struct
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group, Work
+from paceline.errors import CommunicationError, SettingsError
+
+_FIELDS = struct.Struct("<6q2d")
+"""Kind, size of the body, clock, version, start, stop; mass, value."""
+_GOODBYE, _ALIVE = -1, -2
+_HEADER_TAG, _BODY_TAG = 0, 1
+_ALIVE_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a request or reply says beside its body.
+
+    Args:
+        kind: What is asked for: a number of the service's own, at least 0.
+        clock: Of whoever sends it.
+        version: Of what the body holds, or was made from.
+        start: First of a range.
+        stop: End of a range.
+        mass: What the body weighs.
+        value: Any other number.
+    """
+
+    kind: int
+    clock: int = 0
+    version: int = 0
+    start: int = 0
+    stop: int = 0
+    mass: float = 0.0
+    value: float = 0.0
+
+
+Reply = tuple[Header, Tensor]
+"""A header and its body: uint8, 1-dim."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Service(ABC):
+    """Answers the requests of workers; each worker's come one after another, those of several at once."""
+
+    @abstractmethod
+    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
+        """Return where the body of a request is received: uint8, of that size. It is the caller's until the reply."""
+
+    @abstractmethod
+    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+        """Take in a request, without waiting for anybody, and return what waits for its reply.
+
+        A body that is replied must stay as it is until the caller's next request.
+        """
+
+    def lose(self, caller: int, error: BaseException | None) -> None:
+        """Note that a caller has left, or is lost with an `error`: nobody must wait for it from now on."""
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the service cannot go on: whoever waits for a reply must get the `error` now."""
+
+
+class Port(ABC):
+    """A worker's way to one service: one request at a time, from any thread.
+
+    Args:
+        server: The rank that serves.
+    """
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self._turn = threading.Lock()
+        """Held from a request to the end of its reply."""
+
+    def begin(self, header: Header, body: Tensor = NOTHING) -> None:
+        """Send a request; its body is left alone until `finish`, which must follow.
+
+        Raises:
+            CommunicationError: The service is lost.
+        """
+        self._turn.acquire()
+        try:
+            self._begin(header, body)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def finish(self, into: Tensor | None = None) -> Reply:
+        """Wait for the reply and return it.
+
+        Args:
+            into: Where its body goes, if it is of that size: uint8, 1-dim.
+
+        Raises:
+            CommunicationError: The service is lost; the message names its rank.
+        """
+        try:
+            return self._finish(into)
+        finally:
+            self._turn.release()
+
+    def call(self, header: Header, body: Tensor = NOTHING, *, into: Tensor | None = None) -> Reply:
+        """Send a request and wait for its reply."""
+        self.begin(header, body)
+        return self.finish(into)
+
+    @abstractmethod
+    def _begin(self, header: Header, body: Tensor) -> None: ...
+
+    @abstractmethod
+    def _finish(self, into: Tensor | None) -> Reply: ...
+
+    def keep_alive(self) -> None:
+        """Let the service know that this worker lives, if it is not asking for something anyway."""
+
+    def close(self) -> None:
+        """Say goodbye."""
+
+
+class _OwnPort(Port):
+    """To the service of one's own process."""
+
+    def __init__(self, server: int, service: Service) -> None:
+        super().__init__(server)
+        self._service = service
+        self._wait: Callable[[], Reply] | None = None
+
+    def _begin(self, header: Header, body: Tensor) -> None:
+        self._wait = self._service.take(self.server, header, body)
+
+    def _finish(self, into: Tensor | None) -> Reply:
+        assert self._wait is not None
+        header, body = self._wait()
+        self._wait = None
+        return header, body if into is None or len(into) != len(body) else into.copy_(body)
+
+    def close(self) -> None:
+        self._service.lose(self.server, None)
+
+
+class _LinkPort(Port):
+    """To the service of another process."""
+
+    def __init__(self, server: int, link: Group, name: str) -> None:
+        super().__init__(server)
+        self._line = _Line(link, name)
+        self._name = name
+
+    def _begin(self, header: Header, body: Tensor) -> None:
+        try:
+            self._line.send(header, body)
+        except CommunicationError as error:
+            raise self._explain(error) from error
+
+    def _finish(self, into: Tensor | None) -> Reply:
+        try:
+            self._line.wait_until_sent()
+            header, num_bytes = self._line.receive_header()
+            if into is None or len(into) != num_bytes:
+                into = torch.empty(num_bytes, dtype=torch.uint8)
+            self._line.receive_body(into)
+            return header, into
+        except CommunicationError as error:
+            raise self._explain(error) from error
+
+    def keep_alive(self) -> None:
+        self._say(_ALIVE)
+
+    def close(self) -> None:
+        said = self._say(_GOODBYE)
+        self._line.link.close(None if said else CommunicationError("it left in the middle of a request"))
+
+    def _say(self, kind: int) -> bool:
+        """Send a header that has no reply, unless a request is under way; return whether it went."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._line.send(Header(kind), NOTHING)
+            self._line.wait_until_sent()
+            return True
+        except CommunicationError:
+            return False  # whoever asks for something next hears of it
+        finally:
+            self._turn.release()
+
+    def _explain(self, error: CommunicationError) -> CommunicationError:
+        return type(error)(f"{self._name}: the server on rank {self.server} is lost: {error}")
+
+
+class _Line:
+    """Messages over a link of two."""
+
+    def __init__(self, link: Group, name: str) -> None:
+        self.link = link
+        self._peer = 1 - link.rank
+        self._name = name
+        self._sent = torch.empty(_FIELDS.size, dtype=torch.uint8)
+        self._received = torch.empty(_FIELDS.size, dtype=torch.uint8)
+        self._works: list[Work] = []
+
+    def send(self, header: Header, body: Tensor) -> None:
+        kind, *fields = astuple(header)
+        _FIELDS.pack_into(self._sent.numpy(), 0, kind, len(body), *fields)
+        self._works = [self.link.send(self._sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")]
+        if len(body):
+            self._works.append(self.link.send(body, self._peer, tag=_BODY_TAG, name=f"{self._name}: body"))
+
+    def wait_until_sent(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def receive_header(self) -> tuple[Header, int]:
+        self.link.receive(self._received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header").wait()
+        kind, num_bytes, *fields = _FIELDS.unpack_from(self._received.numpy())
+        return Header(kind, *fields), num_bytes
+
+    def receive_body(self, into: Tensor) -> None:
+        if len(into):
+            self.link.receive(into, self._peer, tag=_BODY_TAG, name=f"{self._name}: body").wait()
+
+
+class Exchange:
+    """The ports of this rank, and the threads that serve others.
+
+    Every rank of the group makes it, with the same routes. Whoever calls must ask at least once in the group's
+    time-out; a thread sees to that while the worker computes.
+
+    Args:
+        group: Whose ranks talk.
+        routes: Pairs (caller, server) of ranks: who may ask whom.
+        service: What answers here; None on ranks that serve nobody.
+        name: What errors call it.
+
+    Raises:
+        SettingsError: The group is of GPUs, which have no messages.
+    """
+
+    def __init__(self, group: Group, routes: Sequence[tuple[int, int]], service: Service | None, name: str) -> None:
+        if group.size > 1 and group.device.type != "cpu":
+            raise SettingsError(f"{name} must run on CPUs, since it needs messages, but got a group on {group.device}")
+        self.ports: dict[int, Port] = {}
+        """By the rank that serves."""
+        self._service = service
+        self._lines: list[_Line] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        number = _NUM_OPENED[group] = _NUM_OPENED.get(group, 0) + 1
+        # In the same order everywhere, so that nobody waits in a ring.
+        for caller, server in sorted(routes, key=lambda route: (min(route), max(route), route)):
+            if group.rank in (caller, server):
+                self._open(group, caller, server, f"{name} {number} of rank {caller} at {server}")
+        for thread in self._threads:
+            thread.start()
+        if any(isinstance(port, _LinkPort) for port in self.ports.values()):
+            threading.Thread(target=self._keep_alive, name="paceline-alive", daemon=True).start()
+
+    def close(self) -> None:
+        """Say goodbye to who serves, and serve on until all callers have said so or are lost."""
+        self._closed.set()
+        for port in self.ports.values():
+            port.close()
+        for thread in self._threads:
+            thread.join()
+        for line in self._lines:
+            line.link.close()
+
+    def _open(self, group: Group, caller: int, server: int, name: str) -> None:
+        if caller == server:
+            assert self._service is not None
+            self.ports[server] = _OwnPort(server, self._service)
+            return
+        link = group.link(server if group.rank == caller else caller, name)
+        if group.rank == caller:
+            self.ports[server] = _LinkPort(server, link, name)
+            return
+        line = _Line(link, name)
+        self._lines.append(line)
+        self._threads.append(threading.Thread(target=self._serve, args=(line, caller), name=name, daemon=True))
+
+    def _serve(self, line: _Line, caller: int) -> None:
+        service = self._service
+        assert service is not None
+        try:
+            while True:
+                header, num_bytes = line.receive_header()
+                if header.kind == _GOODBYE:
+                    service.lose(caller, None)
+                    return
+                if header.kind == _ALIVE:
+                    continue
+                body = service.buffer(caller, header, num_bytes) if num_bytes else NOTHING
+                line.receive_body(body)
+                line.send(*service.take(caller, header, body)())
+                line.wait_until_sent()
+        except CommunicationError as error:
+            service.lose(caller, error)
+        except BaseException as error:  # told to all callers: their links end with it
+            service.fail(error)
+            for other in self._lines:
+                other.link.close(error)
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(_ALIVE_INTERVAL_S):
+            for port in self.ports.values():
+                port.keep_alive()
+
+
+_NUM_OPENED: "weakref.WeakKeyDictionary[Group, Any]" = weakref.WeakKeyDictionary()
+"""Exchanges of each group so far: links need names that were never used."""

@@ -1,0 +1,40 @@
+"""DiLoCo: workers step alone, and an outer optimizer steps along the mean of where they went."""
+
+from pydantic import Field
+
+from paceline.registry import register
+from paceline.sync.outer_sgd import OuterSGD
+from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
+from paceline.sync.synchroniser import Site, Synchroniser
+
+
+@register("diloco")
+class DiLoCo(PeriodicRule):
+    """Distributed low-communication training (Douillard et al. 2023, arXiv:2311.08105).
+
+    After `period` steps of each worker's own optimizer (AdamW in the paper) the outer gradient is the mean of
+    x_before - x_i over workers, by the mass of the samples that each has used, and SGD with Nesterov momentum
+    steps along it from x_before; all workers go on from there. With an outer learning rate of 1 and no momentum it is
+    local_sgd. The outer momentum is the same on all workers, and travels with the checkpoint.
+
+    Momentum begins as torch's and optax's does: the first outer step is 1 + `outer_momentum` times the learning rate,
+    by default 1.33 times the mean difference, and a constant one leads to 7 times it.
+
+    On the wire is one all-reduce of the parameters a period, 1 / `period` of what every_step sends; the paper's period
+    is 500. Clipping bounds each worker's own gradient, not the outer one. Optimizer state stays with its worker;
+    BatchNorm's statistics are pooled by second moments at each meeting. The paper weighs workers alike.
+    """
+
+    period: int = Field(default=50, ge=1)
+    """Steps from one exchange to the next."""
+    outer_learning_rate: float = Field(default=0.7, gt=0)
+    """Of the outer optimizer."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Of the outer optimizer; 0 keeps no state."""
+    nesterov: bool = True
+    """Whether the outer momentum is Nesterov's."""
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what takes the outer steps."""
+        outer = OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov)
+        return PeriodicSynchroniser(site, self, Calendar(self.period), outer)

@@ -1,0 +1,102 @@
+"""Decentralised SGD: workers step by their own gradients, and mix their parameters with neighbours in every step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.gossip import FlatParameters, GossipRule, Row, Rows, Swap
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.topology.graphs import is_doubly_stochastic
+
+
+@register("dpsgd")
+class DPSGD(GossipRule):
+    """Decentralised parallel SGD, x_i <- sum_j W_ij x_j - lr * g_i(x_i) (Lian et al. 2017, arXiv:1705.09056).
+
+    W must be doubly stochastic: then the mean over workers moves by the mean gradient alone, and mixing keeps it.
+    On a complete graph, whose weights are all 1 / n, it is averaging: workers differ by their last gradients only.
+    Any optimizer takes the place of lr * g; its state stays with its worker.
+
+    On the wire is one message of the parameters to each neighbour and step, for any number of workers; for a ring two.
+    It goes while the next gradients are computed, which need only the worker's own parameters. Clipping bounds each
+    worker's own gradient. The model that is judged and saved is the mean of the workers'.
+    It differs from the paper in that the graph may change from step to step.
+    """
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what mixes.
+
+        Raises:
+            SettingsError: The graph cannot be of so many workers, or does not keep their mean.
+        """
+        self.check_site(site)
+        check_keeps_mean(self, site.group)
+        return DPSGDSynchroniser(site, Rows(self.graph, site.group).at)
+
+
+def check_keeps_mean(rule: GossipRule, group: Group) -> None:
+    """Refuse a graph whose mixing does not keep the mean of the workers."""
+    for step in range(rule.graph.num_phases(group.size) or 1):
+        if not is_doubly_stochastic(rule.graph.mixing_matrix(group.size, step)):
+            raise SettingsError(
+                f"the rows and columns of the mixing matrix must sum to 1 with sync {rule.name}, or workers would agree "
+                f"on a wrong mean, but those of graph {rule.graph.name} with {group.size} workers do not; "
+                "take an undirected graph, or sync push_sum"
+            )
+
+
+class DPSGDSynchroniser(Synchroniser):
+    """Mixes a worker's parameters with its neighbours'.
+
+    Nothing of a swap that is under way is in a checkpoint: parameters do not change until it ends, so it is made again.
+
+    Args:
+        site: Where it works.
+        choose: Returns this worker's part in the mixing of a step.
+    """
+
+    def __init__(self, site: Site, choose: Callable[[int], Row]) -> None:
+        self._site, self._choose = site, choose
+        self._flat = FlatParameters(site.parameters)
+        self._swap = Swap(site.group, self._flat.num_elements, self._flat.dtype)
+        self._row: Row | None = None
+        """Of the swap under way."""
+
+    def before_update(self, step: LocalStep) -> None:
+        """Mix; the gradients were made of the parameters from before."""
+        row = self._row or self._start(step.number)
+        models = self._swap.arrive() | {self._site.group.rank: self._swap.outgoing}
+        self._row = None
+        self._flat.write(row.mix(models))
+        self._costs = self._swap.take_costs()
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Start to send the new parameters; what is counted are the messages that were mixed in this step."""
+        self._start(step.number + 1)
+        return Outcome(*self._costs)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the mean over workers."""
+        with self._flat.averaged(self._site.group, self._flat.read()):
+            yield
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Forget the swap of other parameters."""
+        self._swap.arrive()
+        self._row = None
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._swap.close()
+
+    def _start(self, number: int) -> Row:
+        self._row = row = self._choose(number)
+        self._flat.read(self._swap.outgoing)
+        sources = [rank for rank in row.weights if rank != self._site.group.rank]
+        self._swap.start(sources, row.destinations, f"gossip of step {number}")
+        return row

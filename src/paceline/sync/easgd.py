@@ -1,0 +1,121 @@
+"""Elastic averaging SGD: workers and a centre pull at each other."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.anchor import Anchor
+from paceline.sync.periodic import Feedback, PeriodicRule
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+
+
+@register("easgd")
+class EASGD(PeriodicRule):
+    """Elastic averaging SGD, synchronous (Zhang, Choromanska and LeCun 2015, arXiv:1412.6651).
+
+    Once in a period x_i <- x_i - lr * g_i - a * (x_i - c) and c <- c + a * sum_i (x_i - c), with a the `elasticity`:
+    the gradient and both differences are those of before the step. Workers stay apart, and so explore; the centre c is
+    the model that is judged and saved. With num_workers * a = 1 the centre becomes the workers' mean, with a = 0 they
+    run by themselves. The optimizer is any: with SGD and Nesterov momentum it is the paper's EAMSGD.
+
+    On the wire is one all-reduce of the parameters a period, which the optimizer's step hides in part; each worker
+    keeps the centre beside its parameters. Workers count alike, whatever their samples. Clipping bounds each worker's
+    own gradient, not the pull. A codec encodes x_i - c; what it holds back reaches the centre later.
+    """
+
+    period: int = Field(default=8, ge=1)
+    """Steps from one pull to the next."""
+    elasticity: float | None = Field(default=None, ge=0, le=1)
+    """How far a worker is pulled to the centre, and the centre by each worker; by default 0.9 / num_workers."""
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what pulls.
+
+        Raises:
+            SettingsError: The centre would be pulled beyond the workers' mean.
+        """
+        num_workers = site.group.size
+        elasticity = 0.9 / num_workers if self.elasticity is None else self.elasticity
+        if num_workers * elasticity > 1 + 1e-9:
+            raise SettingsError(
+                f"elasticity times workers must be at most 1, but got {elasticity} * {num_workers} = "
+                f"{elasticity * num_workers:g}; give at most {1 / num_workers:.3g}"
+            )
+        return _Elastic(site, self, elasticity)
+
+
+class _Elastic(Synchroniser):
+    def __init__(self, site: Site, rule: EASGD, elasticity: float) -> None:
+        self._site, self._rule, self._elasticity = site, rule, elasticity
+        self._exchanger = rule.start_differences(site.group, site.seed)
+        self._feedback = Feedback(self._exchanger, rule.codec, site)
+        self._centre = self._make_centre()
+
+    def meets(self, number: int) -> bool:
+        """Meet in the last step of each period."""
+        return (number + 1) % self._rule.period == 0
+
+    def before_update(self, step: LocalStep) -> None:
+        """Send the difference, and pull this worker."""
+        if not self.meets(step.number):
+            return
+        self._centre.send(1.0, 1.0, step.number)  # numerators alone: the centre takes their sum, not their mean
+        with torch.no_grad():
+            for name, parameter in self._site.parameters.items():
+                parameter.lerp_(self._centre.tensors[name].to(parameter.dtype), self._elasticity)
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Pull the centre."""
+        if not self.meets(step.number):
+            return Outcome()
+        waited_s = self._centre.arrive()
+        self._centre.move(self._pull)
+        return Outcome(waited_s, self._centre.wire_bytes)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the centre."""
+        parameters = self._site.parameters
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        _assign(parameters, self._centre.tensors)
+        try:
+            yield
+        finally:
+            _assign(parameters, own)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the centre."""
+        return self._centre.state()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the codec holds back."""
+        return self._feedback.state()
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Go on from the saved centre; without one, from these parameters."""
+        self._centre = self._make_centre()
+        if shared:
+            self._centre.load_state(shared)
+        self._feedback.load_state(saved)
+
+    def close(self) -> None:
+        """Let connections and threads go."""
+        self._exchanger.close()
+
+    def _pull(self, _: str, centre: Tensor, total: Tensor) -> None:
+        centre.sub_(total, alpha=self._elasticity)
+
+    def _make_centre(self) -> Anchor:
+        values = {name: parameter.detach() for name, parameter in self._site.parameters.items()}
+        return Anchor("centre", values, self._site.group, self._exchanger)
+
+
+def _assign(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])

@@ -1,0 +1,216 @@
+"""What rules have in common whose workers mix their models with neighbours: a graph, messages, and the mean of all."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Size, Tensor, nn
+
+from paceline.comm.group import Group, Work
+from paceline.errors import SettingsError
+from paceline.sync.rule import Rule, Traffic
+from paceline.sync.synchroniser import Site
+from paceline.topology.graphs import Floats, Graph, RingGraph
+
+
+class GossipRule(Rule):
+    """Settings of a rule whose workers step by gradients of their own, and mix parameters with neighbours.
+
+    What a worker counts for in the mean of all is what the graph says, not how many samples it had: masses weigh the
+    samples of one worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay with
+    their worker, and are pooled when the model is judged.
+    """
+
+    graph: Graph = RingGraph()
+    """Who is whose neighbour."""
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Never: neighbours are near each other, not equal."""
+        return False
+
+    def near(self, group: Group, step: int) -> Sequence[int]:
+        """Each worker steps by its own gradient."""
+        return [group.rank]
+
+    def check_site(self, site: Site) -> None:
+        """Refuse what messages between neighbours cannot be sent from."""
+        if site.group.size > 1 and site.group.device.type != "cpu":
+            raise SettingsError(
+                f"the device must be the CPU with sync {self.name}, whose workers send each other messages, but got "
+                f"{site.group.device}; train on CPUs, or take a rule of collectives such as local_sgd"
+            )
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """A message to each neighbour in every step; the mean over workers where they have more or fewer."""
+        num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        num_messages = count_messages(self.graph, num_workers)
+        wire_bytes = round(num_messages * self.message_bytes(shapes))
+        return (Traffic("send", num_bytes, wire_bytes, peers="neighbours"),)
+
+    def message_bytes(self, shapes: Sequence[Size]) -> int:
+        """Return the size of one message, of parameters of those shapes in fp32."""
+        return 4 * sum(shape.numel() for shape in shapes)
+
+
+def count_messages(graph: Graph, num_workers: int) -> float:
+    """Return how many messages a worker sends in a step, on the mean."""
+    num_phases = graph.num_phases(num_workers) or 1
+    counts = [len(graph.find_edges(num_workers, step)) for step in range(num_phases)]
+    return sum(counts) / num_phases / num_workers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker's part in a step of mixing.
+
+    Args:
+        weights: What each model counts for in the new one, by rank, this worker's among them.
+        destinations: The ranks that get this worker's model.
+    """
+
+    weights: Mapping[int, float]
+    destinations: Sequence[int]
+
+    @classmethod
+    def of(cls, mixing: Floats, rank: int) -> "Row":
+        """Return the part of `rank` in a mixing matrix."""
+        weights = {source: weight for source, weight in enumerate(mixing[rank].tolist()) if weight or source == rank}
+        destinations = [other for other, weight in enumerate(mixing[:, rank].tolist()) if weight and other != rank]
+        return cls(weights, destinations)
+
+    def mix(self, models: Mapping[int, Tensor]) -> Tensor:
+        """Return the weighted sum, in the order of ranks: workers with the same weights get the same bits."""
+        mixed = torch.zeros_like(next(iter(models.values())))
+        for rank, weight in sorted(self.weights.items()):
+            mixed.add_(models[rank], alpha=weight)
+        return mixed
+
+
+class Rows:
+    """This worker's part in each step of a graph's mixing.
+
+    Args:
+        graph: The graph.
+        group: The workers.
+    """
+
+    def __init__(self, graph: Graph, group: Group) -> None:
+        self._graph, self._rank, self._size = graph, group.rank, group.size
+        self._num_phases = graph.num_phases(group.size)
+        self._known: dict[int, Row] = {}
+
+    def at(self, step: int) -> Row:
+        """Return it for a step."""
+        if self._num_phases is None:
+            return self._make(step)
+        phase = step % self._num_phases
+        if phase not in self._known:
+            self._known[phase] = self._make(phase)
+        return self._known[phase]
+
+    def _make(self, step: int) -> Row:
+        return Row.of(self._graph.mixing_matrix(self._size, step), self._rank)
+
+
+class FlatParameters:
+    """Parameters side by side in one buffer, of a dtype that holds all of them.
+
+    Args:
+        parameters: By name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = list(parameters.values())
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self.num_elements = sum(self._sizes)
+        self.dtype = reduce(torch.promote_types, (parameter.dtype for parameter in self._parameters))
+        self.device = self._parameters[0].device
+
+    def read(self, buffer: Tensor | None = None) -> Tensor:
+        """Fill a buffer, or a new one, with the parameters and return it."""
+        if buffer is None:
+            buffer = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+        for part, parameter in zip(buffer.split(self._sizes), self._parameters, strict=True):
+            part.copy_(parameter.detach().reshape(-1))
+        return buffer
+
+    @torch.no_grad()
+    def write(self, buffer: Tensor) -> None:
+        """Fill the parameters with what a buffer holds."""
+        for part, parameter in zip(buffer.split(self._sizes), self._parameters, strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+    @contextmanager
+    def averaged(self, group: Group, numerator: Tensor, mass: float = 1.0) -> Iterator[None]:
+        """Inside, parameters are the sum over workers of numerators by that of masses; outside, their own again.
+
+        It costs one all-reduce of their size. Every worker enters it.
+        """
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        total = numerator.to(torch.promote_types(self.dtype, torch.float32), copy=True)
+        masses = torch.tensor([mass], dtype=torch.float64, device=group.device)
+        works = [group.all_reduce(total, name="mean of workers"), group.all_reduce(masses, name="mass of workers")]
+        for work in works:
+            work.wait()
+        self.write(total / float(masses))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self._parameters, own, strict=True):
+                    parameter.copy_(value)
+
+
+class Swap:
+    """Messages of one size to some workers and from some, over connections of their own.
+
+    All receives are posted first, so that no order among workers is needed. The buffers stay from one swap to the next:
+    one for what is sent and one for each worker that something ever came from.
+
+    Args:
+        group: All workers.
+        num_elements: Size of a message.
+        dtype: Its dtype.
+    """
+
+    def __init__(self, group: Group, num_elements: int, dtype: torch.dtype) -> None:
+        self._group = group.duplicate("gossip")
+        self.outgoing = torch.zeros(num_elements, dtype=dtype)
+        """What is sent; to be left alone while a swap is under way."""
+        self._incoming: dict[int, Tensor] = {}
+        self._works: list[Work] = []
+        self._wire_bytes = 0
+        self._waited_s = 0.0
+
+    def start(self, sources: Sequence[int], destinations: Sequence[int], name: str) -> None:
+        """Start to send what `outgoing` holds, and to receive as much from each source."""
+        assert not self._works, "one swap must end before the next begins"
+        for source in sources:
+            buffer = self._incoming.setdefault(source, torch.empty_like(self.outgoing))
+            self._works.append(self._group.receive(buffer, source, tag=0, name=name))
+        self._works += [self._group.send(self.outgoing, other, tag=0, name=name) for other in destinations]
+        self._wire_bytes += len(destinations) * self.outgoing.nbytes
+
+    def arrive(self) -> dict[int, Tensor]:
+        """Wait for all messages, and return the buffers of those that came, by rank."""
+        began_s = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._waited_s += time.perf_counter() - began_s
+        return self._incoming
+
+    def take_costs(self) -> tuple[float, int]:
+        """Return the seconds waited and the bytes sent since it was last called."""
+        costs = self._waited_s, self._wire_bytes
+        self._waited_s, self._wire_bytes = 0.0, 0
+        return costs
+
+    def close(self) -> None:
+        """Wait for what is under way, which the others wait for too, and let the connections go."""
+        self.arrive()
+        self._group.close()

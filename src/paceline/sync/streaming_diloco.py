@@ -1,0 +1,199 @@
+"""Streaming DiLoCo: DiLoCo a fragment of the model at a time, each exchanged while workers go on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Size, Tensor
+
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.anchor import Anchor
+from paceline.sync.batch_statistics import pool_over_workers
+from paceline.sync.diloco import DiLoCo
+from paceline.sync.fragments import cut_into_fragments
+from paceline.sync.outer_sgd import OuterSGD
+from paceline.sync.periodic import Feedback
+from paceline.sync.rule import Traffic
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+
+
+@register("streaming_diloco")
+class StreamingDiLoCo(DiLoCo):
+    """Streaming DiLoCo with overlapping communication (Douillard et al. 2025, arXiv:2501.18512).
+
+    Each fragment has its own turn in the period, in which its outer gradient leaves, through the codec if there is
+    one. `delay` steps later the mean has arrived, the outer optimizer steps, and x_i <- mixing * x_i +
+    (1 - mixing) * x, so that not all of what worker i did meanwhile is lost. With one fragment and no delay and mixing
+    it is diloco. On the wire is what diloco sends, in `num_fragments` parts of at most 1.1 times the mean size.
+
+    Clipping bounds each worker's own gradient. BatchNorm's statistics are pooled by second moments once a period.
+    What was sent and has not landed is in the checkpoint.
+    It differs from the paper in that fragments are balanced by bytes rather than of whole layers (`fragments.py`),
+    that any codec does where the paper has 4-bit floats, with error feedback, that workers count by the samples that
+    they used since the fragment's last turn, and that the first turn of a fragment comes before a whole period.
+    """
+
+    num_fragments: int = Field(default=4, ge=1)
+    """Parts of the model, at most `period`; turns are spread evenly over the period."""
+    delay: int = Field(default=1, ge=0)
+    """Steps from a fragment's leaving to its landing, less than `period`; 0 waits for it."""
+    mixing: float = Field(default=0.5, ge=0, lt=1)
+    """Weight that a worker's own parameters keep when a fragment lands: 0 takes on the common ones."""
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        if self.delay >= self.period or self.num_fragments > self.period:
+            raise SettingsError(
+                "delay must be less than period and num_fragments at most period, but got "
+                f"delay {self.delay}, num_fragments {self.num_fragments}, period {self.period}; take a longer period"
+            )
+        return self
+
+    @property
+    def turns(self) -> list[int]:
+        """When in the period each fragment leaves: the last one at its end, as 0."""
+        return [(place + 1) * self.period // self.num_fragments % self.period for place in range(self.num_fragments)]
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what exchanges the fragments."""
+        return StreamingSynchroniser(site, self)
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """One all-reduce a fragment and period."""
+        tensors = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
+        fragments = cut_into_fragments(tensors, self.num_fragments)
+        return tuple(
+            Traffic(
+                "all_reduce",
+                sum(tensor.nbytes for tensor in fragment.values()),
+                sum(self.codec.wire_bytes(tensor.shape, num_workers) for tensor in fragment.values()),
+                self.period,
+            )
+            for fragment in fragments
+        )
+
+
+class StreamingSynchroniser(Synchroniser):
+    """Sends fragments in their turns and lands them a little later. One is on the wire at a time.
+
+    Args:
+        site: Where it works.
+        rule: The settings.
+    """
+
+    def __init__(self, site: Site, rule: StreamingDiLoCo) -> None:
+        self._site, self._rule = site, rule
+        # An exchange that goes on beside computing must not hold up the control values of the steps meanwhile.
+        self._group = site.group.duplicate("fragments") if rule.delay else site.group
+        self._exchanger = rule.start_differences(self._group, site.seed)
+        self._outer = OuterSGD(rule.outer_learning_rate, rule.outer_momentum, rule.nesterov)
+        self._blocks = cut_into_fragments({n: p.detach() for n, p in site.parameters.items()}, rule.num_fragments)
+        shapes = {block: view.shape for fragment in self._blocks for block, view in fragment.items()}
+        self._feedback = Feedback(self._exchanger, rule.codec, site, shapes)
+        self._fragments: list[Anchor] = []
+        self._masses = [0.0] * rule.num_fragments
+        """Of this worker's samples from each fragment's last turn to the last turn of any."""
+        self._total_masses = [0.0] * rule.num_fragments
+        """Those of all workers."""
+        self._mass = 0.0
+        """Of this worker's samples since the last turn of any."""
+
+    def meets(self, number: int) -> bool:
+        """Meet in each turn."""
+        return (number + 1) % self._rule.period in self._rule.turns
+
+    def before_update(self, step: LocalStep) -> None:
+        """Note what workers have in common before the first step."""
+        if not self._fragments:
+            self._make_fragments()
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Land what is due, then send what is due."""
+        waited_s = self._land(step.number)
+        self._mass = step.mass
+        if not self.meets(step.number):
+            return Outcome(waited_s)
+        self._mass = 0.0
+        self._masses = [mass + step.mass for mass in self._masses]
+        self._total_masses = [mass + step.total_mass for mass in self._total_masses]
+        waited_s += sum(fragment.arrive() for fragment in self._fragments)
+        wire_bytes = self._send(step.number)
+        return Outcome(waited_s + self._land(step.number), wire_bytes)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the workers' mean, by the samples used since each fragment's last turn."""
+        with ExitStack() as stack:
+            for fragment, mass in zip(self._fragments, self._masses, strict=False):
+                stack.enter_context(fragment.averaged(mass + self._mass))
+            yield
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the anchors, the means that have not landed, and the outer optimizer's state."""
+        state = self._outer.state()
+        for fragment in self._fragments:
+            state |= fragment.state()
+        return state
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the codec holds back, once what is on the wire has arrived."""
+        for fragment in self._fragments:
+            fragment.arrive()
+        return self._feedback.state()
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Go on in the period, with what had been sent."""
+        self._fragments = []
+        if any(name.startswith("fragment") for name in shared):
+            self._make_fragments()
+            for fragment in self._fragments:
+                fragment.load_state(shared)
+        self._outer.load_state(shared)
+        self._feedback.load_state(saved)
+
+    def document(self) -> dict[str, Any]:
+        """Return the masses."""
+        return {"mass": self._mass, "masses": self._masses, "total_masses": self._total_masses}
+
+    def load_document(self, document: Mapping[str, Any]) -> None:
+        """Take them on."""
+        self._mass = document["mass"]
+        self._masses, self._total_masses = list(document["masses"]), list(document["total_masses"])
+
+    def close(self) -> None:
+        """Let connections and threads go."""
+        self._exchanger.close()
+        if self._group is not self._site.group:
+            self._group.close()
+
+    def _make_fragments(self) -> None:
+        self._fragments = [
+            Anchor(f"fragment {place}", blocks, self._group, self._exchanger)
+            for place, blocks in enumerate(self._blocks)
+        ]
+
+    def _send(self, number: int) -> int:
+        """Send the fragment whose turn it is, unless nobody had a sample, and return the bytes on the wire."""
+        turn = (number + 1) % self._rule.period
+        place = self._rule.turns.index(turn)
+        mass, total_mass = self._masses[place], self._total_masses[place]
+        self._masses[place] = self._total_masses[place] = 0.0
+        if not total_mass:
+            return 0
+        self._fragments[place].send(mass, total_mass, number)
+        wire_bytes = self._fragments[place].wire_bytes
+        if turn == 0:
+            wire_bytes += pool_over_workers(self._site.module, self._site.group, mass)
+        return wire_bytes
+
+    def _land(self, number: int) -> float:
+        """Land the fragments that are due, and return the seconds waited."""
+        waited_s = 0.0
+        for fragment, turn in zip(self._fragments, self._rule.turns, strict=True):
+            if fragment.is_sent and (number + 1 - turn) % self._rule.period == self._rule.delay:
+                waited_s += fragment.arrive()
+                fragment.land(self._outer, self._rule.mixing)
+        return waited_s

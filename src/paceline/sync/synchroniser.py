@@ -1,0 +1,121 @@
+"""What workers do to their parameters beyond summing gradients: they meet, mix, pull towards each other, push."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rule works: one worker's model, and the workers it belongs to.
+
+    Args:
+        module: The worker's own.
+        optimizer: Over parameters of the module.
+        group: All workers.
+        seed: Of what is drawn at random.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    group: Group
+    seed: int = 0
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, by name."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """The step that this worker is at.
+
+    Args:
+        number: Updates done before.
+        mass: Of this worker's samples since the workers last met, with those of this step.
+        total_mass: Of all workers' samples since then, where they meet in this step; else 0.
+        is_asked_to_stop: Whether this worker was asked to stop.
+    """
+
+    number: int
+    mass: float
+    total_mass: float = 0.0
+    is_asked_to_stop: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule did in a step.
+
+    Args:
+        waited_s: How long this worker stood still for others.
+        wire_bytes: What it put on the wire.
+        stop: Whether all workers stop here; of rules whose workers never meet, which agree on it by themselves.
+    """
+
+    waited_s: float = 0.0
+    wire_bytes: int = 0
+    stop: bool = False
+
+
+class Synchroniser(ABC):
+    """Carries a rule out on the parameters of one replica; it holds connections and state.
+
+    In each step the replica computes gradients, sums them over the workers near it (`Rule.near`), clips them, and calls
+    `before_update`, its optimizer, and `after_update`. Every worker calls alike, unless the rule is asynchronous.
+    """
+
+    def meets(self, number: int) -> bool:
+        """Return whether all workers tell each other their masses in step `number`; the same on every worker."""
+        return False
+
+    def before_update(self, step: LocalStep) -> None:
+        """Change gradients, or parameters, before the optimizer takes its step: gradients are of these parameters."""
+
+    @abstractmethod
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Exchange what is due, after the optimizer has taken its step."""
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are what all workers together stand for, to be judged and saved; outside, their own again.
+
+        Every worker enters it at the same step. By default parameters stay as they are.
+        """
+        yield
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the state that is the same on every worker, as named tensors: it is saved once."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this worker's own state, as named tensors, with what is on the wire landed first or waited for."""
+        return {}
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take on a saved state; parameters, buffers and the optimizer's state have been loaded before.
+
+        Args:
+            saved: Those of all workers, by rank. If they are as many as now, only this worker's is filled in, and its
+                parameters are those it had; else parameters are the consensus. Empty if another rule saved them:
+                then the rule begins anew from these parameters.
+            shared: What was the same on every worker; empty too if another rule saved it.
+        """
+
+    def document(self) -> dict[str, Any]:
+        """Return the rest of this worker's state, as JSON."""
+        return {}
+
+    def load_document(self, document: Mapping[str, Any]) -> None:
+        """Take on a saved document, of the same worker among as many."""
+
+    def close(self) -> None:
+        """Let connections and threads go."""

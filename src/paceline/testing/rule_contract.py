@@ -1,0 +1,254 @@
+"""What every synchronisation `Rule` must do: checks that run over any rule, with workers that are threads.
+
+A new rule is tested the day it is registered: `every_rule` finds it, and `check_rule` runs all of `RULE_CHECKS`.
+"""
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.comm.local_group import LocalGroup
+from paceline.registry import list_variants
+from paceline.sync import Rule
+from paceline.training.replica import Replica, StepResult
+from paceline.training.state import capture, restore
+
+Check = Callable[[Rule], None]
+
+NUM_STEPS = 12
+WORKERS = (1, 2, 3, 5)
+
+
+def every_rule() -> dict[str, Rule]:
+    """Return each registered rule, exchanging often."""
+    rules: dict[str, Rule] = {}
+    for name, variant in list_variants(Rule).items():  # type: ignore[type-abstract]
+        often = {"period": 4} if "period" in variant.model_fields else {}
+        rules[name] = variant.model_validate(often)
+    return rules
+
+
+def check_rule(rule: Rule) -> list[str]:
+    """Run every check of `RULE_CHECKS` and return their names.
+
+    Raises:
+        AssertionError: The rule breaks the contract; the message begins with the check's name.
+    """
+    for check in RULE_CHECKS:
+        try:
+            check(rule)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+    return [check.__name__ for check in RULE_CHECKS]
+
+
+def settings_survive_json(rule: Rule) -> None:
+    """A rule is what its JSON says."""
+    assert Rule.model_validate(rule.model_dump(mode="json")) == rule
+
+
+def any_number_of_workers_learns(rule: Rule) -> None:
+    """From one worker on the consensus gets better, and it is the same on all of them."""
+    for size in WORKERS:
+        before = _held_out_loss(make_module())
+        losses = LocalGroup.run(size, lambda group: _train(group, rule)[1])
+        assert len(set(losses)) == 1, f"{size} workers judge the consensus differently: {losses}"
+        assert losses[0] < 0.9 * before, f"{size} workers: {before} before training, {losses[0]} after"
+
+
+def uneven_shares_are_taken(rule: Rule) -> None:
+    """Workers may weigh differently from step to step, and some may have nothing to learn from."""
+
+    def weigh(rank: int, step: int) -> float:
+        return 0.0 if (rank + step) % 3 == 0 and rank else 1.0 + rank + step % 2
+
+    for result in LocalGroup.run(3, lambda group: _train(group, rule, weigh=weigh)):
+        assert all(math.isfinite(loss) for loss in result[0]), f"losses are {result[0]}"
+        assert math.isfinite(result[1]), f"the consensus' loss is {result[1]}"
+
+
+def accumulated_gradients_are_one_gradient(rule: Rule) -> None:
+    """Two micro-batches are worth one batch of both."""
+    if rule.is_asynchronous:  # it depends on who comes first
+        return
+    whole = LocalGroup.run(2, lambda group: _train(group, rule)[1])
+    halves = LocalGroup.run(2, lambda group: _train(group, rule, num_micro_batches=2)[1])
+    assert math.isclose(whole[0], halves[0], rel_tol=1e-4), f"{whole[0]} in one, {halves[0]} in two"
+
+
+def a_killed_run_goes_on_bit_for_bit(rule: Rule) -> None:
+    """What is saved in the middle of anything and loaded by new workers leads to the same bits."""
+    if rule.is_asynchronous:
+        return
+    straight = LocalGroup.run(3, lambda group: _train_and_stop(group, rule, None))
+    for stop_at in (3, 6):
+        resumed = LocalGroup.run(3, lambda group, stop_at=stop_at: _train_and_stop(group, rule, stop_at))  # type: ignore[misc]
+        for rank, (one, other) in enumerate(zip(straight, resumed, strict=True)):
+            for name, tensor in one.items():
+                assert torch.equal(tensor, other[name]), f"stopped at {stop_at}, rank {rank}'s {name} differs"
+
+
+def another_number_of_workers_goes_on(rule: Rule) -> None:
+    """A checkpoint of three is one of two and of five: they begin from the consensus, and learn on."""
+    with tempfile.TemporaryDirectory() as directory, CheckpointStore(Path(directory)) as store:
+        [(before, saved), *_] = LocalGroup.run(3, lambda group: _save(group, rule, store))
+        for size in (2, 5):
+            results = LocalGroup.run(size, lambda group: _load_and_train(group, rule, store))
+            for loaded, after in results:
+                assert math.isclose(loaded, saved, rel_tol=1e-5), f"{size} workers: {saved} saved, {loaded} loaded"
+                assert after < before, f"{size} workers: {before} at first, {after} after going on"
+
+
+def prices_are_stated(rule: Rule) -> None:
+    """What a worker puts on the wire over some periods is what `traffic` says, within a twentieth."""
+    if rule.is_asynchronous:
+        return
+    shapes = [parameter.shape for parameter in make_module().parameters()]
+    traffic = rule.traffic(shapes, 4)
+    assert traffic, "a rule must state its traffic"
+    assert all(each.wire_bytes > 0 and each.period >= 1 for each in traffic), f"got {traffic}"
+    num_steps = math.lcm(*(each.period for each in traffic)) * 4
+    stated = sum(each.wire_bytes * num_steps / each.period for each in traffic)
+    sent = LocalGroup.run(4, lambda group: sum(_run(group, rule, num_steps)[1]))
+    mean = sum(sent) / len(sent)
+    assert math.isclose(mean, stated, rel_tol=0.05), f"{stated:.0f} bytes stated for {num_steps} steps, {mean:.0f} sent"
+
+
+RULE_CHECKS: tuple[Check, ...] = (
+    settings_survive_json,
+    any_number_of_workers_learns,
+    uneven_shares_are_taken,
+    accumulated_gradients_are_one_gradient,
+    a_killed_run_goes_on_bit_for_bit,
+    another_number_of_workers_goes_on,
+    prices_are_stated,
+)
+
+
+def make_module() -> nn.Module:
+    """Return a small network, always the same."""
+    generator = torch.Generator().manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def make_batch(rank: int, step: int, num_samples: int = 8) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a fixed function with a little noise."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(num_samples, 6, generator=generator)
+    clean = torch.stack([inputs[:, 0] - inputs[:, 1], inputs[:, 2].sin(), inputs[:, 3:].mean(1)], 1)
+    return inputs, clean + 0.01 * torch.randn(num_samples, 3, generator=generator)
+
+
+def _held_out_loss(module: nn.Module) -> float:
+    inputs, targets = make_batch(rank=999, step=999, num_samples=256)
+    with torch.no_grad():
+        return float(F.mse_loss(module(inputs), targets))
+
+
+def _make_replica(group: LocalGroup, rule: Rule) -> Replica:
+    module = make_module()
+    return Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, sync=rule, clip_norm=10.0)
+
+
+def _step(replica: Replica, step: int, weight: float = 1.0, num_micro_batches: int = 1) -> StepResult:
+    inputs, targets = make_batch(replica.group.rank, step)
+    parts = list(zip(inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True))
+    for number, (some_inputs, some_targets) in enumerate(parts):
+        loss = F.mse_loss(replica(some_inputs), some_targets)
+        replica.backward(loss, weight=weight / num_micro_batches, last=number == num_micro_batches - 1)
+    return replica.update()
+
+
+def _judge(replica: Replica) -> float:
+    with replica.consensus():
+        return _held_out_loss(replica.module)
+
+
+def _train(
+    group: LocalGroup,
+    rule: Rule,
+    weigh: Callable[[int, int], float] = lambda rank, step: 1.0,
+    num_micro_batches: int = 1,
+) -> tuple[list[float], float]:
+    """Return the losses of the steps, and that of the consensus in the end."""
+    replica = _make_replica(group, rule)
+    steps = range(3 * NUM_STEPS)
+    losses = [_step(replica, step, weigh(group.rank, step), num_micro_batches).loss for step in steps]
+    judged = _judge(replica)
+    replica.close()
+    return losses, judged
+
+
+def _run(group: LocalGroup, rule: Rule, num_steps: int) -> tuple[Replica, Sequence[int]]:
+    replica = _make_replica(group, rule)
+    sent = [_step(replica, step).wire_bytes for step in range(num_steps)]
+    replica.close()
+    return replica, sent
+
+
+def _train_and_stop(group: LocalGroup, rule: Rule, stop_at: int | None) -> dict[str, Tensor]:
+    """Return this worker's parameters after some steps, and the consensus, saved and loaded on the way if asked."""
+    replica = _make_replica(group, rule)
+    for step in range(NUM_STEPS):
+        if step == stop_at:
+            with tempfile.TemporaryDirectory() as directory, CheckpointStore(Path(directory)) as store:
+                _save_to(store, replica, step)
+                replica.close()
+                replica = _make_replica(group, rule)
+                with torch.no_grad():
+                    for parameter in replica.module.parameters():
+                        parameter.zero_()
+                restore(_newest(store) if group.rank == 0 else None, replica)
+                group.barrier()
+        _step(replica, step, weight=1.0 + group.rank)
+    state = {name: tensor.clone() for name, tensor in replica.module.state_dict().items()}
+    with replica.consensus():
+        state |= {f"consensus of {name}": tensor.clone() for name, tensor in replica.module.state_dict().items()}
+    replica.close()
+    return copy.deepcopy(state)
+
+
+def _save(group: LocalGroup, rule: Rule, store: CheckpointStore) -> tuple[float, float]:
+    replica = _make_replica(group, rule)
+    before = _judge(replica)
+    for step in range(NUM_STEPS - 1):
+        _step(replica, step)
+    _save_to(store, replica, NUM_STEPS - 1)
+    saved = _judge(replica)
+    replica.close()
+    return before, saved
+
+
+def _load_and_train(group: LocalGroup, rule: Rule, store: CheckpointStore) -> tuple[float, float]:
+    replica = _make_replica(group, rule)
+    restore(_newest(store) if group.rank == 0 else None, replica)
+    loaded = _judge(replica)
+    for step in range(NUM_STEPS, 2 * NUM_STEPS):
+        _step(replica, step)
+    after = _judge(replica)
+    replica.close()
+    return loaded, after
+
+
+def _save_to(store: CheckpointStore, replica: Replica, step: int) -> None:
+    tensors, document = capture(replica)
+    if replica.group.rank == 0:
+        store.save(tensors, document, step)
+
+
+def _newest(store: CheckpointStore) -> Checkpoint | None:
+    def fail(path: Path, reason: str) -> None:
+        raise AssertionError(f"{path} is damaged: {reason}")
+
+    return store.find_newest_valid(fail)

@@ -1,0 +1,51 @@
+"""Computing that is a scripted sleep, so that cores that stand idle do not help, and workers are as fast as told."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from paceline.data.base import Batch, Source
+from paceline.data.order import derive_seed
+from paceline.registry import register
+from paceline.testing.faults import Fault, strike
+from paceline.training.objective import Loss, Objective
+from paceline.training.replica import Replica
+
+
+@register("scripted")
+class Scripted(Objective):
+    """Another objective, on workers that sleep for each sample they train on, and that faults happen to.
+
+    With ``sample_s=(0.001, 0.003)`` rank 1 is three times slower than rank 0 for good; with ``slow_part=0.1,
+    slow_factor=5`` each worker is five times slower in a tenth of its steps, which are drawn by rank and step. In
+    evaluation nobody sleeps.
+    """
+
+    objective: Objective
+    """What is minimised."""
+    sample_s: tuple[float, ...] = Field(min_length=1)
+    """Seconds to sleep for a sample, by rank; ranks beyond begin again at the first."""
+    slow_part: float = Field(default=0.0, ge=0, le=1)
+    """Part of its steps in which a worker is slow."""
+    slow_factor: float = Field(default=1.0, ge=0)
+    """How many times longer it sleeps then."""
+    faults: tuple[Fault, ...] = ()
+    """What else happens, at the last micro-batch of a step."""
+
+    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+        """Sleep, and return the other objective's loss."""
+        if isinstance(model, Replica) and model.module.training:
+            rank, step = model.group.rank, model.num_updates
+            is_slow = derive_seed(step, rank) / 2**64 < self.slow_part
+            factor = self.slow_factor if is_slow else 1.0
+            time.sleep(factor * batch.num_samples * self.sample_s[rank % len(self.sample_s)])
+            if batch.last:
+                strike(self.faults, rank=rank, step=step)
+        return self.objective.loss(model, batch)
+
+    def showcase(self, module: nn.Module, held_out: Source) -> str | None:
+        """Return the other objective's."""
+        return self.objective.showcase(module, held_out)

@@ -1,0 +1,192 @@
+"""One replica's gradients summed over the workers near it: all of them, those of a host, or itself alone."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.comm.local_group import LocalGroup
+from paceline.errors import GradientError, NonFiniteError
+from paceline.sync.rule import Rule
+from paceline.training.control import Control, Verdict
+from paceline.training.deferred import ForwardLanding
+from paceline.training.gradients import Gradients
+from paceline.training.times import BucketTimes, StepTimes
+
+# Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
+DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
+
+
+class GradientSum:
+    """Who a worker's gradients are summed with, and how; `use` may change it from step to step.
+
+    Args:
+        module: The model.
+        parameters: Those that require gradients, by name.
+        optimizer: Lands gradients in the next forward, where they do.
+        group: All workers.
+        rule: Says which of them are near.
+        bucket_bytes: See `Replica`.
+        landing: See `Replica`.
+        seed: Of what codecs draw.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: Group,
+        rule: Rule,
+        bucket_bytes: int | Literal["tuned"] | None,
+        landing: Literal["update", "next_forward"],
+        seed: int,
+    ) -> None:
+        self._module, self._parameters, self._optimizer = module, parameters, optimizer
+        self._all, self._rule = group, rule
+        self._bucket_bytes, self._in_order, self._seed = bucket_bytes, landing == "next_forward", seed
+        self._ranks: list[int] = []
+        self._end: weakref.finalize[Any, GradientSum] | None = None
+        self.near = group
+        """The workers that gradients are summed over."""
+        self.gradients: Gradients | None = None
+        """None where this worker is alone: its gradients stay where autograd puts them."""
+        self.deferred: ForwardLanding | None = None
+        self.unused: list[str] = []
+        """Parameters that nobody near used in the step that landed last."""
+        self.use(0)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all workers are near."""
+        return self.near is self._all
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this worker sends for a step's gradients."""
+        return self.gradients.wire_bytes if self.gradients is not None else 0
+
+    @property
+    def is_landing_in_forward(self) -> bool:
+        """Whether gradients land in the next forward by now."""
+        return self.deferred is not None and self.deferred.is_possible
+
+    def use(self, step: int) -> None:
+        """Sum over the workers that are near in `step`, from now on."""
+        ranks = list(self._rule.near(self._all, step))
+        if ranks == self._ranks:
+            return
+        self.close()
+        self._end = self.gradients = self.deferred = None
+        self._ranks, self.near = ranks, self._find_near(ranks, step)
+        if self.near.size == 1:
+            return
+        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=self._in_order)
+        suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.near.device.type]
+        chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
+        self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
+        if self._in_order:
+            self.deferred = ForwardLanding(self._module, self._parameters, self._optimizer, self.gradients)
+        # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
+        self._end = weakref.finalize(self, _let_go, self.gradients, self.deferred)
+        self._end.atexit = False
+
+    def agree_first_mass(self, weight: float) -> float:
+        """Return the sum of what the workers near weigh in the first step."""
+        first = torch.tensor([weight], dtype=torch.float64, device=self.near.device)
+        self.near.all_reduce(first, name="first mass").wait()
+        return float(first) or 1.0
+
+    def judge(self, control: Control, loss: Tensor, step: int) -> Verdict:
+        """Return what the workers near said of a step.
+
+        Args:
+            control: What they said.
+            loss: This worker's own.
+            step: Updates done before.
+
+        Raises:
+            NonFiniteError: Some loss is not finite; the message says whose.
+            GradientError: Nobody's samples count for anything.
+        """
+        verdict = control.wait()
+        if verdict.num_non_finite:
+            losses = self.near.gather_documents(repr(float(loss)), name="non-finite losses")
+            said = zip(self._ranks, losses, strict=True)
+            bad = [f"rank {rank} ({value})" for rank, value in said if value in ("nan", "inf", "-inf")]
+            raise NonFiniteError(
+                f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
+                "learning rate, clip gradients, or look at the data of that step"
+            )
+        if verdict.weight <= 0 and self.is_of_all:
+            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {verdict.weight}")
+        return verdict
+
+    def land(self, divisor: float, step: int, *, may_skip: bool) -> float:
+        """Wait for each bucket, divide it by the mass, and return the seconds waited."""
+        if self.gradients is None:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            if divisor != 1.0 and gradients:
+                torch._foreach_div_(gradients, divisor)
+            self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
+            return 0.0
+        buckets = self.gradients.buckets
+        self.unused = [name for bucket in buckets for name in self.gradients.land(bucket, divisor)]
+        self.gradients.check_finite(buckets, step, may_skip=may_skip)
+        return sum(bucket.waited_s for bucket in buckets)
+
+    def finish(self, *, skipped: bool) -> list[BucketTimes]:
+        """Keep or drop what codecs made of the step, drop its gradients, and return the times of its buckets."""
+        if self.gradients is None:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            return []
+        if skipped:
+            self.gradients.exchanger.roll_back()
+        else:
+            self.gradients.exchanger.commit(self.unused)
+        times = [self.gradients.time(bucket) for bucket in self.gradients.buckets]
+        self.gradients.reset()
+        return times
+
+    def defer(self, divisor: float, step: int) -> list[BucketTimes]:
+        """Land the step's gradients in the next forward, and return the times of those that landed in the last."""
+        assert self.deferred is not None
+        times = self.deferred.defer(divisor, step)
+        self.unused = self.deferred.unused
+        return times
+
+    def flush(self) -> None:
+        """Land what was left for the next forward."""
+        if self.deferred is not None:
+            self.deferred.flush()
+
+    def learn(self, times: StepTimes) -> None:
+        """Learn layout, bucket size and launch order from a step that has ended."""
+        if self.gradients is None or self.is_landing_in_forward:
+            return
+        # A worker that has run no forward yet must learn at the same steps as the others.
+        needed: Mapping[str, int] | None = self.deferred.needed or {} if self.deferred is not None else None
+        self.gradients.learn(times, needed)
+
+    def close(self) -> None:
+        """Take hooks off the parameters, and let connections and threads go."""
+        if self._end is not None:
+            self._end()
+
+    def _find_near(self, ranks: list[int], step: int) -> Group:
+        if len(ranks) == self._all.size:
+            return self._all
+        if len(ranks) == 1:
+            return LocalGroup(device=self._all.device, epoch=self._all.epoch)
+        return self._all.subgroup(ranks, f"near from step {step}")
+
+
+def _let_go(gradients: Gradients, deferred: ForwardLanding | None) -> None:
+    if deferred is not None:
+        deferred.close()
+    gradients.close()

@@ -1,0 +1,99 @@
+"""The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import NonFiniteError
+from paceline.training.checks import Precision
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What became of a step."""
+
+    gradient_norm: float | None
+    """Before clipping; None where nothing is clipped."""
+    skipped: bool
+    """Whether fp16 overflowed and parameters stayed as they were."""
+
+
+class OptimizerStep:
+    """How an optimizer takes its steps: its loss scale, and the bound on its gradients.
+
+    Args:
+        precision: Of forward; fp16 scales the loss.
+        clip_norm: Largest gradient norm; None for no bound.
+        device: Kind of device.
+    """
+
+    def __init__(self, precision: Precision, clip_norm: float | None, device: str) -> None:
+        self.clip_norm = clip_norm
+        self._scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether losses are scaled."""
+        return self._scaler.is_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are scaled by."""
+        return float(self._scaler.get_scale())
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss, scaled."""
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def run(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        before: Callable[[], None],
+        *,
+        is_optimizer_run: bool = True,
+    ) -> Stepped:
+        """Unscale, clip, call `before`, and step.
+
+        Args:
+            optimizer: What is stepped.
+            number: Updates done before.
+            before: What comes between clipping and the step.
+            is_optimizer_run: Whether the optimizer is stepped: not where a server does it, nor without gradients.
+
+        Raises:
+            NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
+        """
+        if is_optimizer_run:
+            self._scaler.unscale_(optimizer)
+        gradient_norm = self._clip(optimizer, number) if self.clip_norm is not None else None
+        before()
+        scale = self._scaler.get_scale()
+        if is_optimizer_run:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+        return Stepped(gradient_norm, self._scaler.get_scale() < scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale's state, as JSON."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take on a saved state."""
+        if state:
+            self._scaler.load_state_dict(state)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+        assert self.clip_norm is not None
+        held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
+        if not torch.isfinite(norm) and not self.is_scaled:
+            raise NonFiniteError(
+                f"the gradient norm must be finite, but at step {number} it is {float(norm)} "
+                "while the loss is finite; look at that step's data or lower the learning rate"
+            )
+        return float(norm)

@@ -1,0 +1,215 @@
+"""Who is slow, and shares that follow speed.
+
+Each worker measures how long it computes a sample: forward and backward, without waiting for data or for others. What
+it tells is the median over an interval of steps; what counts is the lower of its last two. A disturbance only ever
+makes a worker slower, so neither a slow step nor a slow spell shorter than an interval changes anything.
+
+Shares of a global batch are then made proportional to speed, so that all are done at the same time. What is learnt
+from does not change, since every exchange carries its mass; in which order it is summed does, and which worker's random
+numbers a sample meets. So shares move only where the slowest worker's step becomes a tenth shorter by it: noise, and
+what whole samples cannot divide better, leave them alone. Every worker keeps one sample of each whole global batch, or
+nobody would see that it is fast again. Where a step costs something that no sample causes, speed depends on the share;
+measuring again and again then leads to where all take equally long.
+
+On the wire it costs 16 bytes a worker and interval, which nobody waits for: they are read an interval later.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isnan, nan
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group, Work
+from paceline.comm.local_group import LocalGroup
+from paceline.data import Loader
+from paceline.monitor.events import Event, SharesChanged, SlowWorker
+from paceline.training.times import StepTimes
+
+LEAST_GAIN = 1.1
+"""How many times longer the slowest worker must take with the present shares than with those that would follow."""
+SLOW_FACTOR = 1.5
+"""How many times longer than the others a worker computes that is named."""
+_LEAST_LOAD = 0.75
+"""Part of the others' computing time in a step below which nobody is named: who has little to do may take long for a
+sample just by what every step costs."""
+
+
+class Pacing:
+    """Measures how fast each worker computes, names those that are slow, and lets shares follow speed.
+
+    Every worker has one, and calls it alike.
+
+    Args:
+        loader: Whose shares follow.
+        group: All workers; None, or a group of one, for no measurement.
+        interval: Steps that a measurement is of.
+        is_following: Whether shares follow; else slow workers are named only.
+    """
+
+    def __init__(self, loader: Loader, group: Group | None, *, interval: int, is_following: bool) -> None:
+        self._loader, self._group = loader, group or LocalGroup()
+        self._interval, self._is_following = interval, is_following
+        self._stopwatch = _Stopwatch(self._group.device)
+        self._num_samples = 0
+        self._steps: list[tuple[float, int]] = []
+        """Seconds of computing, and samples, of each step since workers told each other last."""
+        self._told: tuple[Work, Tensor] | None = None
+        self._last: Tensor | None = None
+        self._named: set[int] = set()
+
+    @contextmanager
+    def computing(self, num_samples: int) -> Iterator[None]:
+        """Inside, this worker computes the gradients of a micro-batch."""
+        with self._stopwatch.running():
+            yield
+        self._num_samples += num_samples
+
+    def end_step(self, number: int, times: StepTimes) -> list[Event]:
+        """Take step `number`, of which `times` are known, into account, and return what came of it on all workers."""
+        if self._group.size == 1:
+            return []
+        # Where gradients land in the next forward, it stands still in there.
+        waited_s = sum(bucket.waited_s for bucket in times.buckets if bucket.landed_s < times.backward_ended_s)
+        self._steps.append((max(0.0, self._stopwatch.read() - waited_s), self._num_samples))
+        self._num_samples = 0
+        if number % self._interval:
+            return []
+        steps, self._steps = self._steps, []
+        if len(steps) < self._interval:  # the run went on from within an interval
+            return []
+        events = self._hear()
+        self._tell(steps)
+        return events
+
+    def _tell(self, steps: Sequence[tuple[float, int]]) -> None:
+        mine = torch.tensor(measure(steps), dtype=torch.float64, device=self._group.device)
+        everybody = mine.new_zeros(self._group.size, len(mine))
+        self._told = self._group.all_gather(everybody, mine, name="speeds"), everybody
+
+    def _hear(self) -> list[Event]:
+        if self._told is None:
+            return []
+        (work, everybody), self._told = self._told, None
+        work.wait()
+        last, self._last = self._last, everybody
+        if last is None:
+            return []
+        sample_s, step_s = torch.fmin(last, everybody).T.tolist()  # what is not known is NaN, and passed over
+        return [*self._name_slow(sample_s, step_s), *self._follow(sample_s)]
+
+    def _name_slow(self, sample_s: Sequence[float], step_s: Sequence[float]) -> Iterator[Event]:
+        for rank, factor in find_slow(sample_s, step_s).items():
+            if rank not in self._named:
+                self._named.add(rank)
+                own = 1 / sample_s[rank]
+                yield SlowWorker(slow_rank=rank, factor=factor, samples_per_s=own, others_samples_per_s=own * factor)
+
+    def _follow(self, sample_s: Sequence[float]) -> Iterator[Event]:
+        shares = follow(sample_s, self._loader.shares) if self._is_following else None
+        if shares is not None:
+            start = self._loader.change_shares(shares)
+            yield SharesChanged(shares=shares, start=start, samples_per_s=[1 / value for value in sample_s])
+
+
+def measure(steps: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Return the seconds of computing for a sample, and in a step; NaN where no step had samples.
+
+    Args:
+        steps: Seconds of computing, and samples, of each.
+    """
+    with_samples = [(max(time_s, _TICK_S), num_samples) for time_s, num_samples in steps if num_samples]
+    if not with_samples:
+        return nan, nan
+    return median(time_s / num for time_s, num in with_samples), median(time_s for time_s, _ in with_samples)
+
+
+def find_slow(sample_s: Sequence[float], step_s: Sequence[float]) -> Mapping[int, float]:
+    """Return how many times slower than the median of the others each slow worker computes, by rank.
+
+    Args:
+        sample_s: Seconds of computing for a sample, by rank; NaN where it is not known.
+        step_s: The same for a step.
+    """
+    known = [rank for rank, value in enumerate(sample_s) if not isnan(value)]
+    if len(known) < 2:
+        return {}
+    slow = {}
+    for rank in [rank for rank in known if sample_s[rank] >= SLOW_FACTOR * min(sample_s[one] for one in known)]:
+        others = [other for other in known if other != rank]
+        factor = sample_s[rank] / median(sample_s[other] for other in others)
+        load = step_s[rank] / median(step_s[other] for other in others)
+        if factor >= SLOW_FACTOR and load >= _LEAST_LOAD:
+            slow[rank] = factor
+    return slow
+
+
+def follow(sample_s: Sequence[float], present: Sequence[int]) -> list[int] | None:
+    """Return the shares that follow speed, or None where the present ones are about as good.
+
+    Args:
+        sample_s: Seconds of computing for a sample, by rank; who is not known counts as the median of the others.
+        present: Samples of a global batch that each worker takes.
+    """
+    known = [value for value in sample_s if not isnan(value)]
+    if not known:
+        return None
+    filled = [median(known) if isnan(value) else value for value in sample_s]
+    shares = divide(sum(present), filled)
+    slowest, would_be = (max(n * s for n, s in zip(each, filled, strict=True)) for each in (present, shares))
+    return shares if slowest >= LEAST_GAIN * would_be else None
+
+
+def divide(num_samples: int, sample_s: Sequence[float]) -> list[int]:
+    """Divide samples so that the last worker is done as soon as can be, with one for each at least.
+
+    Args:
+        num_samples: As many as there are workers, or more.
+        sample_s: Seconds that each worker takes for one.
+    """
+    workers = range(len(sample_s))
+    speed = sum(1 / value for value in sample_s)
+    shares = [max(1, int(num_samples / value / speed)) for value in sample_s]
+    while sum(shares) > num_samples:  # some had less than the one they got
+        shares[max((rank for rank in workers if shares[rank] > 1), key=lambda rank: shares[rank] * sample_s[rank])] -= 1
+    while sum(shares) < num_samples:
+        shares[min(workers, key=lambda rank: (shares[rank] + 1) * sample_s[rank])] += 1
+    return shares
+
+
+_TICK_S = 1e-9
+"""A time that a clock is too coarse for."""
+
+
+class _Stopwatch:
+    """Adds up times of computing; on a GPU those of its queue, which the host runs ahead of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._sum_s = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, it runs."""
+        if self._is_cuda:
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            yield
+            ended.record()
+            self._events.append((began, ended))
+        else:
+            began_s = time.perf_counter()
+            yield
+            self._sum_s += time.perf_counter() - began_s
+
+    def read(self) -> float:
+        """Return the sum, and begin anew."""
+        for began, ended in self._events:
+            ended.synchronize()
+            self._sum_s += began.elapsed_time(ended) / 1e3
+        sum_s, self._sum_s, self._events = self._sum_s, 0.0, []
+        return sum_s
