@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.comm import LocalGroup
-from paceline.data import GlobalOrder, Loader, MapSource, Source, Spec
+from paceline.data import GlobalOrder, Loader, MapSource, Source, Spec, apportion
 from paceline.errors import DataError, SettingsError
 
 
@@ -306,3 +306,51 @@ def test_two_iterators_at_once_are_refused():
     with pytest.raises(DataError, match="iterated once at a time"):
         next(first)
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_micro_batches", "prefetch"),
+    [(0, 1, 2), (0, 3, 0), (0, 2, 5), (2, 1, 2), (2, 4, 1), (1, 2, 3)],
+)
+def test_changed_shares_leave_alone_what_was_read_ahead(num_processes, num_micro_batches, prefetch):
+    """At their own pace of reading, all workers come to the same position, and the order stays."""
+    options = {"num_processes": num_processes, "num_micro_batches": num_micro_batches, "prefetch": prefetch}
+    loaders = make_loaders(50, 8, 2, seed=1, **options)
+    order, expected, starts = GlobalOrder(50, seed=1), {0: [1.0, 1.0]}, []
+    with contextlib.ExitStack() as stack:
+        iterators = [stack.enter_context(contextlib.closing(iter(loader))) for loader in loaders]
+        for number in range(30):
+            steps = [list(itertools.islice(batches, num_micro_batches)) for batches in iterators]
+            interval = steps[0][0].interval
+            assert sum(map(counted, steps), []) == order.samples_at(interval).tolist()
+            weights = expected[max(start for start in expected if start <= interval.start)]
+            assert [len(counted(step)) for step in steps] == apportion(interval.num_samples, weights)
+            if number % 7 == 3:
+                time.sleep(0.02)  # so that all is read ahead that may be
+                for loader, step in zip(loaders, steps, strict=True):
+                    loader.ack(step[-1])
+                new = [1.0 + number % 4, float(number % 5)]
+                starts = {loader.change_shares(new) for loader in loaders}
+                assert len(starts) == 1
+                expected[min(starts)] = new
+                assert loaders[0].shares == apportion(8, new)
+                assert loaders[0].state_dict() == loaders[1].state_dict()
+    assert len([start for start in expected if start <= interval.start]) > 2, "they came into force"
+
+
+def test_a_state_holds_the_shares_in_force_and_those_to_come():
+    (loader,) = make_loaders(1000, 12, 1)
+    (first, second) = make_loaders(1000, 12, 2, shares=[2.0, 1.0])
+    take(first, 3)
+    start = first.change_shares([1.0, 3.0])
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert second.shares == [8, 4], "its own, unless it is told to take on others"
+    assert second.load_shares(state)
+    after = [step[0] for step in take(second, 8)]
+    assert {batch.num_samples for batch in after if batch.interval.start < start} == {4}
+    assert {batch.num_samples for batch in after if batch.interval.start >= start} == {9}
+    assert not loader.load_shares(state), "they are of another number of workers"
+    assert loader.shares == [12]
+    with pytest.raises(SettingsError, match="shares must be 2 weights"):
+        second.change_shares([1.0])

@@ -27,6 +27,8 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(),
     float | None: st.none() | st.floats(),
     list[str]: st.lists(TEXTS, max_size=3),
+    list[int]: st.lists(INTEGERS, max_size=3),
+    list[float]: st.lists(st.floats(), max_size=3),
     dict[str, float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Any]: st.dictionaries(TEXTS, JSON, max_size=3),
 }
@@ -61,7 +63,9 @@ def test_there_is_a_class_for_every_kind() -> None:
         "restarted",
         "run_finished",
         "run_started",
+        "shares_changed",
         "showcased",
+        "slow_worker",
         "step_finished",
         "step_timed",
         "unused_parameters",

@@ -19,7 +19,9 @@ from paceline.monitor import (
     Preempted,
     Restarted,
     RunFinished,
+    SharesChanged,
     Showcased,
+    SlowWorker,
     UnusedParameters,
     Warned,
     read_log,
@@ -57,6 +59,14 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
     [
         (CheckpointSkipped(path="step-4", reason="damaged"), "checkpoint step-4 is passed over: damaged"),
         (UnusedParameters(names=["a.weight", "b"]), "parameters that no rank used: a.weight, b"),
+        (
+            SlowWorker(slow_rank=2, factor=3.04, samples_per_s=12.0, others_samples_per_s=36.5),
+            "step 5: rank 2 computes 3.0 times slower than the others: 12 samples/s while it computes, the others 36.5",
+        ),
+        (
+            SharesChanged(shares=[12, 4], start=640, samples_per_s=[36.5, math.nan]),
+            "step 5: shares follow speed: 12, 4 samples of a global batch",
+        ),
         (Warned(message="two\nlines"), "warning: two lines"),
         (Restarted(attempt=2, reason="rank 1 was killed"), "restart 2: rank 1 was killed"),
         (

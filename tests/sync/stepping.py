@@ -56,7 +56,7 @@ def train(size, sync, num_steps, weigh=lambda rank, step: 1.0, make_optimizer=ma
 def descend(start, rank, steps, weigh=lambda rank, step: 1.0, learning_rate=0.05):
     """Return where plain SGD leads one worker from the parameters `start`."""
     module = make_linear()
-    torch.nn.utils.vector_to_parameters(start, module.parameters())
+    torch.nn.utils.vector_to_parameters(start.clone(), module.parameters())
     optimizer = make_sgd(module, learning_rate=learning_rate)
     for step in steps:
         if weigh(rank, step):

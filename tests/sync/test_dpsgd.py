@@ -83,18 +83,18 @@ def columns_only(graph, num_ranks, step=0):
 @pytest.mark.parametrize("matrix", [rows_only, columns_only])
 def test_a_graph_that_does_not_keep_the_mean_is_refused(matrix, monkeypatch):
     monkeypatch.setattr(RingGraph, "mixing_matrix", matrix)
-    with pytest.raises(SettingsError, match="must sum to 1 with sync dpsgd, .*; take an undirected graph, or sync"):
+    with pytest.raises(SettingsError, match=r"must sum to 1 with sync dpsgd, .*; take an undirected graph, or sync"):
         LocalGroup.run(3, lambda group: make_replica(group, DPSGD()))
 
 
 def test_directed_edges_that_do_not_keep_the_mean_are_refused():
     graph = EdgeListGraph(edges=((0, 1), (1, 2), (2, 0), (0, 2)), is_directed=True)
-    with pytest.raises(SettingsError, match="those of graph edge_list with 3 workers do not"):
+    with pytest.raises(SettingsError, match=r"those of graph edge_list with 3 workers do not"):
         LocalGroup.run(3, lambda group: make_replica(group, DPSGD(graph=graph)))
 
 
 def test_graphs_of_other_numbers_of_workers_are_refused():
-    with pytest.raises(SettingsError, match="edges must join ranks from 0 to 1, but got 2"):
+    with pytest.raises(SettingsError, match=r"edges must join ranks from 0 to 1, but got 2"):
         LocalGroup.run(2, lambda group: make_replica(group, DPSGD(graph=EdgeListGraph(edges=((0, 1), (1, 2))))))
 
 
@@ -105,7 +105,9 @@ def test_a_gpu_is_refused_where_messages_are_needed():
         module = make_module()
         return Site(module, make_optimizer(module), group)
 
-    with pytest.raises(SettingsError, match="must be the CPU with sync dpsgd, .* but got cuda; train on CPUs, or take"):
+    with pytest.raises(
+        SettingsError, match=r"must be the CPU with sync dpsgd, .* but got cuda; train on CPUs, or take"
+    ):
         DPSGD().start_synchroniser(site(2))
     DPSGD().check_site(site(1))
 

@@ -147,11 +147,11 @@ def test_edges_that_cannot_be_are_refused(fields, num_ranks, words):
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValidationError, match="must join two ranks, but got 1 with itself"):
+    with pytest.raises(ValidationError, match=r"must join two ranks, but got 1 with itself"):
         EdgeListGraph(edges=((0, 1), (1, 1)))
-    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+    with pytest.raises(ValidationError, match=r"greater than or equal to 0"):
         EdgeListGraph(edges=((0, -1),))
-    with pytest.raises(SettingsError, match="2 x 3 = 6; leave it out"):
+    with pytest.raises(SettingsError, match=r"2 x 3 = 6; leave it out"):
         TorusGraph(shape=(2, 3)).find_edges(8)
     with pytest.raises(ValidationError, match=r"graph must be a known name, but got 'rnig'; did you mean 'ring'\?"):
         Graph.model_validate("rnig")

@@ -7,7 +7,11 @@ from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import Comparison
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
+from paceline.benchmarks.server import ServerBenchmark
+from paceline.benchmarks.stragglers import StragglersBenchmark
+from paceline.benchmarks.sync_comparison import SYNC_COMPARISON
 from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
+from paceline.benchmarks.time_to_loss import TimeToLossBenchmark
 from paceline.benchmarks.workers import Workers
 from paceline.registry import find_variant, list_variants
 
@@ -20,7 +24,10 @@ __all__ = [
     "ExposedBenchmark",
     "ReplicaBenchmark",
     "Row",
+    "ServerBenchmark",
+    "StragglersBenchmark",
     "TableRow",
+    "TimeToLossBenchmark",
     "Workers",
     "check_new_files",
     "find_benchmark",
@@ -29,7 +36,7 @@ __all__ = [
     "write_files",
 ]
 
-COMPARISONS = {"codecs": CODEC_COMPARISON}
+COMPARISONS = {"codecs": CODEC_COMPARISON, "sync": SYNC_COMPARISON}
 """By what is compared: what `paceline compare` can do."""
 
 

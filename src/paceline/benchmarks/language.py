@@ -1,4 +1,4 @@
-"""A small language model on real text, and ways to train it on several workers: Paceline's rules, and those of torch."""
+"""A small language model on real text, and ways to train it on several workers: Paceline's rules, and torch's."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import Group
@@ -20,12 +19,13 @@ from paceline.data import Batch, Loader, Splits
 from paceline.data.text import Text
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import Settings
+from paceline.schedules import Cosine, LearningRate
 from paceline.sync import Rule
 from paceline.training.replica import Replica
 
 
 class LanguageTask(Settings):
-    """What is learnt: the Transformer recipe's model, about 1M parameters, on its text, the standard library's source."""
+    """What is learnt: the Transformer recipe's model, with about 1M parameters, on its text."""
 
     width: int = 128
     num_layers: int = 5
@@ -34,8 +34,11 @@ class LanguageTask(Settings):
     samples_per_worker: int = Field(default=2, ge=1)
     """In a step."""
     learning_rate: float = Field(default=2e-3, gt=0)
-    """Of AdamW; it stays the same after `warmup_steps`."""
-    warmup_steps: int = Field(default=20, ge=0)
+    """Of AdamW."""
+    schedule: LearningRate = Cosine(warmup_steps=20)
+    """How it changes over `num_steps`."""
+    num_steps: int = Field(default=150, ge=1)
+    """Of a whole training."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest gradient norm: of the averaged gradient where gradients are averaged, else of each worker's own."""
     max_bytes: int = 8_000_000
@@ -63,10 +66,10 @@ class LanguageTask(Settings):
         """Return the optimizer of every side."""
         return torch.optim.AdamW(module.parameters(), lr=self.learning_rate, fused=True)
 
-    def warm_up(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the learning rate of a step."""
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+            group["lr"] = self.learning_rate * self.schedule.factor(step, self.num_steps)
 
     def loss(self, model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
         """Return the mean loss of a batch."""
@@ -74,14 +77,15 @@ class LanguageTask(Settings):
 
     @torch.no_grad()
     def judge(self, module: nn.Module, splits: Splits, group: Group) -> float:
-        """Return the held-out loss of `module`, which is the same on every worker; each judges a part of the samples."""
+        """Return the held-out loss of `module`, the same on every worker; each judges a part of the samples."""
         chosen = np.linspace(0, len(splits.held_out) - 1, self.held_out_samples).astype(np.int64)
         mine = chosen[group.rank :: group.size]
         total = 0.0
         for index in mine:
             inputs, targets = splits.held_out.read(index[None])
             total += float(F.cross_entropy(module(inputs).flatten(0, -2), targets.flatten()))
-        return sum(group.gather_documents(total, name="held-out loss")) / len(chosen)
+        losses: list[float] = group.gather_documents(total, name="held-out loss")
+        return sum(losses) / len(chosen)
 
 
 @dataclass
@@ -109,7 +113,7 @@ def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule)
     replica = Replica(module, optimizer, group=group, sync=rule, clip_norm=task.clip_norm, hash_interval=0)
 
     def step(batch: Batch) -> int:
-        task.warm_up(optimizer, replica.num_updates)
+        task.set_rate(optimizer, replica.num_updates)
         replica.backward(task.loss(replica, batch), weight=batch.targets.numel())
         return replica.update().wire_bytes
 
@@ -130,7 +134,9 @@ def make_ddp_side(task: LanguageTask, splits: Splits) -> Side:
 
 
 def make_post_local_side(task: LanguageTask, splits: Splits, period: int) -> Side:
-    """Return torch's PostLocalSGD that is local from the first step on: parameters are averaged every `period` steps."""
+    """Return torch's PostLocalSGD, local from the first step on: parameters are averaged every `period` steps."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns, which concerns nobody else
+
     module = task.build(splits)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
@@ -147,7 +153,7 @@ def _make_step(
 
     def step(batch: Batch) -> int:
         nonlocal number
-        task.warm_up(optimizer, number)
+        task.set_rate(optimizer, number)
         task.loss(model, batch).backward()
         nn.utils.clip_grad_norm_(module.parameters(), task.clip_norm)
         optimizer.step()

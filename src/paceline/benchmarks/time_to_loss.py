@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.language import (
@@ -19,14 +19,25 @@ from paceline.benchmarks.language import (
 from paceline.benchmarks.problems import joined
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group
+from paceline.compression import Int8
 from paceline.data import Splits
 from paceline.errors import SettingsError
-from paceline.registry import register
-from paceline.sync import Rule
+from paceline.registry import Settings, register
+from paceline.sync import DiLoCo, LocalSGD, Rule, StreamingDiLoCo
 
 SideName = Literal["ddp", "post_local_sgd", "local_sgd", "diloco", "streaming_diloco"]
 _MEETING = ("post_local_sgd", "local_sgd", "diloco")
 """Sides whose workers have the same parameters at the end of each period only, so that they are judged there."""
+
+
+class _Plan(Settings):
+    """How one side trains; without a rule it is torch's."""
+
+    name: str
+    rule: dict[str, Any] | None
+    period: int
+    num_steps: int
+    judge_interval: int
 
 
 @dataclass(frozen=True)
@@ -60,13 +71,11 @@ class TimeToLossBenchmark(Benchmark):
     """That are measured beside DDP; post_local_sgd is torch's."""
     period: int = Field(default=25, ge=2)
     """Of all sides; that of the rules below is replaced by it."""
-    local_sgd: Rule = Field(default="local_sgd")  # type: ignore[assignment]
-    diloco: Rule = Field(default={"name": "diloco", "codec": "int8"})  # type: ignore[assignment]
-    streaming_diloco: Rule = Field(default={"name": "streaming_diloco", "codec": "int8"})  # type: ignore[assignment]
+    local_sgd: Rule = LocalSGD()
+    diloco: Rule = DiLoCo(codec=Int8())
+    streaming_diloco: Rule = StreamingDiLoCo(codec=Int8())
     target_loss: float = Field(default=2.4, gt=0)
     """Held out; nats a byte."""
-    num_steps: int = Field(default=200, ge=1)
-    """In which it must be reached."""
     judge_interval: int = Field(default=5, ge=1)
     """Steps from one judgement to the next; sides whose workers differ between meetings are judged at meetings."""
     num_compute_steps: int = Field(default=20, ge=1)
@@ -76,9 +85,9 @@ class TimeToLossBenchmark(Benchmark):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        if self.num_steps < self.period:
-            raise SettingsError(
-                f"num_steps must be at least the period, but got {self.num_steps} and {self.period}; raise it"
+        if self.task.num_steps < self.period:
+            raise ValueError(
+                f"task.num_steps must be at least the period, but got {self.task.num_steps} and {self.period}; raise it"
             )
         return self
 
@@ -86,24 +95,28 @@ class TimeToLossBenchmark(Benchmark):
         """Find each side's step, then time each side to it."""
         names = ["ddp", *(side for side in self.sides if side != "ddp")]
         local = Workers(num_workers=self.workers.num_workers)
-        curves = {name: self._train(local, name, self.num_steps, judged=True)[0]["curve"] for name in names}
+        judged = self._train(local, [self._plan(name, self.task.num_steps, judged=True) for name in names])[0]
+        curves = {name: result["curve"] for name, result in zip(names, judged, strict=True)}
         needed = {name: self._find_step(curve) for name, curve in curves.items()}
         if needed["ddp"] is None:
             raise SettingsError(
-                f"target_loss must be one that DDP reaches in num_steps={self.num_steps}, but got {self.target_loss} "
+                f"target_loss must be one that DDP reaches in task.num_steps={self.task.num_steps}, but got {self.target_loss} "
                 f"and it came to {curves['ddp'][-1][1]:.3f}; raise either"
             )
-        timings = {name: self._time(name, steps) for name, steps in needed.items() if steps is not None}
+        plans = [self._plan(name, steps, judged=False) for name, steps in needed.items() if steps is not None]
+        by_rank = self._train(self.workers, plans)
+        timings = {plan.name: _time(plan, [mine[i] for mine in by_rank.values()]) for i, plan in enumerate(plans)}
         return [*self._describe_losses(curves), *self._describe_times(timings)]
 
-    def _train(self, workers: Workers, name: str, num_steps: int, *, judged: bool) -> dict[int, dict[str, Any]]:
+    def _plan(self, name: str, num_steps: int, *, judged: bool) -> _Plan:
         interval = (self.period if name in _MEETING else self.judge_interval) if judged else 0
-        task = self.task.model_dump(mode="json")
-        return workers.start(
-            train_side, task, name, self._rule(name), self.period, num_steps, interval, self.num_compute_steps
-        )
+        return _Plan(name=name, rule=self._rule(name), period=self.period, num_steps=num_steps, judge_interval=interval)
 
-    def _rule(self, name: str) -> JsonValue:
+    def _train(self, workers: Workers, plans: list[_Plan]) -> dict[int, list[dict[str, Any]]]:
+        documents = [plan.model_dump(mode="json") for plan in plans]
+        return workers.start(train_sides, self.task.model_dump(mode="json"), documents, self.num_compute_steps)
+
+    def _rule(self, name: str) -> dict[str, Any] | None:
         if name not in type(self).model_fields:
             return None
         rule: Rule = getattr(self, name)
@@ -112,20 +125,10 @@ class TimeToLossBenchmark(Benchmark):
     def _find_step(self, curve: list[list[float]]) -> int | None:
         return next((int(step) for step, loss in curve if loss <= self.target_loss), None)
 
-    def _time(self, name: str, num_steps: int) -> _Timing:
-        results = self._train(self.workers, name, num_steps, judged=False)
-        return _Timing(
-            num_steps,
-            max(result["elapsed_s"] for result in results.values()),
-            max(result["compute_s"] for result in results.values()),
-            results[0]["curve"][-1][1],
-            max(result["largest_bytes"] for result in results.values()),
-        )
-
     def _describe_losses(self, curves: dict[str, list[list[float]]]) -> list[Row]:
         """Compare losses at the last step at which all sides were judged."""
         last = max(set.intersection(*({int(step) for step, _ in curve} for curve in curves.values())))
-        losses = {name: dict((int(step), loss) for step, loss in curve)[last] for name, curve in curves.items()}
+        losses = {name: {int(step): loss for step, loss in curve}[last] for name, curve in curves.items()}
         metric = f"held-out loss after {last} steps"
         return [
             self._row(self._case(name), metric, "nats", losses[name], losses["ddp"], "DDP")
@@ -161,10 +164,8 @@ class TimeToLossBenchmark(Benchmark):
         return Row(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
 
     def _case(self, name: str) -> str:
-        rule = getattr(self, name, None)
-        codec = rule.model_dump().get("codec") if isinstance(rule, Rule) else None
-        codec_name = getattr(codec, "name", "none")
-        return f"{name}{'' if codec_name == 'none' else f' {codec_name}'}, period {self.period}, {self._place()}"
+        codec = (self._rule(name) or {}).get("codec", {}).get("name", "none")
+        return f"{name}{'' if codec == 'none' else f' {codec}'}, period {self.period}, {self._place()}"
 
     def _place(self) -> str:
         if self.workers.bandwidth is None:
@@ -172,51 +173,66 @@ class TimeToLossBenchmark(Benchmark):
         return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
 
 
-def train_side(
-    task: dict[str, Any],
-    name: str,
-    rule: dict[str, Any] | None,
-    period: int,
-    num_steps: int,
-    judge_interval: int,
-    num_compute_steps: int,
-) -> dict[str, Any]:
-    """Train one side from the start. Every worker runs it.
+def _time(plan: _Plan, results: list[dict[str, Any]]) -> _Timing:
+    """Return what a side took, from what all workers say."""
+    return _Timing(
+        plan.num_steps,
+        max(result["elapsed_s"] for result in results),
+        max(result["compute_s"] for result in results),
+        results[0]["curve"][-1][1],
+        max(result["largest_bytes"] for result in results),
+    )
+
+
+def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_steps: int) -> list[dict[str, Any]]:
+    """Train sides one after another, each from the start. Every worker runs it.
 
     Returns:
-        elapsed_s, of all steps; compute_s, of a step that exchanges nothing; curve, pairs of step and held-out loss,
-        each `judge_interval` steps, or without it after the last one, when the clock has stopped; largest_bytes.
+        Of each side: elapsed_s, of all steps; compute_s, of a step that exchanges nothing; curve, pairs of step and
+        held-out loss, each `judge_interval` steps, or without it after the last one, when the clock has stopped;
+        largest_bytes, sent in one step.
     """
+    settings = LanguageTask.model_validate(task)
+    splits = settings.open()
+    # Its text is as long, so that it warms up what depends on shapes least of all: imports, kernels, threads.
+    tiny = settings.model_copy(update={"width": 8 * settings.num_heads, "num_layers": 1})
+    results = []
     with joined() as group:
-        settings = LanguageTask.model_validate(task)
-        splits = settings.open()
-        compute_s = _time_compute(settings, splits, group, num_compute_steps)
-        side = _make_side(settings, splits, group, name, rule, period)
-        curve: list[list[float]] = []
-        largest_bytes = 0
-        batches = iter(settings.load(splits, group))
-        batch = next(batches)
-        group.barrier()
-        began_s = time.perf_counter()
-        for step in range(1, num_steps + 1):
-            largest_bytes = max(largest_bytes, side.step(batch))
-            if step < num_steps:
-                batch = next(batches)
-            if judge_interval and step % judge_interval == 0:
-                curve.append([step, _judge(settings, side, splits, group)])
-        elapsed_s = time.perf_counter() - began_s
-        if not judge_interval:
-            curve.append([num_steps, _judge(settings, side, splits, group)])
-        side.close()
-    return {"elapsed_s": elapsed_s, "compute_s": compute_s, "curve": curve, "largest_bytes": largest_bytes}
+        for plan in map(_Plan.model_validate, plans):
+            warm_up = plan.model_copy(update={"num_steps": 2 * plan.period, "judge_interval": 0})
+            _train_side(tiny, splits, group, warm_up)
+            compute_s = _time_compute(settings, splits, group, num_compute_steps)
+            results.append({"compute_s": compute_s, **_train_side(settings, splits, group, plan)})
+    return results
 
 
-def _make_side(
-    task: LanguageTask, splits: Splits, group: Group, name: str, rule: dict[str, Any] | None, period: int
-) -> Side:
-    if rule is not None:
-        return make_rule_side(task, splits, group, Rule.model_validate(rule))
-    return make_ddp_side(task, splits) if name == "ddp" else make_post_local_side(task, splits, period)
+def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> dict[str, Any]:
+    side = _make_side(task, splits, group, plan)
+    curve: list[list[float]] = []
+    largest_bytes = 0
+    batches = iter(task.load(splits, group))
+    batch = next(batches)
+    group.barrier()
+    began_s = time.perf_counter()
+    for step in range(1, plan.num_steps + 1):
+        largest_bytes = max(largest_bytes, side.step(batch))
+        if step < plan.num_steps:
+            batch = next(batches)
+        if plan.judge_interval and step % plan.judge_interval == 0:
+            curve.append([step, _judge(task, side, splits, group)])
+    elapsed_s = time.perf_counter() - began_s
+    if not plan.judge_interval:
+        curve.append([plan.num_steps, _judge(task, side, splits, group)])
+    side.close()
+    return {"elapsed_s": elapsed_s, "curve": curve, "largest_bytes": largest_bytes}
+
+
+def _make_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> Side:
+    if plan.rule is not None:
+        return make_rule_side(task, splits, group, Rule.model_validate(plan.rule))
+    if plan.name == "ddp":
+        return make_ddp_side(task, splits)
+    return make_post_local_side(task, splits, plan.period)
 
 
 def _judge(task: LanguageTask, side: Side, splits: Splits, group: Group) -> float:

@@ -34,13 +34,13 @@ def bench(
             typer.echo(f"{known:12} {(benchmark.__doc__ or '').splitlines()[0]}")
         return
     check_new_files(json, markdown)
-    pairs = [*_place_workers(hosts, bandwidth), *parse_pairs(context.args)]
+    pairs = [*place_workers(hosts, bandwidth), *parse_pairs(context.args)]
     rows = apply_overrides(find_benchmark(name)(), pairs).measure()
     print_table(rows)
     write_files(rows, json, markdown)
 
 
-def _place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:
+def place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:
     """Return the overrides of a benchmark whose workers run on hosts, one on each."""
     if hosts is None and bandwidth is None:
         return []

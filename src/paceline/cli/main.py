@@ -9,6 +9,7 @@ from paceline.cli.compare import compare
 from paceline.cli.overrides import OverridesCommand
 from paceline.cli.recipes import recipes
 from paceline.cli.report import report
+from paceline.cli.reproduce import reproduce
 from paceline.cli.simulate import simulate
 from paceline.cli.trace import trace
 from paceline.cli.train import train
@@ -28,6 +29,7 @@ app.command()(report)
 app.command()(trace)
 app.command(cls=OverridesCommand)(bench)
 app.command(cls=OverridesCommand)(compare)
+app.command(cls=OverridesCommand)(reproduce)
 app.command(cls=OverridesCommand)(verify)
 app.command(cls=OverridesCommand)(simulate)
 app.command()(recipes)

@@ -209,14 +209,15 @@ class _Line:
         self.link = link
         self._peer = 1 - link.rank
         self._name = name
-        self._sent = torch.empty(_FIELDS.size, dtype=torch.uint8)
-        self._received = torch.empty(_FIELDS.size, dtype=torch.uint8)
+        self._sent = bytearray(_FIELDS.size)
+        self._received = bytearray(_FIELDS.size)
         self._works: list[Work] = []
 
     def send(self, header: Header, body: Tensor) -> None:
         kind, *fields = astuple(header)
-        _FIELDS.pack_into(self._sent.numpy(), 0, kind, len(body), *fields)
-        self._works = [self.link.send(self._sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")]
+        _FIELDS.pack_into(self._sent, 0, kind, len(body), *fields)
+        sent = torch.frombuffer(self._sent, dtype=torch.uint8)
+        self._works = [self.link.send(sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")]
         if len(body):
             self._works.append(self.link.send(body, self._peer, tag=_BODY_TAG, name=f"{self._name}: body"))
 
@@ -226,8 +227,9 @@ class _Line:
         self._works = []
 
     def receive_header(self) -> tuple[Header, int]:
-        self.link.receive(self._received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header").wait()
-        kind, num_bytes, *fields = _FIELDS.unpack_from(self._received.numpy())
+        received = torch.frombuffer(self._received, dtype=torch.uint8)
+        self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header").wait()
+        kind, num_bytes, *fields = _FIELDS.unpack_from(self._received)
         return Header(kind, *fields), num_bytes
 
     def receive_body(self, into: Tensor) -> None:
@@ -252,8 +254,10 @@ class Exchange:
     """
 
     def __init__(self, group: Group, routes: Sequence[tuple[int, int]], service: Service | None, name: str) -> None:
-        if group.size > 1 and group.device.type != "cpu":
-            raise SettingsError(f"{name} must run on CPUs, since it needs messages, but got a group on {group.device}")
+        if group.device.type != "cpu":
+            raise SettingsError(
+                f"{name} must run on CPUs, since it needs messages, but got a group on {group.device}; train on CPUs"
+            )
         self.ports: dict[int, Port] = {}
         """By the rank that serves."""
         self._service = service

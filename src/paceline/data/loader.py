@@ -1,5 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
+import itertools
 import queue
 import signal
 import threading
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.comm.group import Group
 from paceline.data.base import Batch, Indices, Source, Spec
-from paceline.data.order import GlobalOrder, Interval, Ledger, apportion
+from paceline.data.order import Claims, GlobalOrder, Interval, Ledger, apportion
 from paceline.data.shares import Shares
 from paceline.errors import DataError, SettingsError
 
@@ -37,6 +38,8 @@ class Loader:
         num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
         prefetch: Steps that are read ahead.
         num_processes: 0 reads in a background thread; more reads in that many forked processes.
+        claims: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
+            even share of `global_batch`, and iterating ends where all workers come together.
 
     Raises:
         SettingsError: `global_batch` is below the number of workers, or `shares` do not fit the group.
@@ -54,6 +57,7 @@ class Loader:
         num_micro_batches: int = 1,
         prefetch: int = 2,
         num_processes: int = 0,
+        claims: Claims | None = None,
     ) -> None:
         self._rank, num_workers = (group.rank, group.size) if group else (0, 1)
         self._device = group.device if group else torch.device("cpu")
@@ -70,6 +74,8 @@ class Loader:
         self.global_batch = global_batch
         self.num_micro_batches = num_micro_batches
         self._prefetch = prefetch
+        self._claims = claims
+        self._claim_size = max(1, round(global_batch / num_workers))
         self._num_processes = num_processes
         self._ledger = Ledger()
         self._num_iterators = 0
@@ -108,8 +114,22 @@ class Loader:
 
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
-        if batch.interval.start >= self._ledger.low_water:
+        if self._claims is not None:
+            self._claims.ack(batch.interval)
+        elif batch.interval.start >= self._ledger.low_water:
             self._ledger.ack(batch.interval)
+
+    def take(self, num_samples: int) -> Interval:
+        """Return the next positions that nobody has, for whoever hands them out; `note` them when they were used."""
+        return self._ledger.claim(self.order, num_samples)
+
+    def note(self, start: int, stop: int) -> None:
+        """Note that positions which `take` returned were used."""
+        self._ledger.ack(Interval(start, stop))
+
+    def move_to(self, position: int) -> None:
+        """Note that all before `position` has been used, by whomever."""
+        self._ledger = Ledger(position)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data, which fits any number of workers, and the shares, as JSON."""
@@ -131,7 +151,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batch after micro-batch, from the low-water mark on, for ever."""
-        self._ledger = Ledger.from_state(self._ledger.state_dict())
+        if self._claims is None:
+            self._ledger = Ledger.from_state(self._ledger.state_dict())
         self._num_iterators += 1
         mine = self._num_iterators
         with _ReadAhead(self._read_steps(), self._prefetch) as steps:
@@ -145,7 +166,8 @@ class Loader:
                         if batch.last and mine == self._num_iterators:
                             self.ack(batch)
                         raise
-                self.ack(step[-1])
+                if self._claims is None:
+                    self.ack(step[-1])
 
     @property
     def _prefetch_factor(self) -> int:
@@ -158,12 +180,19 @@ class Loader:
         num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
-    def _plan_step(self) -> "_Step":
-        interval = self._ledger.claim(self.order, self.global_batch)
-        shares = apportion(interval.num_samples, self._shares.at(interval.start))
-        start = interval.start + sum(shares[: self._rank])
+    def _plan_steps(self) -> Iterator["_Step"]:
+        while self._claims is None:
+            interval = self._ledger.claim(self.order, self.global_batch)
+            shares = apportion(interval.num_samples, self._shares.at(interval.start))
+            yield self._cut(interval, interval.start + sum(shares[: self._rank]), shares[self._rank])
+        while (claimed := self._claims.claim(self._claim_size)) is not None:
+            interval = Interval(*claimed)
+            yield self._cut(interval, interval.start, interval.num_samples)
+
+    def _cut(self, interval: Interval, start: int, share: int) -> "_Step":
+        """Cut this worker's share of an interval into micro-batches."""
         parts, counts = [], []
-        for count in apportion(shares[self._rank], [1.0] * self.num_micro_batches):
+        for count in apportion(share, [1.0] * self.num_micro_batches):
             # An empty share borrows the batch's first sample: see Batch.num_samples.
             place = Interval(start, start + count) if count else Interval(interval.start, interval.start + 1)
             parts.append(self.order.samples_at(place))
@@ -173,14 +202,13 @@ class Loader:
 
     def _read_steps(self) -> Iterator[list[Batch]]:
         if self._num_processes == 0:
-            while True:
-                step = self._plan_step()
+            for step in self._plan_steps():
                 yield step.make_batches([self._source.read(part) for part in step.parts], self._device)
+            return
         planned: queue.SimpleQueue[_Step] = queue.SimpleQueue()
 
         def plan() -> Iterator[Indices]:
-            while True:
-                step = self._plan_step()
+            for step in self._plan_steps():
                 planned.put(step)
                 yield from step.parts
 
@@ -194,8 +222,7 @@ class Loader:
                 prefetch_factor=self._prefetch_factor,
             )
         )
-        while True:
-            read = [next(parts) for _ in range(self.num_micro_batches)]
+        while read := list(itertools.islice(parts, self.num_micro_batches)):
             yield planned.get().make_batches(read, self._device)
 
 
@@ -254,7 +281,7 @@ class _ReadAhead:
 
     def __init__(self, items: Iterator[list[Batch]], depth: int) -> None:
         self._items = items
-        self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(max(1, depth))
+        self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-loader", daemon=True)
 
@@ -269,8 +296,7 @@ class _ReadAhead:
         self._thread.join(timeout=10)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        while True:
-            item = self._ready.get()
+        while (item := self._ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -280,10 +306,11 @@ class _ReadAhead:
             for item in self._items:
                 if not self._put(item):
                     return
+            self._put(None)
         except BaseException as error:  # handed on to the reader
             self._put(error)
 
-    def _put(self, item: list[Batch] | BaseException) -> bool:
+    def _put(self, item: list[Batch] | BaseException | None) -> bool:
         while not self._stopped.is_set():
             try:
                 self._ready.put(item, timeout=0.1)

@@ -6,7 +6,7 @@ Nothing about workers enters the order, so resuming, resizing and uneven shares 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,6 +59,16 @@ class GlobalOrder:
         epoch_end = (self.epoch_of(position) + 1) * self.num_samples
         return Interval(position, min(position + global_batch, epoch_end))
 
+    def position_of(self, step: int, global_batch: int) -> int:
+        """Return the position at which `step` begins, where each step takes a global batch."""
+        epoch, rest = divmod(step, -(-self.num_samples // global_batch))
+        return epoch * self.num_samples + min(rest * global_batch, self.num_samples)
+
+    def step_of(self, position: int, global_batch: int) -> int:
+        """Return how many steps, each of a global batch, are done at `position`."""
+        epoch, rest = divmod(position, self.num_samples)
+        return epoch * -(-self.num_samples // global_batch) + rest // global_batch
+
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
         if interval.num_samples == 0:
@@ -68,6 +78,16 @@ class GlobalOrder:
         if not self.shuffle:
             return places.astype(np.int64)
         return _permute(places, self.num_samples, _mix_int(self.seed, epoch)).astype(np.int64)
+
+
+class Claims(Protocol):
+    """Who hands out positions to workers that go at their own pace."""
+
+    def claim(self, num_samples: int) -> tuple[int, int] | None:
+        """Return start and stop of the next positions that nobody has; None where all come together."""
+
+    def ack(self, interval: tuple[int, int]) -> bool:
+        """Note that claimed positions were used; False if they were not, and are handed out again."""
 
 
 def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:

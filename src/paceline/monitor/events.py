@@ -200,6 +200,18 @@ class SharesChanged(Event):
     """By rank, while they compute; NaN of one that computed nothing."""
 
 
+@_event("staleness_measured")
+class StalenessMeasured(Event):
+    """How old the parameters were that workers computed their pushes from, since the run began."""
+
+    delays: list[int]
+    """In updates of others between a worker's pull and its push."""
+    counts: list[int]
+    """Pushes with each of these delays."""
+    num_dropped: int
+    """Pushes that came too late to count."""
+
+
 @_event("evaluated")
 class Evaluated(Event):
     """The model was judged on the held-out data."""

@@ -14,7 +14,7 @@ def describe_stragglers(summary: Summary) -> Iterator[str]:
     is_following = bool(summary.starts) and summary.starts[-1].event.settings.get("shares") == "measured"
     for record in {one.event.slow_rank: one for one in summary.slow_workers}.values():
         cure = "its share follows its speed" if is_following else "--shares measured would give it fewer samples"
-        yield f"{describe_slow(record.event)} (from step {record.step:,}; {cure})."
+        yield f"{describe_slow(record.event)} (found at step {record.step:,}; {cure})."
 
 
 def render_stragglers(summary: Summary) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Work
-from paceline.errors import NonFiniteError
+from paceline.errors import NonFiniteError, SettingsError
 from paceline.sync.exchanger import Exchanger, Parcel
 
 _PARCEL_BYTES = 16 * 2**20
@@ -150,7 +150,17 @@ class Anchor:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take on what `state` returned."""
+        """Take on what `state` returned.
+
+        Raises:
+            SettingsError: It is of other blocks.
+        """
+        missing = [block for block in self.tensors if f"{self._name}/{block}" not in state]
+        if missing:
+            raise SettingsError(
+                f"{self._name} must have the blocks of the checkpoint, but {missing[0]} is not in it; "
+                "resume with the same model and the same settings of sync"
+            )
         for block, tensor in self.tensors.items():
             tensor.copy_(state[f"{self._name}/{block}"])
         for block, mean in self.mean.items():

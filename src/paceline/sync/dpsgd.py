@@ -43,8 +43,8 @@ def check_keeps_mean(rule: GossipRule, group: Group) -> None:
     for step in range(rule.graph.num_phases(group.size) or 1):
         if not is_doubly_stochastic(rule.graph.mixing_matrix(group.size, step)):
             raise SettingsError(
-                f"the rows and columns of the mixing matrix must sum to 1 with sync {rule.name}, or workers would agree "
-                f"on a wrong mean, but those of graph {rule.graph.name} with {group.size} workers do not; "
+                f"the rows and columns of the mixing matrix must sum to 1 with sync {rule.name}, or workers would "
+                f"agree on a wrong mean, but those of graph {rule.graph.name} with {group.size} workers do not; "
                 "take an undirected graph, or sync push_sum"
             )
 

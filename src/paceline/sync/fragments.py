@@ -48,14 +48,16 @@ def cut_into_fragments(tensors: Mapping[str, Tensor], num_fragments: int) -> lis
     for name, tensor in tensors.items():
         num_rows = len(tensor) if tensor.dim() else 1
         pieces.append(_Piece(name, 0, num_rows, tensor.nbytes / max(num_rows, 1)))
-    bound = _TOLERANCE * sum(piece.num_bytes for piece in pieces) / num_fragments
+    mean = sum(piece.num_bytes for piece in pieces) / num_fragments
+    bound = max(_TOLERANCE * mean, max((piece.row_bytes for piece in pieces), default=0.0))
     fragments = _deal(pieces, num_fragments)
-    while _num_bytes(largest := max(fragments, key=_num_bytes)) > bound:
-        piece = max(largest, key=lambda piece: piece.num_bytes)
-        if piece.end - piece.begin == 1:
+    while not all(fragments) or _num_bytes(max(fragments, key=_num_bytes)) > bound:
+        crowd = max(fragments, key=_num_bytes) if all(fragments) else pieces
+        divisible = [piece for piece in crowd if piece.end - piece.begin > 1]
+        if not divisible:
             break
-        place = pieces.index(piece)
-        pieces[place : place + 1] = piece.halves()
+        place = pieces.index(max(divisible, key=lambda piece: piece.num_bytes))
+        pieces[place : place + 1] = pieces[place].halves()
         fragments = _deal(pieces, num_fragments)
     if not all(fragments):
         num_rows = sum(piece.end - piece.begin for piece in pieces)

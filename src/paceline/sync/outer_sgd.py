@@ -26,7 +26,9 @@ class OuterSGD:
     def __call__(self, block: str, anchor: Tensor, mean: Tensor) -> None:
         """Move the anchor of a block, in place; `mean` may be overwritten."""
         if self._momentum:
-            velocity = self._velocities.setdefault(block, torch.zeros_like(mean))
+            velocity = self._velocities.get(block)
+            velocity = torch.zeros_like(mean) if velocity is None else velocity.to(mean.device)
+            self._velocities[block] = velocity
             velocity.mul_(self._momentum).add_(mean)
             mean = mean.add_(velocity, alpha=self._momentum) if self._nesterov else velocity
         anchor.sub_(mean, alpha=self._learning_rate)

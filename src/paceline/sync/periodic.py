@@ -1,5 +1,6 @@
 """What rules have in common whose workers step alone, and meet once in a period: settings, and who does the meeting."""
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -113,7 +114,16 @@ class PeriodicSynchroniser(Synchroniser):
         return self._calendar.is_due(number)
 
     def before_update(self, step: LocalStep) -> None:
-        """Note what workers have in common before the first step that each takes alone."""
+        """Note what workers have in common before the first step that each takes alone.
+
+        Raises:
+            SettingsError: A checkpoint of workers that stepped alone was loaded, but they do not step alone here.
+        """
+        if self._anchor is not None and step.number < self._calendar.start:
+            raise SettingsError(
+                f"start must be as in the checkpoint, whose workers step alone in step {step.number} already, but got "
+                f"{self._calendar.start}; resume with the same settings of sync"
+            )
         if self._anchor is None and step.number >= self._calendar.start:
             self._anchor = self._make_anchor()
 
@@ -125,8 +135,10 @@ class PeriodicSynchroniser(Synchroniser):
         self._mass = 0.0
         waited_s, wire_bytes = 0.0, 0
         if step.total_mass:
+            began_s = time.perf_counter()
             self._anchor.send(step.mass, step.total_mass, step.number)
-            waited_s = self._anchor.arrive()
+            self._anchor.arrive()
+            waited_s = time.perf_counter() - began_s
             self._anchor.land(self._outer)
             wire_bytes = self._anchor.wire_bytes
             wire_bytes += pool_over_workers(self._site.module, self._site.group, step.mass)
@@ -184,12 +196,18 @@ class Feedback:
         codec: Its codec.
         site: Where it is kept.
         shapes: Of the blocks; of the parameters without it.
+        kind: What its tensors are called.
     """
 
     def __init__(
-        self, exchanger: Exchanger, codec: Codec, site: Site, shapes: Mapping[str, Size] | None = None
+        self,
+        exchanger: Exchanger,
+        codec: Codec,
+        site: Site,
+        shapes: Mapping[str, Size] | None = None,
+        kind: str = "feedback",
     ) -> None:
-        self._exchanger, self._prefix = exchanger, f"feedback/{codec.name}/"
+        self._exchanger, self._kind, self._prefix = exchanger, kind, f"{kind}/{codec.name}/"
         self._shapes = shapes or {name: parameter.shape for name, parameter in site.parameters.items()}
         self._is_told = site.group.rank != 0
 
@@ -205,7 +223,7 @@ class Feedback:
         ]
         if any(kept):
             self._exchanger.load_state(kept, self._shapes)
-        elif any(name.startswith("feedback/") for tensors in saved for name in tensors) and not self._is_told:
+        elif any(name.startswith(f"{self._kind}/") for tensors in saved for name in tensors) and not self._is_told:
             warnings.warn(
                 "parts of differences that another codec had held back are lost; resume with the same codec to keep "
                 "them",

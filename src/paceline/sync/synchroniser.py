@@ -1,7 +1,7 @@
 """What workers do to their parameters beyond summing gradients: they meet, mix, pull towards each other, push."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,14 @@ class Site:
         optimizer: Over parameters of the module.
         group: All workers.
         seed: Of what is drawn at random.
+        world: All processes, the workers first, where servers have some of their own.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     group: Group
     seed: int = 0
+    world: Group | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -66,12 +68,46 @@ class Outcome:
     stop: bool = False
 
 
+class Desk(ABC):
+    """Hands out samples to workers that go at their own pace, and says when all of them come together."""
+
+    @property
+    @abstractmethod
+    def is_stopping(self) -> bool:
+        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+
+    @abstractmethod
+    def hand_out(self, take: Callable[[int], tuple[int, int]], note: Callable[[int, int], None]) -> None:
+        """Say on rank 0 where samples come from: `take` returns the next of them, `note` learns which were used."""
+
+    @abstractmethod
+    def set_boundary(self, position: int) -> None:
+        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
+
+    @abstractmethod
+    def claim(self, num_samples: int) -> tuple[int, int] | None:
+        """Return start and stop of at most so many positions that nobody else has; from any thread.
+
+        It waits while all are handed out and not yet acknowledged. None once all before the boundary have been used,
+        or somebody was asked to stop and what was handed out has been used.
+        """
+
+    @abstractmethod
+    def ack(self, interval: tuple[int, int]) -> bool:
+        """Note that claimed positions were used; False if the push was dropped, so that they are handed out again."""
+
+
 class Synchroniser(ABC):
     """Carries a rule out on the parameters of one replica; it holds connections and state.
 
     In each step the replica computes gradients, sums them over the workers near it (`Rule.near`), clips them, and calls
     `before_update`, its optimizer, and `after_update`. Every worker calls alike, unless the rule is asynchronous.
     """
+
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers that go at their own pace get their samples; None where they step together."""
+        return None
 
     def meets(self, number: int) -> bool:
         """Return whether all workers tell each other their masses in step `number`; the same on every worker."""

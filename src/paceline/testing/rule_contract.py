@@ -30,7 +30,7 @@ def every_rule() -> dict[str, Rule]:
     """Return each registered rule, exchanging often."""
     rules: dict[str, Rule] = {}
     for name, variant in list_variants(Rule).items():  # type: ignore[type-abstract]
-        often = {"period": 4} if "period" in variant.model_fields else {}
+        often = {key: value for key, value in {"period": 4, "start": 0}.items() if key in variant.model_fields}
         rules[name] = variant.model_validate(often)
     return rules
 

@@ -36,7 +36,8 @@ class Scripted(Objective):
     """What else happens, at the last micro-batch of a step."""
 
     def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
-        """Sleep, and return the other objective's loss."""
+        """Return the other objective's loss, and sleep: between forward and backward, where it counts as computing."""
+        loss = self.objective.loss(model, batch)
         if isinstance(model, Replica) and model.module.training:
             rank, step = model.group.rank, model.num_updates
             is_slow = derive_seed(step, rank) / 2**64 < self.slow_part
@@ -44,7 +45,7 @@ class Scripted(Objective):
             time.sleep(factor * batch.num_samples * self.sample_s[rank % len(self.sample_s)])
             if batch.last:
                 strike(self.faults, rank=rank, step=step)
-        return self.objective.loss(model, batch)
+        return loss
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Return the other objective's."""

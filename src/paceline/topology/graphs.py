@@ -5,7 +5,7 @@ says what comes of models x in a step: rank i has ``sum_j W[i, j] x_j`` afterwar
 """
 
 from abc import abstractmethod
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,14 @@ _SMALL = 1e-12
 
 
 class Graph(Family):
-    """Settings of a kind of graph, for any number of ranks from 1 on."""
+    """Settings of a kind of graph, for any number of ranks from 1 on.
+
+    Attributes:
+        is_static: Whether edges stay the same from step to step.
+    """
 
     family = "graph"
+    is_static: ClassVar[bool] = True
 
     @abstractmethod
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
@@ -118,6 +123,8 @@ class OnePeerExponentialGraph(Graph):
     For a number of ranks that is a power of two, n = 2^k, every k steps give the exact average; for others they do not.
     """
 
+    is_static = False
+
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
         """Return those of the step."""
         shifts = _powers_below(num_ranks)
@@ -135,6 +142,7 @@ class RandomPairsGraph(Graph):
     Of an odd number one stays alone. All ranks draw the same pairs.
     """
 
+    is_static = False
     seed: int = Field(default=0, ge=0)
     """Of what is drawn."""
 

@@ -14,7 +14,7 @@ import torch
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedCheckpoint
 from paceline.comm.group import Group
-from paceline.data import Loader, Splits, derive_seed
+from paceline.data import Batch, Loader, Splits, derive_seed
 from paceline.errors import CheckpointError, NonFiniteError
 from paceline.monitor.events import (
     CheckpointSaved,
@@ -30,6 +30,7 @@ from paceline.monitor.events import (
     UnusedParameters,
 )
 from paceline.monitor.log import EventLog
+from paceline.sync.synchroniser import Desk
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.replica import Replica, StepResult
 from paceline.training.run import Run
@@ -61,6 +62,9 @@ class Training:
     num_samples: int = 0
     """Since this start."""
     stopped_by: str = ""
+    step_began_s: float = 0.0
+    num_micro_batches: int = 0
+    """Of the step under way."""
 
     def tell(self, event: Event) -> None:
         """Write what all workers know, once."""
@@ -124,7 +128,10 @@ def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str)
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_processes=run.num_data_processes,
+        claims=replica.desk,
     )
+    if replica.desk is not None:
+        replica.desk.hand_out(loader.take, loader.note)
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     saver = AsyncSaver(store) if group.rank == 0 else None
     pacing = Pacing(
@@ -177,52 +184,90 @@ def _resume(training: Training) -> None:
 
 def _run_steps(training: Training) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
-    run, replica = training.run, training.replica
+    run = training.run
     if training.step >= run.num_steps:
         return True
-    training.began_s = step_began_s = time.perf_counter()
-    num_micro_batches = 0
+    training.began_s = training.step_began_s = time.perf_counter()
+    if training.replica.desk is not None:
+        return _run_at_own_pace(training, training.replica.desk)
     for batch in training.loader:
-        # Each micro-batch has a random stream of its own, which needs no state to resume.
-        torch.manual_seed(derive_seed(run.seed, training.step, replica.group.rank, num_micro_batches) >> 1)
-        num_micro_batches += 1
-        with training.pacing.computing(batch.num_samples):
-            loss = run.objective.loss(replica, batch)
-            replica.backward(loss.mean, weight=loss.weight, last=batch.last)
-        if not batch.last:
+        result = _learn(training, batch, training.step)
+        if result is None:
             continue
-        learning_rate = run.optimizer.learning_rate * run.schedule.factor(training.step, run.num_steps)
-        for group in replica.optimizer.param_groups:
-            group["lr"] = learning_rate
-        result = replica.update()
-        training.loader.ack(batch)
-        training.num_samples += batch.interval.num_samples
-        now_s = time.perf_counter()
         training.step += 1
-        _tell_step(training, result, batch.interval.num_samples, learning_rate, now_s - step_began_s)
+        _tell_step(training, result, batch.interval.num_samples)
         for event in training.pacing.end_step(training.step, result.times):
             training.tell(event)
-        _do_after_step(training, result)
+        _do_after_step(training, stop=result.stop)
         if result.stop and training.step < run.num_steps:
             return False
         if training.step == run.num_steps:
             return True
-        num_micro_batches = 0
-        step_began_s = time.perf_counter()
+        training.step_began_s = time.perf_counter()
     raise AssertionError("a loader never ends")
 
 
-def _tell_step(
-    training: Training, result: StepResult, num_samples: int, learning_rate: float, duration_s: float
-) -> None:
+def _run_at_own_pace(training: Training, desk: Desk) -> bool:
+    """Let each worker take what nobody has; all come together to evaluate, to save and at the end.
+
+    A step is done when a global batch of samples is, by whomever.
+    """
+    run, loader, group = training.run, training.loader, training.replica.group
+    while training.step < run.num_steps:
+        desk.set_boundary(loader.order.position_of(_next_meeting(run, training.step), run.global_batch))
+        for batch in loader:
+            result = _learn(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
+            if result is None:
+                continue
+            training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
+            _tell_step(training, result, batch.interval.num_samples)
+            training.step_began_s = time.perf_counter()
+        position = group.gather_documents(loader.position, name="position")[0]
+        loader.move_to(position)
+        training.step = loader.order.step_of(position, run.global_batch)
+        stop = desk.is_stopping
+        _do_after_step(training, stop=stop)
+        if stop and training.step < run.num_steps:
+            return False
+    return True
+
+
+def _next_meeting(run: Run, step: int) -> int:
+    """Return the first step after `step` at whose end all workers come together."""
+    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
+    return min([(step // interval + 1) * interval for interval in intervals] + [run.num_steps])
+
+
+def _learn(training: Training, batch: Batch, step: int) -> StepResult | None:
+    """Learn from a micro-batch of `step`, and return what the update did if it was the step's last."""
+    run, replica = training.run, training.replica
+    # Each micro-batch has a random stream of its own, which needs no state to resume.
+    stream = (step, replica.group.rank) if replica.desk is None else batch.interval
+    torch.manual_seed(derive_seed(run.seed, *stream, training.num_micro_batches) >> 1)
+    training.num_micro_batches += 1
+    with training.pacing.computing(batch.num_samples):
+        loss = run.objective.loss(replica, batch)
+        replica.backward(loss.mean, weight=loss.weight, last=batch.last)
+    if not batch.last:
+        return None
+    training.num_micro_batches = 0
+    for group in replica.optimizer.param_groups:
+        group["lr"] = run.optimizer.learning_rate * run.schedule.factor(step, run.num_steps)
+    result = replica.update()
+    training.loader.ack(batch)
+    training.num_samples += batch.interval.num_samples
+    return result
+
+
+def _tell_step(training: Training, result: StepResult, num_samples: int) -> None:
     training.tell(
         StepFinished(
             loss=result.loss,
             weight=result.weight,
             num_samples=num_samples,
-            learning_rate=learning_rate,
+            learning_rate=training.replica.optimizer.param_groups[0]["lr"],
             gradient_norm=result.gradient_norm,
-            duration_s=duration_s,
+            duration_s=time.perf_counter() - training.step_began_s,
             communication_s=result.communication_s,
             position=training.loader.position,
             loss_scale=training.replica.loss_scale,
@@ -237,12 +282,12 @@ def _tell_step(
         training.tell(UnusedParameters(names=result.newly_unused))
 
 
-def _do_after_step(training: Training, result: StepResult) -> None:
+def _do_after_step(training: Training, *, stop: bool) -> None:
     run, step = training.run, training.step
     is_last = step == run.num_steps
-    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not result.stop:
+    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
         _evaluate(training)
-    if result.stop and not is_last:
+    if stop and not is_last:
         path = _save(training, wait=True)
         training.tell(Preempted(checkpoint=path, signal=training.stopped_by or "a signal to another rank"))
     elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):

@@ -15,7 +15,7 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import LocalStep, Outcome, Site
+from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site
 from paceline.training.checks import (
     Precision,
     check_backward,
@@ -178,6 +178,11 @@ class Replica:
     def wire_bytes(self) -> int:
         """Bytes that this worker sends for a step's gradients, by the price of the exchange."""
         return self._sum.wire_bytes
+
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers that go at their own pace get their samples; None where all step together."""
+        return self._synchroniser.desk if self._synchroniser is not None else None
 
     def request_stop(self) -> None:
         """Ask all workers to stop after their next update; each learns it from `StepResult.stop`."""

@@ -15,7 +15,7 @@ On the wire it costs 16 bytes a worker and interval, which nobody waits for: the
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan, nan
 from statistics import median
@@ -48,12 +48,21 @@ class Pacing:
         group: All workers; None, or a group of one, for no measurement.
         interval: Steps that a measurement is of.
         is_following: Whether shares follow; else slow workers are named only.
+        clock: Of computing on a CPU.
     """
 
-    def __init__(self, loader: Loader, group: Group | None, *, interval: int, is_following: bool) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        group: Group | None,
+        *,
+        interval: int,
+        is_following: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._loader, self._group = loader, group or LocalGroup()
         self._interval, self._is_following = interval, is_following
-        self._stopwatch = _Stopwatch(self._group.device)
+        self._stopwatch = _Stopwatch(self._group.device, clock)
         self._num_samples = 0
         self._steps: list[tuple[float, int]] = []
         """Seconds of computing, and samples, of each step since workers told each other last."""
@@ -187,8 +196,9 @@ _TICK_S = 1e-9
 class _Stopwatch:
     """Adds up times of computing; on a GPU those of its queue, which the host runs ahead of."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._is_cuda = device.type == "cuda"
+        self._clock = clock
         self._sum_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -202,9 +212,9 @@ class _Stopwatch:
             ended.record()
             self._events.append((began, ended))
         else:
-            began_s = time.perf_counter()
+            began_s = self._clock()
             yield
-            self._sum_s += time.perf_counter() - began_s
+            self._sum_s += self._clock() - began_s
 
     def read(self) -> float:
         """Return the sum, and begin anew."""

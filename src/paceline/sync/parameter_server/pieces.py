@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Size, Tensor
@@ -110,7 +111,4 @@ def _cut(name: str, parameter: Tensor, num_parts: int) -> list[Piece]:
     if num_parts <= 1:
         return [Piece(name, 0, 0, parameter.shape, parameter.dtype)]
     bounds = [len(parameter) * part // num_parts for part in range(num_parts + 1)]
-    return [
-        Piece(name, start, stop, parameter[start:stop].shape, parameter.dtype)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [Piece(name, start, stop, parameter[start:stop].shape, parameter.dtype) for start, stop in pairwise(bounds)]

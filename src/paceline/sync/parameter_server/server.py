@@ -1,21 +1,19 @@
-"""A server: its part of the parameters, and what it does with what workers push."""
+"""A server: it takes what workers push to its part of the parameters, and gives them what has become of it."""
 
-import copy
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.exchange import NOTHING, Header, Reply, Service
 from paceline.compression import Codec, NoCodec
 from paceline.errors import CommunicationError
-from paceline.sync.parameter_server.clocks import Clocks
-from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
+from paceline.sync.parameter_server.shard import Landing, Push, Shard
 from paceline.sync.parameter_server.state import pack_state, unpack_state
 from paceline.sync.parameter_server.wire import States, Wire, without_residuals
 
@@ -35,129 +33,8 @@ class Kind(IntEnum):
     """Wait for the worker again, from the clock that is replied."""
     SAVE = 5
     LOAD = 6
-
-
-@dataclass
-class Push:
-    """What a worker pushed.
-
-    Args:
-        worker: Who.
-        clock: Its steps before.
-        version: Of the parameters that it was made from.
-        mass: Of its samples; 0 if there were none, and then there are no values.
-        unit: What values are counted in: they are a sum over samples, divided by it.
-        rates: Learning rates, by parameter group.
-        used: Whether each piece had a gradient.
-        values: By piece.
-        known: The parameters that it was made from, by piece, where the landing needs them.
-    """
-
-    worker: int
-    clock: int
-    version: int
-    mass: float
-    unit: float
-    rates: Sequence[float]
-    used: Sequence[bool]
-    values: Sequence[Tensor]
-    known: Sequence[Tensor] = ()
-
-
-class Landing(ABC):
-    """What becomes of pushes on one server; called by one thread at a time.
-
-    Attributes:
-        clocks: Who waits for whom.
-        needs_known: Whether pushes must tell the parameters that they were made from.
-    """
-
-    needs_known: bool = False
-
-    def __init__(self, clocks: Clocks) -> None:
-        self.clocks = clocks
-
-    @abstractmethod
-    def push(self, shard: "Shard", push: Push) -> None:
-        """Take in a push of a worker that takes part."""
-
-    def settle(self, shard: "Shard") -> None:
-        """Do what has become due since a worker left."""
-
-    def state(self) -> dict[str, float]:
-        """Return what it keeps, as numbers."""
-        return {}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Take on what was kept."""
-
-
-class Shard:
-    """A server's parameters, and an optimizer of them with the settings of the workers' own.
-
-    Args:
-        pieces: What of the parameters it holds.
-        parameters: All of them, by name.
-        optimizer: A worker's; it is left as it is.
-    """
-
-    def __init__(
-        self, pieces: Sequence[Piece], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.pieces = list(pieces)
-        self.values = Pack(pieces)
-        self.version = 0
-        """Updates that were made."""
-        self.delays: Counter[int] = Counter()
-        """Pushes by how many updates of others came between their pull and them."""
-        self.num_dropped = 0
-        """Pushes that came too late for their step."""
-        with torch.no_grad():
-            copy_all(self.values.tensors, [piece.of(parameters[piece.parameter]) for piece in pieces])
-        self.parameters = [nn.Parameter(tensor) for tensor in self.values.tensors]
-        by_original: dict[int, list[nn.Parameter]] = {}
-        for piece, parameter in zip(pieces, self.parameters, strict=True):
-            by_original.setdefault(id(parameters[piece.parameter]), []).append(parameter)
-        originals = [p for group in optimizer.param_groups for p in group["params"]]
-        # The parameters stand for themselves in the copy, so that they are not copied with it.
-        self.optimizer = copy.deepcopy(optimizer, {id(p): p for p in originals})
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = [mine for p in group["params"] for mine in by_original.get(id(p), [])]
-
-    def step(self, gradients: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
-        """Let the optimizer take a step."""
-        for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
-            parameter.grad = gradient if is_used else None
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.version += 1
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, object]]]:
-        """Return the tensors by ``parameter/<piece>`` and ``optimizer/<piece>/<key>``; and other state by piece."""
-        tensors, scalars = {}, {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            tensors[f"parameter/{piece.name}"] = parameter.detach()
-            for key, kept in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(kept, Tensor):
-                    tensors[f"optimizer/{piece.name}/{key}"] = kept
-                else:
-                    scalars.setdefault(piece.name, {})[key] = kept
-        return tensors, scalars
-
-    def load_state(self, tensors: dict[str, Tensor], scalars: dict[str, dict[str, object]]) -> None:
-        """Take on a state: that of a piece may be missing from the optimizer's."""
-        self.optimizer.state.clear()
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            with torch.no_grad():
-                parameter.copy_(tensors[f"parameter/{piece.name}"])
-            prefix = f"optimizer/{piece.name}/"
-            kept = {name.removeprefix(prefix): t.clone() for name, t in tensors.items() if name.startswith(prefix)}
-            if kept or piece.name in scalars:
-                self.optimizer.state[parameter] = {**kept, **scalars.get(piece.name, {})}
+    COUNT = 7
+    """Tell how stale pushes were."""
 
 
 class Server(Service):
@@ -181,7 +58,7 @@ class Server(Service):
             landing.clocks.join(worker)
         num_groups = len(shard.optimizer.param_groups)
         self._num_groups = num_groups
-        self._push_wire = Wire(codec, shard.pieces, num_groups + len(shard.pieces) + 1, seed)
+        self._push_wire = Wire(codec, shard.pieces, num_groups + len(shard.pieces), seed)
         self._pull_wire = Wire(pull_codec, shard.pieces, 0, seed)
         self._whole_wire = Wire(NoCodec(), shard.pieces)
         self._mirrors = {worker: _Mirror(self._pull_wire, self._whole_wire, shard) for worker in workers}
@@ -189,6 +66,8 @@ class Server(Service):
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
         self._failure: BaseException | None = None
+        self.lost: dict[int, BaseException] = {}
+        """Workers that did not say goodbye."""
         self._bodies = {worker: self._push_wire.new_body() for worker in workers}
 
     def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
@@ -208,6 +87,8 @@ class Server(Service):
     def lose(self, caller: int, error: BaseException | None) -> None:
         """Let nobody wait for a worker that is gone."""
         with self._changed:
+            if error is not None:
+                self.lost[caller] = error
             self._tickets.pop(caller, None)
             self._leave(caller)
 
@@ -218,8 +99,9 @@ class Server(Service):
             self._changed.notify_all()
 
     def _swap(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
-        ticket = self._tickets[caller] = _Ticket()
-        self._landing.push(self._shard, self._read_push(caller, header, body))
+        is_taken = self._landing.push(self._shard, self._read_push(caller, header, body))
+        self._shard.num_dropped += not is_taken
+        ticket = self._tickets[caller] = _Ticket(not is_taken)
         self._landing.clocks.tick(caller)
         self._settle()
 
@@ -237,7 +119,7 @@ class Server(Service):
         push = Push(caller, header.clock, header.version, header.mass, header.value, [], [], [])
         if header.mass > 0:
             push.values, numbers = self._push_wire.read(body, header.clock)
-            push.rates, push.used = numbers[: self._num_groups], [flag > 0 for flag in numbers[self._num_groups : -1]]
+            push.rates, push.used = numbers[: self._num_groups], [flag > 0 for flag in numbers[self._num_groups :]]
             push.known = mirror.known.tensors
         return push
 
@@ -247,8 +129,9 @@ class Server(Service):
         for worker, ticket in list(self._tickets.items()):
             if self._landing.clocks.may_read(worker):
                 self._landing.clocks.read(worker)
-                header = Header(Kind.SWAP, self._landing.clocks.clocks[worker], self._shard.version)
-                ticket.reply = header, self._mirrors[worker].pull(self._shard)
+                clock, is_dropped = self._landing.clocks.clocks[worker], float(ticket.is_dropped)
+                header = Header(Kind.SWAP, clock, self._shard.version, value=is_dropped)
+                ticket.reply = header, self._mirrors[worker].pull(self._shard, clock)
                 del self._tickets[worker]
         self._changed.notify_all()
 
@@ -264,13 +147,15 @@ class Server(Service):
         elif header.kind == Kind.BACK:
             clock = clocks.join(caller, header.clock)
         elif header.kind == Kind.READ:
-            reply = self._mirrors[caller].refresh(shard)
+            reply = shard.values.bytes.clone()
         elif header.kind == Kind.TELL:
             self._mirrors[caller].learn(body)
         elif header.kind == Kind.SAVE:
             reply = self._save()
         elif header.kind == Kind.LOAD:
             self._load(body)
+        elif header.kind == Kind.COUNT:
+            reply = pack_state({}, self._counts())
         return Header(header.kind, clock, shard.version), reply
 
     def _save(self) -> Tensor:
@@ -278,11 +163,13 @@ class Server(Service):
         document = {
             "scalars": scalars,
             "version": self._shard.version,
-            "delays": sorted(self._shard.delays.items()),
-            "num_dropped": self._shard.num_dropped,
             "landing": self._landing.state(),
+            **self._counts(),
         }
         return pack_state(tensors, document)
+
+    def _counts(self) -> dict[str, Any]:
+        return {"delays": sorted(self._shard.delays.items()), "num_dropped": self._shard.num_dropped}
 
     def _load(self, body: Tensor) -> None:
         tensors, document = unpack_state(body)
@@ -301,6 +188,8 @@ class Server(Service):
 class _Ticket:
     """A worker that waits for parameters."""
 
+    is_dropped: bool
+    """Whether what it pushed came too late."""
     reply: Reply | None = None
 
 
@@ -312,27 +201,19 @@ class _Mirror:
         self._whole = whole
         self._body = wire.new_body()
         self._states: States = {}
-        self._num_pulls = 0
         # Where pulls are not encoded, the last one is what the worker has.
         self.known = wire.view(self._body) if wire.is_exact else whole.view(whole.new_body())
         self.known.bytes.copy_(shard.values.bytes)
 
-    def pull(self, shard: Shard) -> Tensor:
-        """Return the body of a pull, and note what the worker makes of it."""
+    def pull(self, shard: Shard, clock: int) -> Tensor:
+        """Return the body of a pull at a worker's clock, and note what the worker makes of it."""
         if self._wire.is_exact:
             self.known.bytes.copy_(shard.values.bytes)
             return self._body
         differences = torch._foreach_sub(shard.values.tensors, self.known.tensors)
-        self._num_pulls += 1
-        step = shard.version
-        self._states = without_residuals(self._wire.write(self._body, differences, (), self._states, step))
-        torch._foreach_add_(self.known.tensors, self._wire.read(self._body, step)[0])
+        self._states = without_residuals(self._wire.write(self._body, differences, (), self._states, clock))
+        torch._foreach_add_(self.known.tensors, self._wire.read(self._body, clock)[0])
         return self._body
-
-    def refresh(self, shard: Shard) -> Tensor:
-        """Return the parameters as they are."""
-        self.known.bytes.copy_(shard.values.bytes)
-        return self.known.bytes
 
     def learn(self, body: Tensor) -> None:
         """Note that the worker has these."""

@@ -44,6 +44,13 @@ class Wire:
             return Pack.size_of(self._pieces, self._num_numbers)
         return message_bytes(self._codec, self._shapes) + 8 * self._num_numbers
 
+    @property
+    def price(self) -> int:
+        """Size of what the tensors are in a body: what a rule states as its traffic."""
+        if self.is_exact:
+            return sum(piece.num_bytes for piece in self._pieces)
+        return message_bytes(self._codec, self._shapes)
+
     def new_body(self) -> Tensor:
         """Return a body to be filled."""
         return torch.zeros(self.num_bytes, dtype=torch.uint8)

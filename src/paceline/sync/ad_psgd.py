@@ -1,0 +1,292 @@
+"""AD-PSGD: decentralised SGD at each worker's own pace; pairs of workers average their parameters, atomically."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Size, Tensor
+
+from paceline.comm.exchange import NOTHING, Exchange, Header, Port, Reply, Service
+from paceline.errors import CommunicationError
+from paceline.registry import register
+from paceline.sync.gossip import FlatParameters, GossipRule
+from paceline.sync.rule import Traffic
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.topology.graphs import Edges, Graph
+
+_AVERAGE, _ASK = 0, 1
+"""Kinds of requests: to average parameters, and whether somebody was asked to stop."""
+_ASK_STEPS = 10
+
+
+@register("ad_psgd")
+class ADPSGD(GossipRule):
+    """Asynchronous decentralised parallel SGD (Lian et al. 2018, arXiv:1710.06952).
+
+    Workers are active or passive. After each step an active one averages its parameters with those of a random passive
+    neighbour, which answers from a thread of its own whatever it is doing: x_i, x_j <- (x_i + x_j) / 2, under a lock,
+    so that the mean over workers is kept. Actives wait for passives only, and passives for nobody, so no ring of waits
+    can form. Nobody waits for a slow worker, but for evaluation and checkpoints, which come after the same number of
+    steps of all. With two workers at the same pace it is dpsgd but for when gradients land.
+
+    On the wire is one message of the parameters each way for each step of an active worker; it travels while the next
+    gradients are computed. Gradients are of parameters from before the averages that came meanwhile. Clipping bounds
+    each worker's own gradient. The model that is judged and saved is the mean of the workers'. It differs from the
+    paper in that passives answer in the order in which requests come, with the difference, and in that any connected
+    graph will do: edges between two active or two passive workers are left out.
+    """
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Always."""
+        return True
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what averages.
+
+        Raises:
+            SettingsError: The graph cannot be of so many workers, or changes from step to step.
+        """
+        self.check_site(site)
+        return ADPSGDSynchroniser(site, pair_up(self.graph, site.group.size))
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """Both messages of a pair for each active worker, where all take as many steps."""
+        num_bytes = self.message_bytes(shapes)
+        num_messages = 2 * len({active for active, _ in pair_up(self.graph, num_workers)})
+        return (Traffic("send", num_bytes, round(num_messages * num_bytes / num_workers), peers="neighbours"),)
+
+
+def pair_up(graph: Graph, num_workers: int) -> Edges:
+    """Return the pairs (active, passive) that may average.
+
+    Workers are told apart by whether their rank is odd, or how many edges away from rank 0 they are: by that of which
+    more edges stay, if they still connect all.
+    """
+    num_phases = graph.num_phases(num_workers)
+    edges = {edge for step in range(num_phases or 1) for edge in graph.find_edges(num_workers, step)}
+    edges |= {(b, a) for a, b in edges}
+    if num_phases is None:
+        edges = {(a, b) for a in range(num_workers) for b in range(num_workers) if a != b}
+    by_distance = _measure_distances(edges, num_workers)
+    candidates = []
+    for number in (range(num_workers), by_distance):
+        pairs = {(a, b) for a, b in edges if number[a] % 2 == 0 and number[b] % 2 == 1}
+        both_ways = pairs | {(b, a) for a, b in pairs}
+        if max(_measure_distances(both_ways, num_workers)) < num_workers:
+            candidates.append(pairs)
+    return max(candidates, key=len)
+
+
+def _measure_distances(edges: Edges, num_workers: int) -> list[int]:
+    """Return how many edges away from rank 0 each rank is; as many as there are ranks, where no way leads there."""
+    distances = [0] + [num_workers] * (num_workers - 1)
+    for _ in range(num_workers):
+        for a, b in edges:
+            distances[b] = min(distances[b], distances[a] + 1)
+    return distances
+
+
+class ADPSGDSynchroniser(Synchroniser):
+    """Takes a worker's part in averages, active or passive.
+
+    Args:
+        site: Where it works.
+        pairs: Who averages with whom, as (active, passive).
+    """
+
+    def __init__(self, site: Site, pairs: Edges) -> None:
+        self._site = site
+        rank, size = site.group.rank, site.group.size
+        self._flat = FlatParameters(site.parameters)
+        self._model = _Model(self._flat.read())
+        self._neighbours = sorted(passive for active, passive in pairs if active == rank)
+        self._delta = torch.empty_like(self._model.values)
+        """What an active worker adds to its parameters."""
+        self._port: Port | None = None
+        """To whom the request under way went."""
+        service = _Passive(self._model, _Stop(), rank)
+        self._service = service
+        routes = sorted(pairs | {(other, 0) for other in range(size)})
+        self._exchange = Exchange(site.group, routes, service, "ad_psgd")
+        self._stop_at: int | None = None
+        self._has_begun = self._has_asked = False
+        self._wire_bytes = 0
+
+    def before_update(self, step: LocalStep) -> None:
+        """Take on the averages that have been made meanwhile; the gradients were made of parameters from before."""
+        self._begin()
+        self._service.check()
+        self._finish()
+        self._base = self._model.read()
+        self._flat.write(self._base)
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Add what the optimizer has done, and if active ask somebody for the next average."""
+        self._model.add(self._flat.read() - self._base)
+        self._flat.write(self._model.read())
+        num_steps = step.number + 1
+        if num_steps % _ASK_STEPS == 0 or not self._has_asked:
+            self._ask(num_steps, step.is_asked_to_stop)
+        stop = num_steps == self._stop_at
+        if self._neighbours and not stop:
+            self._request(step.number)
+        wire_bytes, self._wire_bytes = self._wire_bytes + self._service.take_bytes(), 0
+        return Outcome(0.0, wire_bytes, stop)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the mean over workers."""
+        self._settle()
+        with self._flat.averaged(self._site.group, self._flat.read()):
+            yield
+
+    def state(self) -> dict[str, Tensor]:
+        """Return nothing, once no average is under way any more: parameters are all there is."""
+        self._settle()
+        return {}
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Begin again from the parameters that were loaded."""
+        self._finish()
+        self._site.group.barrier(name="averages")
+        self._has_begun = self._has_asked = False
+        self._stop_at = None
+
+    def close(self) -> None:
+        """Let the passive side answer until all have closed."""
+        self._finish()
+        self._exchange.close()
+
+    def _begin(self) -> None:
+        """Take parameters as they are; nobody asks for an average before all have done so."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._model.write(self._flat.read())
+            self._site.group.barrier(name="parameters")
+
+    def _request(self, number: int) -> None:
+        """Send the parameters to a passive neighbour; they change by its answer only after it has come."""
+        chosen = random.Random(f"{self._site.seed} {self._site.group.rank} {number}").choice(self._neighbours)
+        self._port = self._exchange.ports[chosen]
+        body = self._model.values.view(torch.uint8)
+        self._wire_bytes += len(body)
+        self._port.begin(Header(_AVERAGE), body)
+
+    def _finish(self) -> None:
+        """Wait for the answer, if one is to come, and make it."""
+        if self._port is None:
+            return
+        port, self._port = self._port, None
+        port.finish(self._delta.view(torch.uint8))
+        self._model.add(self._delta)
+
+    def _ask(self, num_steps: int, is_asked_to_stop: bool) -> None:
+        """Learn whether, and after which step, all stop."""
+        self._has_asked = True
+        header = Header(_ASK, clock=num_steps, value=float(is_asked_to_stop))
+        answer, _ = self._exchange.ports[0].call(header)
+        self._stop_at = answer.clock or None
+
+    def _settle(self) -> None:
+        """End all averages of all workers, and take them on."""
+        self._begin()
+        self._finish()
+        self._site.group.barrier(name="averages")
+        self._service.check()
+        self._flat.write(self._model.read())
+
+
+class _Model:
+    """One worker's parameters, which several threads change."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.lock = threading.Lock()
+
+    def read(self) -> Tensor:
+        with self.lock:
+            return self.values.clone()
+
+    def write(self, values: Tensor) -> None:
+        with self.lock:
+            self.values.copy_(values)
+
+    def add(self, difference: Tensor) -> None:
+        with self.lock:
+            self.values.add_(difference)
+
+
+@dataclass
+class _Stop:
+    """What rank 0 knows of everybody's steps, and after which all stop.
+
+    Workers ask every so many steps. So nobody is further than that beyond the furthest that was told, and whoever
+    is asked later hears of the stop in time.
+    """
+
+    furthest: int = 0
+    at: int = 0
+
+    def ask(self, num_steps: int, is_asked_to_stop: bool) -> int:
+        """Note that a worker has done so many steps; return after which all stop, 0 if nobody was asked to."""
+        self.furthest = max(self.furthest, num_steps)
+        if is_asked_to_stop and not self.at:
+            self.at = self.furthest + _ASK_STEPS
+        return self.at
+
+
+class _Passive(Service):
+    """Answers active workers, and on rank 0 whether to stop."""
+
+    def __init__(self, model: _Model, stop: _Stop, rank: int) -> None:
+        self._model, self._stop, self._rank = model, stop, rank
+        self._bodies: dict[int, tuple[Tensor, Tensor]] = {}
+        """What came from a caller, and what it gets, by rank."""
+        self._error: BaseException | None = None
+        self._wire_bytes = 0
+
+    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
+        """Return where its parameters go."""
+        like = self._model.values
+        if caller not in self._bodies:
+            self._bodies[caller] = torch.empty_like(like), torch.empty_like(like)
+        return self._bodies[caller][0].view(torch.uint8)
+
+    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+        """Meet in the middle: what is taken from these parameters is added to the caller's."""
+        if header.kind == _ASK:
+            with self._model.lock:
+                answer = Header(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
+            return lambda: (answer, NOTHING)
+        theirs, delta = self._bodies[caller]
+        with self._model.lock:
+            torch.sub(self._model.values, theirs, out=delta)
+            delta.mul_(0.5)
+            self._model.values.sub_(delta)
+            self._wire_bytes += delta.nbytes
+        return lambda: (Header(_AVERAGE), delta.view(torch.uint8))
+
+    def lose(self, caller: int, error: BaseException | None) -> None:
+        """Remember it: the worker itself must hear of it."""
+        if error is not None:
+            lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")
+            self._error = self._error or lost
+
+    def fail(self, error: BaseException) -> None:
+        """Remember it."""
+        self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise what has happened to the threads that answer."""
+        if self._error is not None:
+            raise self._error
+
+    def take_bytes(self) -> int:
+        """Return the bytes that were answered with since it was last called."""
+        with self._model.lock:
+            wire_bytes, self._wire_bytes = self._wire_bytes, 0
+        return wire_bytes

@@ -1,0 +1,106 @@
+"""Local SGD whose period follows the measured share of time that communication takes."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.registry import register
+from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
+from paceline.sync.synchroniser import Site, Synchroniser
+
+
+@register("adaptive_local_sgd")
+class AdaptiveLocalSGD(PeriodicRule):
+    """Local SGD with an adaptive period, after AdaComm (Wang and Joshi 2019, arXiv:1810.08313).
+
+    From time to time the period becomes the shortest of which exchanges take at most `communication_share` of the
+    time: exchange_s / (exchange_s + period * step_s) <= communication_share, within a factor of 2 of the period
+    before. A step takes as long as on the slowest worker; an exchange as long as on the worker that waited least, since
+    the others also waited for that one. All workers decide by the same numbers, which they gather where they meet, and
+    what was decided is in the checkpoint. With a period that stays it is local_sgd, also in cost and clipping (each
+    worker's own gradient).
+
+    AdaComm changes its period after fixed times too, but so that it shrinks with the root of the training loss, from a
+    first one that is searched for; here it follows the network, and the loss is not looked at.
+    """
+
+    communication_share: float = Field(default=0.1, gt=0, lt=1)
+    """Largest share of the time that exchanges may take."""
+    interval_s: float = Field(default=60.0, ge=0)
+    """Time from one change of the period to the next; the paper's is a minute."""
+    max_period: int = Field(default=1000, ge=1)
+    """Longest period."""
+
+    def start_synchroniser(self, site: Site) -> Synchroniser | None:
+        """Return what averages; a worker alone has nobody to meet."""
+        if site.group.size == 1:
+            return None
+        return PeriodicSynchroniser(site, self, MeasuredCalendar(self))
+
+    def choose_period(self, period: int, step_s: float, exchange_s: float) -> int:
+        """Return the period that is best by what was measured.
+
+        Args:
+            period: The one before.
+            step_s: Time of a step.
+            exchange_s: Time of an exchange.
+        """
+        needed = exchange_s * (1 - self.communication_share) / (self.communication_share * max(step_s, 1e-9))
+        lowest, highest = max(1, period // 2), min(2 * period, self.max_period)
+        return min(max(math.ceil(needed), lowest), highest)
+
+
+class MeasuredCalendar(Calendar):
+    """A calendar that measures steps and exchanges, and changes its period where workers meet.
+
+    Args:
+        rule: The settings.
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, rule: AdaptiveLocalSGD, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(rule.period)
+        self._rule, self._clock = rule, clock
+        self._next = rule.period - 1
+        """The step in which workers meet next."""
+        self._began_s = self._changed_s = clock()
+        self._step_s: list[float] = []
+        self._exchange_s: list[float] = []
+
+    def is_due(self, number: int) -> bool:
+        """Return whether the period that was decided on ends with step `number`."""
+        return number == self._next
+
+    def note(self, number: int, waited_s: float, group: Group) -> None:
+        """Tell the others what was measured, and decide on the next period."""
+        now_s = self._clock()
+        step_s = (now_s - waited_s - self._began_s) / self.period
+        mine = torch.tensor([step_s, waited_s, now_s - self._changed_s], dtype=torch.float64, device=group.device)
+        everybody = mine.new_zeros(group.size, len(mine))
+        group.all_gather(everybody, mine, name="measured times").wait()
+        steps_s, exchanges_s, ages_s = everybody.T.tolist()
+        self._step_s.append(max(steps_s))
+        self._exchange_s.append(min(exchanges_s))
+        if min(ages_s) >= self._rule.interval_s:
+            self.period = self._rule.choose_period(self.period, _mean(self._step_s), _mean(self._exchange_s))
+            self._step_s, self._exchange_s, self._changed_s = [], [], now_s
+        self._next = number + self.period
+        self._began_s = self._clock()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the period and when it ends."""
+        return {"calendar": torch.tensor([self.period, self._next])}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take them on; what was measured is measured anew."""
+        if "calendar" in state:
+            self.period, self._next = state["calendar"].tolist()
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,207 @@
+"""Decentralised SGD whose graph follows how far workers are apart, and how fast their links are."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.dpsgd import DPSGDSynchroniser, check_keeps_mean
+from paceline.sync.gossip import FlatParameters, GossipRule, Row
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.topology.graph_choice import choose_edges
+from paceline.topology.graphs import CompleteGraph, Edges, Floats, Graph, mix_over
+
+_NUM_BUCKETS = 1024
+"""Of a sketch: distances are known within about sqrt(2 / 1024) = 4%."""
+_GROWTH = 1.5
+_NUM_PROBES = 3
+
+
+@register("adaptive_mixing")
+class AdaptiveMixing(GossipRule):
+    """D-PSGD with a graph that is chosen anew every `interval` steps, from what was measured.
+
+    Consensus control (Kong et al. 2021, arXiv:2102.04828): decentralised training loses nothing as long as the distance
+    of workers from their mean stays below a bound in proportion to their steps. So the graph gets half as many edges
+    again when the distance is more than `target` times the length of a step, and a third less when it is below half of
+    that. Which edges: those of the fastest links that connect all, then those that help most for their time
+    (`choose_edges`), among `candidates`. Weights are Metropolis' for these edges, so that W is doubly stochastic; rank
+    0 chooses, and all change at the same step. Between two choices, or where there is nothing to choose, it is dpsgd.
+
+    On the wire is one message of the parameters to each neighbour and step; `traffic` states it for the first graph.
+    A meeting adds a sketch of 8 KiB a worker and `probe_bytes`, a few times there and back, on each candidate link.
+    Each worker clips its own gradient. What is measured differs from run to run, so that only from one meeting to the
+    next runs repeat bit for bit; what was chosen is in the checkpoint. It differs from the paper in that the graph
+    changes, and not the number of rounds of mixing, and in that distances are sketched and not estimated from
+    neighbours.
+    """
+
+    interval: int = Field(default=100, ge=1)
+    """Steps from one choice to the next; the first steps run on `graph`."""
+    candidates: Graph = CompleteGraph()
+    """Links that may be chosen."""
+    target: float = Field(default=4.0, gt=0)
+    """Distance of workers from their mean, in lengths of a step, that is thought right. It is about 1 with a complete
+    graph, and grows with momentum."""
+    probe_bytes: int = Field(default=2**18, ge=1)
+    """Size of the messages that links are measured by."""
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what mixes.
+
+        Raises:
+            SettingsError: Graph or candidates cannot be of so many workers, or do not keep their mean.
+        """
+        self.check_site(site)
+        check_keeps_mean(self, site.group)
+        edges = self.candidates.find_edges(site.group.size)
+        if not (self.graph.is_static and self.candidates.is_static):
+            raise SettingsError(
+                "graph and candidates of adaptive_mixing must stay the same from step to step, but got "
+                f"{self.graph.name} and {self.candidates.name}; take ring and complete, or sync dpsgd"
+            )
+        return AdaptiveSynchroniser(site, self, edges | {(b, a) for a, b in edges})
+
+    def choose_num_pairs(self, num_pairs: int, distance: float, step_length: float) -> int:
+        """Return how many pairs of workers to join from now on, before bounds.
+
+        Args:
+            num_pairs: Joined until now.
+            distance: Of workers from their mean, root mean square.
+            step_length: Of the optimizer's steps, likewise.
+        """
+        if distance > self.target * step_length:
+            return int(np.ceil(num_pairs * _GROWTH))
+        return int(num_pairs / _GROWTH) if distance < self.target * step_length / 2 else num_pairs
+
+
+class AdaptiveSynchroniser(Synchroniser):
+    """Mixes as D-PSGD does, and meets now and then.
+
+    Args:
+        site: Where it works.
+        rule: Its settings.
+        candidates: Edges that may be chosen, both ways.
+    """
+
+    def __init__(self, site: Site, rule: AdaptiveMixing, candidates: Edges) -> None:
+        self._site, self._rule, self._candidates = site, rule, candidates
+        self._group = site.group.duplicate("links")
+        self._flat = FlatParameters(site.parameters)
+        self._use(rule.graph.mixing_matrix(site.group.size))
+        self._mixing = DPSGDSynchroniser(site, lambda step: self._row)
+        self._edges: Edges | None = None
+        """Those chosen; None before the first choice."""
+        self._before: Tensor | None = None
+        """Parameters before the optimizer's step, where workers meet after it."""
+
+    def before_update(self, step: LocalStep) -> None:
+        """Mix."""
+        self._mixing.before_update(step)
+        is_meeting = (step.number + 1) % self._rule.interval == 0 and self._site.group.size > 1
+        self._before = self._flat.read() if is_meeting else None
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Choose another graph if it is time, and begin to send."""
+        began_s, wire_bytes = time.perf_counter(), 0
+        if self._before is not None:
+            wire_bytes = self._meet(self._before)
+            self._before = None
+        waited_s = time.perf_counter() - began_s
+        mixed = self._mixing.after_update(step)
+        return Outcome(mixed.waited_s + waited_s, mixed.wire_bytes + wire_bytes)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the mean over workers."""
+        with self._mixing.consensus():
+            yield
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the edges chosen."""
+        return {} if self._edges is None else {"edges": torch.tensor(sorted(self._edges))}
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take them on, among as many workers."""
+        self._mixing.load_state(saved, shared)
+        if len(saved) == self._site.group.size and "edges" in shared:
+            self._choose([(int(a), int(b)) for a, b in shared["edges"].tolist()])
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._mixing.close()
+        self._group.close()
+
+    def _meet(self, before: Tensor) -> int:
+        """Measure, and let rank 0 choose for all; return the bytes sent."""
+        group, model = self._site.group, self._flat.read()
+        sketches = torch.zeros(group.size, _NUM_BUCKETS, dtype=torch.float64)
+        group.all_gather(sketches, sketch(model, self._site.seed), name="sketches").wait()
+        lengths = group.gather_documents(float((model - before).double().norm()), name="lengths of steps")
+        seconds, wire_bytes = measure_links(self._group, self._candidates, self._rule.probe_bytes)
+        everybody = group.gather_documents(seconds, name="times of links")
+        edges = None
+        if group.rank == 0:
+            distance = float((sketches - sketches.mean(0)).square().sum(1).mean().sqrt())
+            num_pairs = len(self._edges or self._rule.graph.find_edges(group.size)) // 2
+            num_pairs = self._rule.choose_num_pairs(num_pairs, distance, float(np.sqrt(np.mean(np.square(lengths)))))
+            table = np.array(everybody)
+            edges = sorted(choose_edges(table + table.T, self._candidates, num_pairs))
+        self._choose(group.gather_documents(edges, name="edges")[0])
+        return wire_bytes
+
+    def _choose(self, edges: Sequence[Sequence[int]]) -> None:
+        self._edges = {(a, b) for a, b in edges}
+        self._use(mix_over(self._edges, self._site.group.size))
+
+    def _use(self, mixing: Floats) -> None:
+        self._row = Row.of(mixing, self._site.group.rank)
+
+
+def sketch(model: Tensor, seed: int) -> Tensor:
+    """Return a few numbers whose distances are about those of the models (count sketch, Charikar et al. 2002).
+
+    Each element, with a random sign, is added to a random bucket; all workers draw the same with the same seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    buckets = torch.randint(_NUM_BUCKETS, (len(model),), generator=generator)
+    signs = 2 * torch.randint(2, (len(model),), generator=generator, dtype=torch.int8) - 1
+    return torch.zeros(_NUM_BUCKETS, dtype=torch.float64).index_add_(0, buckets, model.double() * signs)
+
+
+def measure_links(group: Group, candidates: Edges, num_bytes: int) -> tuple[list[float], int]:
+    """Return the seconds that a message takes on each link to a higher rank, 0 on others, and the bytes sent.
+
+    Links are measured one at a time on each rank: in rounds in which everybody has one partner, or none.
+    """
+    seconds, sent_bytes = [0.0] * group.size, 0
+    places = list(range(group.size + group.size % 2))  # of an odd number of ranks one has no partner
+    message, nothing = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    for _ in range(len(places) - 1):
+        partner = places[-1 - places.index(group.rank)]
+        if (group.rank, partner) in candidates:
+            _there_and_back(group, partner, nothing)  # now both are here
+            times = [_there_and_back(group, partner, message) for _ in range(_NUM_PROBES)]
+            sent_bytes += _NUM_PROBES * num_bytes + 1
+            if group.rank < partner:
+                seconds[partner] = min(times) / 2
+        places = [places[0], places[-1], *places[1:-1]]
+    return seconds, sent_bytes
+
+
+def _there_and_back(group: Group, partner: int, message: Tensor) -> float:
+    """Send a message to a higher rank and get it back, or the reverse; return the seconds."""
+    began_s = time.perf_counter()
+    if group.rank < partner:
+        group.send(message, partner, tag=0, name="probe").wait()
+    group.receive(message, partner, tag=0, name="probe").wait()
+    if group.rank > partner:
+        group.send(message, partner, tag=0, name="probe").wait()
+    return time.perf_counter() - began_s

@@ -1,0 +1,174 @@
+"""CHOCO-SGD: decentralised SGD whose messages a codec makes smaller."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Size, Tensor
+
+from paceline.compression import Codec, Int8, RandomK
+from paceline.compression.codec import State
+from paceline.compression.message import decode_blocks, encode_blocks, message_bytes
+from paceline.errors import NonFiniteError, SettingsError
+from paceline.registry import register
+from paceline.sync.dpsgd import check_keeps_mean
+from paceline.sync.gossip import FlatParameters, GossipRule, Row, Swap
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+
+_RESIDUALS = ("worker", "owner")
+
+
+@register("choco_sgd")
+class ChocoSGD(GossipRule):
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv:1902.00340; for networks of neurons 2020, arXiv:1907.09356).
+
+    Each worker has a public copy c_i of its parameters, which its neighbours keep too. In every step it sends
+    q_i = decode(encode(x_i - c_i)), and everybody adds it to their c_i: what the codec drops stays in the difference,
+    so that a codec's own feedback is not used. Then x_i <- x_i + step_size * sum_j W_ij (c_j - c_i) - lr * g_i. The
+    mean over workers is kept, whatever the codec loses. Without a codec and with `step_size` 1 it is dpsgd.
+
+    On the wire is one encoded message to each neighbour and step, while the next gradients are computed. A worker holds
+    a copy for each neighbour: one sum of them all would do, but its rounding errors would move the mean for ever.
+    Clipping bounds each worker's own gradient. It differs from the papers in that mixing comes before the step of the
+    optimizer and not after it, and in that copies begin as the common parameters and not as 0.
+    """
+
+    codec: Codec = Int8()
+    """How differences are made smaller for the wire."""
+    step_size: float = Field(default=0.5, gt=0, le=1)
+    """How far a worker goes towards its neighbours' copies. The more a codec drops, the smaller it must be: 1 is right
+    without one, 0.05 for one element in a hundred."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.graph.is_static:
+            raise SettingsError(
+                f"the graph of choco_sgd must stay the same, since workers keep copies of their neighbours, but got "
+                f"{self.graph.name}; take one that does not change, such as exponential, or sync dpsgd"
+            )
+        is_expansive = isinstance(self.codec, RandomK) and self.codec.scaled
+        if self.codec.carries_momentum or is_expansive:
+            raise SettingsError(
+                f"the codec of choco_sgd must bring copies nearer and have no momentum, but got {self.codec.name}"
+                f"{', scaled' if is_expansive else ''}; take another, such as top_k"
+            )
+        return self
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what mixes.
+
+        Raises:
+            SettingsError: The graph cannot be of so many workers, or does not keep their mean.
+        """
+        self.check_site(site)
+        check_keeps_mean(self, site.group)
+        return ChocoSynchroniser(site, self)
+
+    def message_bytes(self, shapes: Sequence[Size]) -> int:
+        """Return that of the codec's payloads."""
+        return message_bytes(self.codec, {str(number): shape for number, shape in enumerate(shapes)})
+
+
+class ChocoSynchroniser(Synchroniser):
+    """Keeps public copies, and moves a worker's parameters towards those of its neighbours.
+
+    Args:
+        site: Where it works.
+        rule: Its settings.
+    """
+
+    def __init__(self, site: Site, rule: ChocoSGD) -> None:
+        self._site, self._codec, self._step_size = site, rule.codec, rule.step_size
+        self._rank = site.group.rank
+        self._row = Row.of(rule.graph.mixing_matrix(site.group.size), self._rank)
+        self._sources = [rank for rank in self._row.weights if rank != self._rank]
+        self._flat = FlatParameters(site.parameters)
+        self._shapes = {name: parameter.shape for name, parameter in site.parameters.items()}
+        self._copies = {rank: self._flat.read() for rank in self._row.weights}
+        """By rank, this worker's among them; all workers begin with the same parameters."""
+        self._states: dict[str, State] = {}
+        self._swap = Swap(site.group, message_bytes(self._codec, self._shapes), torch.uint8)
+        self._sent_in: int | None = None
+        """The step that the messages under way are of."""
+
+    def before_update(self, step: LocalStep) -> None:
+        """Move towards the copies of the neighbours; the gradients were made of the parameters from before."""
+        self._land()
+        model = self._flat.read()
+        towards = self._row.mix(self._copies) - self._copies[self._rank]
+        self._flat.write(model.add_(towards, alpha=self._step_size))
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Begin to send by how much the parameters differ from their copy."""
+        parts = (self._flat.read() - self._copies[self._rank]).float().split([s.numel() for s in self._shapes.values()])
+        values = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        message, done = encode_blocks(
+            self._codec, values, self._states, step=step.number, seed=self._seed_of(self._rank)
+        )
+        if not all(exchanged.is_finite for exchanged in done.values()):
+            raise NonFiniteError(
+                f"parameters must be finite to be sent, but after step {step.number} on rank {self._rank} they are "
+                "not; lower the learning rate or step_size, or clip gradients"
+            )
+        self._states = {name: _without_residuals(exchanged.state) for name, exchanged in done.items()}
+        self._add(self._rank, {name: exchanged.total for name, exchanged in done.items()})
+        self._swap.outgoing.copy_(message)
+        self._swap.start(self._sources, self._row.destinations, f"differences of step {step.number}")
+        self._sent_in = step.number
+        return Outcome(*self._swap.take_costs())
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the mean over workers."""
+        with self._flat.averaged(self._site.group, self._flat.read()):
+            yield
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this worker's copy, which neighbours get from it again, and what its codec begins from."""
+        self._land()
+        codec = {f"{self._codec.name}/{name}/{key}": t for name, s in self._states.items() for key, t in s.items()}
+        return {"copy": self._copies[self._rank].clone(), **codec}
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take it on, and copies from the neighbours; among another number of workers copies are the consensus."""
+        self._land()
+        self._flat.read(self._copies[self._rank])
+        if len(saved) == self._site.group.size:
+            mine = saved[self._rank]
+            self._copies[self._rank].copy_(mine["copy"])
+            for name in self._shapes:
+                prefix = f"{self._codec.name}/{name}/"
+                kept = {key.removeprefix(prefix): t for key, t in mine.items() if key.startswith(prefix)}
+                self._states[name] = kept
+        swap = Swap(self._site.group, self._flat.num_elements, self._flat.dtype)
+        swap.outgoing.copy_(self._copies[self._rank])
+        swap.start(self._sources, self._row.destinations, "copies")
+        self._copies |= swap.arrive()
+        swap.close()
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._swap.close()
+
+    def _land(self) -> None:
+        """Add to the neighbours' copies what has come from them."""
+        if self._sent_in is None:
+            return
+        for rank, message in self._swap.arrive().items():
+            decoded = decode_blocks(self._codec, message, self._shapes, step=self._sent_in, seed=self._seed_of(rank))
+            self._add(rank, decoded)
+        self._sent_in = None
+
+    def _add(self, rank: int, difference: Mapping[str, Tensor]) -> None:
+        """Add what was decoded to the copy of a rank's parameters."""
+        self._copies[rank].add_(torch.cat([difference[name].flatten() for name in self._shapes]))
+
+    def _seed_of(self, rank: int) -> int:
+        """Return what a sender draws from: workers must not all round alike."""
+        return self._site.seed * self._site.group.size + rank
+
+
+def _without_residuals(state: State) -> State:
+    return {key: tensor for key, tensor in state.items() if key not in _RESIDUALS}

@@ -1,0 +1,134 @@
+"""Asynchronous SGD: a server applies each gradient at once."""
+
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.parameter_server.base import ServedRule
+from paceline.sync.parameter_server.clocks import FreeClocks
+from paceline.sync.parameter_server.shard import Landing, Push, Shard
+
+
+@register("asgd")
+class ASGD(ServedRule):
+    """Asynchronous SGD (Dean et al. 2012, Downpour): nobody waits, and gradients are of older parameters.
+
+    Each worker pushes the mean gradient of its samples; the servers' optimizer, one for all workers, takes a step with
+    it at once, and the worker pulls what has become of the parameters. The delay of a push counts the updates of others
+    between its pull and it. With one worker it is SGD. Wire: a push and a pull of all parameters a step.
+
+    A push counts as one step whatever its mass, so that n workers make n steps where synchronous SGD makes one; pushes
+    without samples change nothing. Each worker clips its own gradient before it pushes. Weight decay and
+    momentum are the servers'.
+
+    What follows makes up for delays; on a push without delay each of them changes nothing.
+    """
+
+    scale_rate: bool = False
+    """Divide a push's learning rate by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD)."""
+    compensation: float = Field(default=0.0, ge=0)
+    """Lambda of delay compensation (Zheng et al. 2017, DC-ASGD): g + lambda g g (x - x_old), elementwise, where x_old
+    are the parameters that the gradient is of. The servers keep them for each worker. 0 for none."""
+    compensation_decay: float | None = Field(default=None, ge=0, lt=1)
+    """Divide lambda by the root of a running mean of g g with this decay (DC-ASGD-a); none for a constant lambda."""
+    correct_momentum: bool = False
+    """Lower the servers' momentum by what asynchrony adds (Mitliagkas et al. 2016): pushes that are delayed by d on
+    average act like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below 0."""
+
+    @model_validator(mode="after")
+    def _check_compensation(self) -> Self:
+        if self.compensation_decay is not None and not self.compensation:
+            raise SettingsError("compensation must be more than 0 with compensation_decay, but got 0; give both")
+        return self
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def runs_optimizer(self) -> bool:
+        """Never: the servers' is run."""
+        return False
+
+    @property
+    def sums_samples(self) -> bool:
+        """Never: each push is a mean."""
+        return False
+
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
+        """Return what applies pushes at once."""
+        if self.correct_momentum and not any("momentum" in group for group in optimizer.param_groups):
+            raise SettingsError(
+                f"the optimizer must have momentum where it is to be corrected, but got {type(optimizer).__name__}; "
+                "take SGD, or turn correct_momentum off"
+            )
+        return _AtOnce(self)
+
+
+_EPSILON = 1e-7
+_MEMORY = 0.99
+"""Of the running mean of delays."""
+
+
+class _AtOnce(Landing):
+    def __init__(self, rule: ASGD) -> None:
+        super().__init__(FreeClocks())
+        self._rule = rule
+        self._mean_squares: list[Tensor] = []
+        self._mean_delay = 0.0
+        self._num_delays = 0
+
+    def push(self, shard: Shard, push: Push) -> bool:
+        """Apply it."""
+        if push.mass == 0:
+            return True
+        delay = shard.version - push.version
+        shard.delays[delay] += 1
+        self._num_delays += 1
+        weight = max(1 - _MEMORY, 1 / self._num_delays)
+        self._mean_delay += weight * (delay - self._mean_delay)
+        if self._rule.compensation:
+            self._compensate(shard, push, delay)
+        factor = 1 / (1 + delay) if self._rule.scale_rate else 1.0
+        momenta = self._lower_momentum(shard) if self._rule.correct_momentum else []
+        shard.step(push.values, push.used, [rate * factor for rate in push.rates])
+        for group, momentum in zip(shard.optimizer.param_groups, momenta, strict=False):
+            group["momentum"] = momentum
+        return True
+
+    def state(self) -> dict[str, float]:
+        """Return the mean delay."""
+        return {"mean_delay": self._mean_delay, "num_delays": self._num_delays}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take on the mean delay; mean squares are learnt anew."""
+        self._mean_delay = state.get("mean_delay", 0.0)
+        self._num_delays = int(state.get("num_delays", 0))
+        self._mean_squares = []
+
+    def _compensate(self, shard: Shard, push: Push, delay: int) -> None:
+        decay = self._rule.compensation_decay
+        if decay is not None and not self._mean_squares:
+            self._mean_squares = [torch.zeros_like(value) for value in push.values]
+        for number, (value, known) in enumerate(zip(push.values, push.known, strict=True)):
+            if not push.used[number]:
+                continue
+            square = value * value
+            drift = shard.values.tensors[number] - known
+            if decay is not None:
+                mean = self._mean_squares[number].mul_(decay).add_(square, alpha=1 - decay)
+                square = square / (mean + _EPSILON).sqrt_()
+            if delay:
+                value.addcmul_(square, drift, value=self._rule.compensation)
+
+    def _lower_momentum(self, shard: Shard) -> list[float]:
+        implicit = self._mean_delay / (1 + self._mean_delay)
+        momenta = [group["momentum"] for group in shard.optimizer.param_groups]
+        for group in shard.optimizer.param_groups:
+            group["momentum"] = max(0.0, group["momentum"] - implicit)
+        return momenta

@@ -1,0 +1,109 @@
+"""The workers of a host behind one that talks to the servers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
+from paceline.sync.parameter_server.worker import ServedWorker
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+
+if TYPE_CHECKING:
+    from paceline.sync.parameter_server.base import ServedRule
+
+
+class ServedHost(Synchroniser):
+    """A worker of a host whose gradients are summed inside it: the first of them talks to the servers for all.
+
+    Args:
+        rule: Settings.
+        site: The worker.
+        hosts: The ranks of each host.
+    """
+
+    def __init__(self, rule: "ServedRule", site: Site, hosts: Sequence[Sequence[int]]) -> None:
+        group = site.group
+        here = next(list(ranks) for ranks in hosts if group.rank in ranks)
+        self._leaders = sorted(ranks[0] for ranks in hosts)
+        self._crew = group.subgroup(here, f"{rule.name} host")
+        self._leader: ServedWorker | None = None
+        if group.rank in self._leaders:
+            leaders = group.subgroup(self._leaders, f"{rule.name} leaders")
+            self._leader = ServedWorker(rule, replace(site, group=leaders))
+        self._parameters = list(site.parameters.values())
+        self._pack = Pack([Piece(name, 0, 0, p.shape, p.dtype) for name, p in site.parameters.items()])
+
+    def meets(self, number: int) -> bool:
+        """Whether all workers tell each other of the step: always."""
+        return True
+
+    def before_update(self, step: LocalStep) -> None:
+        """Push the host's gradient, with the mass of all its workers."""
+        mass = torch.tensor([step.mass], dtype=torch.float64)
+        self._crew.all_reduce(mass, name="mass of the host").wait()
+        if self._leader is not None:
+            self._leader.before_update(replace(step, mass=float(mass)))
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Take on the servers' parameters."""
+        outcome = self._leader.after_update(step) if self._leader is not None else Outcome()
+        self._hand_on()
+        return outcome
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the servers'."""
+        if self._leader is not None:
+            with self._leader.consensus():
+                self._hand_on()
+                yield
+            return
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._hand_on()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                copy_all(self._parameters, own)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return, on the first worker, what the servers keep."""
+        return self._leader.shared_state() if self._leader is not None else {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the codec of the host's pushes holds back."""
+        return self._leader.state() if self._leader is not None else {}
+
+    def document(self) -> dict[str, Any]:
+        """Return clocks, versions and units."""
+        return self._leader.document() if self._leader is not None else {}
+
+    def load_document(self, document: Mapping[str, Any]) -> None:
+        """Take on clocks, versions and units."""
+        if self._leader is not None and document:
+            self._leader.load_document(document)
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Load the servers, and take on what the host's first worker has."""
+        if self._leader is not None:
+            is_same = len(saved) > self._leaders[-1]
+            self._leader.load_state([saved[rank] for rank in self._leaders] if is_same else [], shared)
+        self._hand_on()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._leader is not None:
+            self._leader.close()
+
+    def _hand_on(self) -> None:
+        """Copy the parameters of the host's first worker to the others."""
+        if self._leader is not None:
+            copy_all(self._pack.tensors, [parameter.detach() for parameter in self._parameters])
+        self._crew.broadcast(self._pack.bytes, name="parameters of the host").wait()
+        if self._leader is None:
+            with torch.no_grad():
+                copy_all(self._parameters, self._pack.tensors)

@@ -1,0 +1,114 @@
+"""The synchronous parameter server, with backup workers."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Size
+
+from paceline.comm.group import Group
+from paceline.comm.hosts import find_hosts
+from paceline.errors import SettingsError
+from paceline.registry import register
+from paceline.sync.parameter_server.base import ServedRule
+from paceline.sync.parameter_server.gathering import Together
+from paceline.sync.parameter_server.host import ServedHost
+from paceline.sync.parameter_server.shard import Landing
+from paceline.sync.rule import Traffic
+from paceline.sync.synchroniser import Site, Synchroniser
+
+
+@register("parameter_server")
+class ParameterServer(ServedRule):
+    """Synchronous SGD by parameter servers (Li et al. 2014), with backup workers (Chen et al. 2016).
+
+    In each step the servers sum the gradients of all workers, weighted by samples, take one step of their optimizer,
+    and send the parameters out. Without codecs and backups it equals `EveryStep`, up to the order of summation. Wire: a
+    push and a pull of all parameters a step for each worker, so each of s servers carries 2n/s times their bytes.
+
+    Each worker clips its own gradient before it pushes: that bounds every worker's part, not the norm of the mean, as
+    `EveryStep` does. The difference to Chen et al.: gradients that come too late are not thrown away with their
+    samples, which are handed out again.
+    """
+
+    num_backups: int = Field(default=0, ge=0)
+    """Workers that need not have come: a step takes the first n - num_backups gradients, weighted by what they are
+    of, and later ones are dropped. With any, workers take samples at their own pace."""
+
+    host_size: int | None = Field(default=1, ge=1)
+    """Workers of a host, in the order of ranks, that sum their gradients among themselves first, so that one of them
+    talks to the servers for all; none: those that run on one machine. 1: each worker talks for itself."""
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Self:
+        if self.host_size != 1 and (self.num_backups or self.placement == "own"):
+            raise SettingsError(
+                "host_size must be 1 with backup workers or servers of their own processes, but got "
+                f"{self.host_size}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_backups(self) -> Self:
+        if self.num_backups and self.num_servers > 1:
+            raise SettingsError(
+                f"num_servers must be 1 with backup workers, since several servers would each take other gradients, "
+                f"but got {self.num_servers}; lower it"
+            )
+        return self
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """With backup workers: who is late is left behind."""
+        return self.num_backups > 0
+
+    @property
+    def carries_momentum(self) -> bool:
+        """With a codec that corrects momentum."""
+        return self.codec.carries_momentum
+
+    @property
+    def runs_optimizer(self) -> bool:
+        """Never: the servers' is run."""
+        return False
+
+    def near(self, group: Group, step: int) -> Sequence[int]:
+        """Return the workers of this worker's host."""
+        return next(ranks for ranks in self._hosts(group) if group.rank in ranks)
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return the worker's side; behind the first of its host where there are several."""
+        hosts = self._hosts(site.group)
+        if len(hosts) == site.group.size:
+            return super().start_synchroniser(site)
+        return ServedHost(self, site, hosts)
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """A push and a pull a step, and an all-reduce and a broadcast inside a host."""
+        served = super().traffic(shapes, num_workers)
+        size = min(self.host_size or num_workers, num_workers)
+        if size == 1:
+            return served
+        num_bytes = served[0].num_bytes
+        inside = Traffic("all_reduce", num_bytes, round(2 * (size - 1) / size * num_bytes), peers="host")
+        return (inside, Traffic("broadcast", num_bytes, num_bytes, peers="host"), *served)
+
+    def _hosts(self, group: Group) -> list[list[int]]:
+        if self.host_size is None:
+            return find_hosts(group)
+        ranks = range(group.size)
+        return [list(ranks[first : first + self.host_size]) for first in ranks[:: self.host_size]]
+
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
+        """Return what sums a step's pushes.
+
+        Raises:
+            SettingsError: There are no more workers than backups.
+        """
+        if num_workers <= self.num_backups:
+            raise SettingsError(
+                f"num_backups must be less than the number of workers, but got {self.num_backups} of {num_workers}; "
+                "lower it, or start more workers"
+            )
+        return Together(self.num_backups, lambda shard, mean: shard.step(mean.values, mean.used, mean.rates))

@@ -1,0 +1,199 @@
+"""The worker's side of a parameter server: it pushes what it has, and pulls what all have made of theirs."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.exchange import Exchange, Header
+from paceline.sync.desk import SampleDesk
+from paceline.sync.parameter_server.link import Delays, ServerLink
+from paceline.sync.parameter_server.pieces import Pack, copy_all
+from paceline.sync.parameter_server.server import Kind
+from paceline.sync.parameter_server.stage import Stage
+from paceline.sync.parameter_server.state import join_pieces, pack_state, unpack_state
+from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site, Synchroniser
+
+if TYPE_CHECKING:
+    from paceline.sync.parameter_server.base import ServedRule
+
+
+class ServedWorker(Synchroniser):
+    """A worker whose parameters are kept by servers.
+
+    It pushes gradients before its update and waits for parameters after it; where its own optimizer runs, it
+    pushes what that has changed.
+
+    Args:
+        rule: Settings.
+        site: The worker.
+    """
+
+    def __init__(self, rule: "ServedRule", site: Site) -> None:
+        self._rule = rule
+        self._site = site
+        self._parameters = dict(site.parameters)
+        stage = Stage(rule, site)
+        server = None
+        if (number := stage.number_of(stage.everybody.rank)) is not None:
+            server = stage.make_server(number)
+        self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name)
+        self._links = [
+            ServerLink(self._exchange.ports[place], pieces, rule, site)
+            for place, pieces in zip(stage.servers, stage.shares, strict=True)
+        ]
+        self._before = Pack([piece for share in stage.shares for piece in share]) if rule.runs_optimizer else None
+        self._views = [view for link in self._links for view in link.views]
+        self._is_away = False
+        self._away = threading.Lock()
+        """Held to go away and to come back: workers without samples go away in the thread that asks for some."""
+        self._loaded: list[dict[str, Any]] | None = None
+        self._desk = (
+            SampleDesk(site.group, self._go_away, lambda: not self._links[0].is_dropped)
+            if rule.is_asynchronous
+            else None
+        )
+        if rule.placement == "own":  # their processes have built a model of their own
+            self.load_state([], {})
+
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers get their samples, where they do not step together."""
+        return self._desk
+
+    def count_delays(self) -> Delays:
+        """Return how stale the pushes to the first server have been so far."""
+        return self._links[0].count_delays()
+
+    def meets(self, number: int) -> bool:
+        """Whether all workers tell each other of the step: in each, where they are in step."""
+        return not self._rule.is_asynchronous
+
+    def before_update(self, step: LocalStep) -> None:
+        """Push gradients, or keep the parameters that the update is to be compared with."""
+        self._come_back()
+        if self._before is not None:
+            copy_all(self._before.tensors, self._views)
+            return
+        for link in self._links:
+            link.push(link.gradients(), step.mass)
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Push what the update has changed, and wait for the servers' parameters."""
+        if self._before is not None:
+            self._push_updates(step.mass)
+        began_s = time.perf_counter()
+        wire_bytes = sum(link.pull() for link in self._links)
+        waited_s = time.perf_counter() - began_s
+        if self._desk is not None and step.is_asked_to_stop:
+            self._desk.ask_to_stop()
+        return Outcome(waited_s, wire_bytes)
+
+    def _push_updates(self, mass: float) -> None:
+        assert self._before is not None
+        changes = torch._foreach_sub(self._views, self._before.tensors)
+        with torch.no_grad():  # the pull brings differences to what the servers know
+            copy_all(self._views, self._before.tensors)
+        for link in self._links:
+            link.push(changes[: len(link.views)], mass)
+            changes = changes[len(link.views) :]
+
+    def _come_back(self) -> None:
+        with self._away:
+            if self._is_away:
+                clock = max(link.clock for link in self._links)
+                for link in self._links:
+                    clock = link.come_back(clock)
+                self._is_away = False
+
+    def _go_away(self) -> None:
+        """Let nobody wait for this worker until its next push."""
+        with self._away:
+            if not self._is_away:
+                for link in self._links:
+                    link.port.call(Header(Kind.AWAY))
+                self._is_away = True
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the servers'."""
+        self._meet("evaluation begins")
+        own = [parameter.detach().clone() for parameter in self._parameters.values()]
+        for link in self._links:
+            link.read()
+        self._site.group.barrier(name=f"{self._rule.name}: all have read")
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                copy_all(list(self._parameters.values()), own)
+        self._part("judged")
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return, on the first worker, what the servers keep."""
+        self._meet("servers are saved")
+        if self._site.group.rank:
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for number, link in enumerate(self._links):
+            saved, document = unpack_state(link.port.call(Header(Kind.SAVE))[1])
+            tensors |= saved
+            tensors[f"document/{number}"] = pack_state({}, document)
+        documents = {name: t for name, t in tensors.items() if name.startswith("document/")}
+        return join_pieces(tensors, [piece for link in self._links for piece in link.pieces]) | documents
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the codec of pushes holds back, as ``<piece>/<site>``."""
+        return {
+            f"{piece}/{site}": kept
+            for link in self._links
+            for piece, state in link.states.items()
+            for site, kept in state.items()
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Return clocks, versions and units."""
+        return {"links": [link.document() for link in self._links]}
+
+    def load_document(self, document: Mapping[str, Any]) -> None:
+        """Take on clocks, versions and units, of as many servers."""
+        if len(document["links"]) == len(self._links):
+            self._loaded = document["links"]
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Load the servers, each from the first worker, and tell them what this worker has."""
+        for number, link in enumerate(self._links):
+            if self._site.group.rank == 0:
+                link.load(shared, number if f"document/{number}" in shared else None)
+        self._meet("servers are loaded")
+        is_same = len(saved) == self._site.group.size and self._loaded is not None
+        for number, link in enumerate(self._links):
+            if is_same and self._loaded is not None:
+                link.load_document(self._loaded[number])
+                link.load_states(saved[self._site.group.rank])
+            else:
+                link.version = link.read()
+            link.tell()
+        self._loaded = None
+        self._part("loaded")
+
+    def close(self) -> None:
+        """Leave; servers beside this worker serve on until all have left."""
+        if self._desk is not None:
+            self._desk.close()
+        self._exchange.close()
+
+    def _meet(self, what: str) -> None:
+        """Wait until all workers have pushed what they had."""
+        if self._rule.is_asynchronous:  # others may have steps to do before they come
+            self._go_away()
+        self._site.group.barrier(name=f"{self._rule.name}: {what}")
+
+    def _part(self, what: str) -> None:
+        """Begin to step again, once all can: or the first would go ahead without the others."""
+        self._come_back()
+        self._site.group.barrier(name=f"{self._rule.name}: {what}")

@@ -1,0 +1,134 @@
+"""Push-sum: decentralised SGD over directed graphs; each model travels with the weight that it is the numerator of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Size, Tensor
+
+from paceline.registry import register
+from paceline.sync.gossip import FlatParameters, GossipRule, Row, Rows, Swap
+from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.topology.graphs import Graph, OnePeerExponentialGraph
+
+_WEIGHT_BYTES = 8
+"""Of the weight, in float64, that a message begins with."""
+
+
+@register("push_sum")
+class PushSum(GossipRule):
+    """Stochastic gradient push (Assran et al. 2019, arXiv:1811.10792).
+
+    Workers keep a numerator x and a weight w, 1 at first, and mix both:
+    x_i <- sum_j P_ij x_j - lr * g_i(x_i / w_i)
+    and w_i <- sum_j P_ij w_j. Only the columns of P must sum to 1, so a worker need not hear from those that it sends
+    to. Where rows do too all weights stay 1, and it is dpsgd on the same graph. The model is x / w, for forward, and
+    the sum of numerators by that of weights where it is judged and saved.
+
+    On the wire is one message of the parameters and 8 bytes to each neighbour and step, while the next gradients are
+    computed. Clipping bounds each worker's own gradient. It differs from the paper in that mixing comes before the step
+    of the optimizer and not after it; the optimizer steps the numerator, so that decay of parameters shrinks the mean
+    by as much as it would shrink one model.
+    """
+
+    graph: Graph = OnePeerExponentialGraph()
+    """Who sends to whom; directed, if it is to be."""
+
+    def start_synchroniser(self, site: Site) -> Synchroniser:
+        """Return what mixes.
+
+        Raises:
+            SettingsError: The graph cannot be of so many workers.
+        """
+        self.check_site(site)
+        self.graph.mixing_matrix(site.group.size)
+        return PushSumSynchroniser(site, self.graph)
+
+    def message_bytes(self, shapes: Sequence[Size]) -> int:
+        """Return that of the parameters and the weight."""
+        return super().message_bytes(shapes) + _WEIGHT_BYTES
+
+
+class PushSumSynchroniser(Synchroniser):
+    """Mixes a worker's numerator and weight with those of its neighbours. Between steps parameters are their quotient.
+
+    Nothing of a swap that is under way is in a checkpoint: what was sent does not change until it ends, so it is sent
+    again.
+
+    Args:
+        site: Where it works.
+        graph: Who sends to whom.
+    """
+
+    def __init__(self, site: Site, graph: Graph) -> None:
+        self._site = site
+        self._rows = Rows(graph, site.group)
+        self._flat = FlatParameters(site.parameters)
+        num_bytes = _WEIGHT_BYTES + self._flat.num_elements * self._flat.dtype.itemsize
+        self._swap = Swap(site.group, num_bytes, torch.uint8)
+        self._weight, self._numerator = self._parts(self._swap.outgoing)
+        self._has_begun = False
+        self._row: Row | None = None
+        """Of the swap under way."""
+
+    def before_update(self, step: LocalStep) -> None:
+        """Mix, and hand the numerator to the optimizer; gradients were made of the quotient from before."""
+        self._begin()
+        row = self._row or self._start(step.number)
+        models = self._swap.arrive() | {self._site.group.rank: self._swap.outgoing}
+        self._row = None
+        parts = {rank: self._parts(model) for rank, model in models.items()}
+        mixed = row.mix({rank: numerator for rank, (_, numerator) in parts.items()})
+        self._weight.copy_(row.mix({rank: weight for rank, (weight, _) in parts.items()}))
+        self._flat.write(mixed)
+        self._costs = self._swap.take_costs()
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Make parameters the quotient again, and start to send; the messages mixed in this step are counted."""
+        self._flat.read(self._numerator)
+        self._flat.write(self._numerator / float(self._weight))
+        self._start(step.number + 1)
+        return Outcome(*self._costs)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the sum of numerators by that of weights."""
+        self._begin()
+        with self._flat.averaged(self._site.group, self._numerator, float(self._weight)):
+            yield
+
+    def state(self) -> dict[str, Tensor]:
+        """Return numerator and weight."""
+        self._begin()
+        return {"numerator": self._numerator.clone(), "weight": self._weight.clone()}
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take both on; workers that were not among as many begin from the consensus with weight 1."""
+        self._swap.arrive()
+        self._row, self._has_begun = None, False
+        self._begin()
+        if len(saved) == self._site.group.size:
+            mine = saved[self._site.group.rank]
+            self._numerator.copy_(mine["numerator"])
+            self._weight.copy_(mine["weight"])
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._swap.close()
+
+    def _begin(self) -> None:
+        """Take parameters as they are for numerators, with weight 1, before anything else was done."""
+        if not self._has_begun:
+            self._flat.read(self._numerator)
+            self._weight.fill_(1)
+        self._has_begun = True
+
+    def _start(self, number: int) -> Row:
+        self._row = row = self._rows.at(number)
+        sources = [rank for rank in row.weights if rank != self._site.group.rank]
+        self._swap.start(sources, row.destinations, f"push of step {number}")
+        return row
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weight and numerator of a message, as views."""
+        return message[:_WEIGHT_BYTES].view(torch.float64), message[_WEIGHT_BYTES:].view(self._flat.dtype)

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.benchmarks import TimeToLossBenchmark, Workers
+from paceline.benchmarks.language import LanguageTask, make_rule_side
+from paceline.benchmarks.time_to_loss import train_sides
+from paceline.comm import LocalGroup
+from paceline.errors import SettingsError
+from paceline.sync import EveryStep, LocalSGD
+from paceline.testing import run_processes
+
+TINY = LanguageTask(
+    width=16, num_layers=1, num_heads=2, sequence_length=8, max_bytes=300_000, held_out_samples=4, schedule="constant"
+)
+
+CURVES = {
+    "ddp": [[5, 3.0], [10, 2.5], [15, 2.3], [20, 2.2]],
+    "post_local_sgd": [[10, 2.8], [20, 2.4]],
+    "diloco": [[10, 2.6], [20, 2.3]],
+    "streaming_diloco": [[5, 3.0], [10, 2.9], [15, 2.39], [20, 2.3]],
+    "local_sgd": [[10, 2.9], [20, 2.5]],
+}
+ELAPSED_S = {"ddp": 75.0, "post_local_sgd": 12.5, "diloco": 5.0, "streaming_diloco": 3.0}
+BYTES = {"ddp": 0, "post_local_sgd": 0, "diloco": 1000, "streaming_diloco": 260}
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Workers answer at once, as if a step of DDP took 5 s, and one without an exchange 0.2 s; what they are asked."""
+    asked = []
+
+    def start(workers, function, task, plans, num_compute_steps):
+        assert function is train_sides
+        json.dumps([task, plans])  # it goes to hosts so
+        asked.append((workers, {plan["name"]: plan for plan in plans}))
+        judged = plans[0]["judge_interval"] > 0
+
+        def answer(rank, plan):
+            name = plan["name"]
+            if judged:
+                return {"elapsed_s": 0.0, "compute_s": 9.0, "curve": CURVES[name], "largest_bytes": 0}
+            seconds = {"elapsed_s": ELAPSED_S[name] - rank, "compute_s": 0.2 - 0.1 * rank}
+            return {**seconds, "curve": [[plan["num_steps"], 2.35]], "largest_bytes": BYTES[name] - rank}
+
+        return {rank: [answer(rank, plan) for plan in plans] for rank in range(workers.num_workers)}
+
+    monkeypatch.setattr(Workers, "start", start)
+    return asked
+
+
+def measure(**changes):
+    settings = {"period": 10, "task": {"num_steps": 20}, "target_loss": 2.4} | changes
+    return TimeToLossBenchmark(workers={"num_workers": 2, "num_hosts": 2, "bandwidth": "10mbit"}, **settings).measure()
+
+
+def test_each_side_is_timed_to_the_step_at_which_it_reached_the_loss(starts):
+    measure()
+    (local, judged), (hosts, timed) = starts
+    assert (local.num_hosts, hosts.num_hosts) == (1, 2), "the curve does not depend on the network"
+    assert {name: plan["judge_interval"] for name, plan in judged.items()} == {
+        "ddp": 5,
+        "post_local_sgd": 10,
+        "local_sgd": 10,
+        "diloco": 10,
+        "streaming_diloco": 5,
+    }
+    assert {name: (plan["num_steps"], plan["judge_interval"]) for name, plan in timed.items()} == {
+        "ddp": (15, 0),
+        "post_local_sgd": (20, 0),
+        "diloco": (20, 0),
+        "streaming_diloco": (15, 0),
+    }
+    assert timed["diloco"]["rule"]["period"] == 10
+    assert timed["ddp"]["rule"] is None
+
+
+def test_speed_ups_stand_beside_the_ceiling(starts):
+    rows = {(row.case, row.metric, row.reference_name): row for row in measure()}
+    place = "period 10, 2 hosts at 10 Mbit/s"
+    step = rows["ddp, 2 hosts at 10 Mbit/s", "step", "no exchange"]
+    assert (step.ours, step.reference, step.ratio) == (5.0, 0.2, 25.0)
+    speed_up = rows[f"diloco int8, {place}", "speed-up over DDP", "ceiling T_ddp / T_compute"]
+    assert (speed_up.ours, speed_up.reference, speed_up.ratio) == (15.0, 25.0, 0.6)
+    metric = "time to loss 2.4, 15 steps to 2.350"
+    streaming = rows[f"streaming_diloco int8, {place}", metric, "DDP, 15 steps to 2.350"]
+    assert (streaming.ours, streaming.reference) == (3.0, 75.0)
+    assert rows[f"streaming_diloco int8, {place}", metric, "PostLocalSGD"].ratio == 3.0 / 12.5
+    largest = rows[f"streaming_diloco int8, {place}", "most sent in a step", "diloco"]
+    assert (largest.ours, largest.reference, largest.ratio) == (260, 1000, 0.26)
+    losses = {row.case: row.ours for row in rows.values() if row.metric == "held-out loss after 20 steps"}
+    assert losses == {
+        f"post_local_sgd, {place}": 2.4,
+        f"local_sgd, {place}": 2.5,
+        f"diloco int8, {place}": 2.3,
+        f"streaming_diloco int8, {place}": 2.3,
+    }
+    assert not any(row.case.startswith("local_sgd") and row.unit == "s" for row in rows.values()), "it did not reach it"
+
+
+def test_a_loss_that_ddp_does_not_reach_is_refused(starts):
+    with pytest.raises(
+        SettingsError, match=r"target_loss must be one that DDP reaches in task.num_steps=20, but got 1\.5"
+    ):
+        measure(target_loss=1.5)
+    assert len(starts) == 1
+
+
+def test_fewer_steps_than_a_period_are_refused():
+    with pytest.raises(ValidationError, match="num_steps must be at least the period, but got 5 and 10"):
+        TimeToLossBenchmark(period=10, task={"num_steps": 5})
+
+
+def test_sides_begin_alike_and_see_the_same_data():
+    """With a period of 1 and one thread's parameters averaged at once, rules differ by what they do, not by luck."""
+
+    def run(group, rule):
+        splits = TINY.open()
+        side = make_rule_side(TINY, splits, group, rule)
+        losses = [TINY.judge(side.module, splits, group)]
+        batches = iter(TINY.load(splits, group))
+        for _ in range(4):
+            side.step(next(batches))
+        with side.consensus():
+            losses.append(TINY.judge(side.module, splits, group))
+        side.close()
+        return losses
+
+    every = LocalGroup.run(2, lambda group: run(group, EveryStep()))
+    local = LocalGroup.run(2, lambda group: run(group, LocalSGD(period=4)))
+    assert every[0] == every[1], "both judge all samples"
+    assert local[0][0] == every[0][0]
+    assert local[0][1] != every[0][1]
+    assert max(local[0][1], every[0][1]) < every[0][0]
+
+
+def test_torchs_post_local_sgd_averages_as_local_sgd_does():
+    plan = {"period": 3, "num_steps": 6, "judge_interval": 3}
+    plans = [
+        {"name": "post_local_sgd", "rule": None, **plan},
+        {"name": "local_sgd", "rule": {"name": "local_sgd", "period": 3}, **plan},
+        {"name": "ddp", "rule": None, **plan},
+        {"name": "ddp", "rule": None, **plan, "judge_interval": 0},
+    ]
+    # As hosts start it: one import for all workers.
+    arguments = {"task": TINY.model_dump(mode="json"), "plans": plans, "num_compute_steps": 2}
+    results = run_processes(2, "paceline.benchmarks.time_to_loss:train_sides", arguments, timeout_s=55)
+    assert [result.exit_code for result in results] == [0, 0], results[0].output
+    torchs, ours, ddp, unjudged = results[0].value
+    assert [step for step, _ in ours["curve"]] == [3, 6]
+    assert ours["curve"][1][1] == pytest.approx(torchs["curve"][1][1], rel=1e-5)
+    assert ddp["curve"][1][1] != pytest.approx(ours["curve"][1][1], rel=1e-5)
+    assert unjudged["curve"] == [ddp["curve"][1]], "judging changes nothing"
+    assert ours["largest_bytes"] > 0
+    assert min(side["elapsed_s"] for side in results[1].value) > 0
+    assert min(side["compute_s"] for side in results[1].value) > 0

@@ -1,0 +1,210 @@
+"""Requests and replies over links: what arrives, who waits for whom, and who is lost."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.comm import LocalGroup, exchange, join
+from paceline.comm.exchange import NOTHING, Exchange, Header, Service
+from paceline.errors import CommunicationError, SettingsError
+from paceline.testing.processes import run_processes
+
+
+class Sums(Service):
+    """Adds up what is pushed, and gives the sum to who pulls; kind 1 waits until `gate` is set."""
+
+    def __init__(self, size=4):
+        self.total = torch.zeros(size)
+        self.lost = {}
+        self.gate = threading.Event()
+        self.lock = threading.Lock()
+        self.failure = None
+
+    def buffer(self, caller, header, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def take(self, caller, header, body):
+        if header.kind == 9:
+            raise RuntimeError("the roof fell in")
+        with self.lock:
+            if len(body):
+                self.total += body.view(torch.float32)
+        if header.kind == 1:
+            self.gate.set()
+
+        def wait():
+            if header.kind == 2:
+                self.gate.wait(10)
+            if self.failure is not None:
+                raise self.failure
+            with self.lock:
+                reply = Header(header.kind, header.clock + 1, header.version, caller, 7, header.mass, header.value)
+                return reply, self.total.clone().view(torch.uint8)
+
+        return wait
+
+    def lose(self, caller, error):
+        self.lost[caller] = error
+
+    def fail(self, error):
+        self.failure = error
+        self.gate.set()
+
+
+def _open(group, servers=1):
+    service = Sums() if group.rank < servers else None
+    routes = [(caller, server) for caller in range(group.size) for server in range(servers)]
+    return Exchange(group, routes, service, "sums"), service
+
+
+def _ones(value=1.0):
+    return torch.full((4,), value).view(torch.uint8)
+
+
+def _call_for_ever(port):
+    while True:
+        port.call(Header(0), _ones())
+
+
+@pytest.mark.parametrize(("size", "servers"), [(1, 1), (3, 1), (3, 2), (3, 3)])
+def test_every_header_and_body_arrives_at_every_server_and_back(size, servers):
+    def work(group):
+        opened, service = _open(group, servers)
+        for number, port in enumerate(opened.ports.values()):
+            port.begin(Header(0, 3, 2**40, 5, 6, mass=0.1, value=-1e300), _ones(number + 1.0))
+        into = torch.zeros(16, dtype=torch.uint8)
+        for port in opened.ports.values():
+            header, body = port.finish(into)
+            assert header == Header(0, 4, 2**40, group.rank, 7, 0.1, -1e300)
+            assert body is into
+        group.barrier()
+        sums = [port.call(Header(0))[1].view(torch.float32).tolist() for port in opened.ports.values()]
+        opened.close()
+        return sums, dict(service.lost) if service else None
+
+    for sums, lost in LocalGroup.run(size, work):
+        assert sums == [[size * (server + 1.0)] * 4 for server in range(servers)]
+        assert lost is None or lost == dict.fromkeys(range(size))
+
+
+def test_one_that_waits_holds_up_nobody_else():
+    def work(group):
+        opened, _ = _open(group)
+        if group.rank == 1:
+            opened.ports[0].call(Header(2), _ones())  # waits for rank 2's last request
+        if group.rank == 2:
+            for _ in range(5):
+                opened.ports[0].call(Header(0), _ones())
+            opened.ports[0].call(Header(1))
+        opened.close()
+        return True
+
+    assert LocalGroup.run(3, work, timeout_s=5) == [True] * 3
+
+
+def test_a_caller_that_computes_longer_than_the_time_out_is_not_lost(monkeypatch):
+    monkeypatch.setattr(exchange, "_ALIVE_INTERVAL_S", 0.05)
+
+    def work(group):
+        opened, service = _open(group)
+        if group.rank == 1:
+            time.sleep(1.2)
+            opened.ports[0].call(Header(0), _ones())
+        opened.close()
+        return service.lost if service else None
+
+    assert LocalGroup.run(2, work, timeout_s=0.4)[0] == {0: None, 1: None}
+
+
+def test_a_caller_that_dies_is_lost_and_the_others_go_on():
+    def work(group):
+        opened, service = _open(group)
+        if group.rank == 2:
+            group.close(RuntimeError("struck by lightning"))
+            return None
+        for _ in range(3):
+            opened.ports[0].call(Header(0), _ones())
+        opened.close()
+        return service.lost if service else None
+
+    lost = LocalGroup.run(3, work, timeout_s=5)[0]
+    assert lost.keys() == {0, 1, 2}
+    assert "lightning" in str(lost[2])
+    assert lost[1] is None
+
+
+def test_a_server_that_dies_is_named_to_every_caller():
+    def work(group):
+        opened, _ = _open(group, servers=2)
+        opened.ports[1].call(Header(0), _ones())
+        group.barrier()
+        if group.rank == 1:
+            group.close(RuntimeError("struck by lightning"))
+            return "dead"
+        with pytest.raises(CommunicationError, match="the server on rank 1 is lost"):
+            _call_for_ever(opened.ports[1])
+        opened.ports[0].call(Header(0), _ones())  # the other server is still there
+        return "told"
+
+    assert LocalGroup.run(3, work, timeout_s=5) == ["told", "dead", "told"]
+
+
+def test_a_service_that_fails_ends_every_request_and_says_why():
+    def work(group):
+        opened, _ = _open(group)
+        error = CommunicationError
+        if group.rank == 2:
+            time.sleep(0.2)  # rank 1 waits by now
+        with pytest.raises(error, match="the roof fell in"):
+            opened.ports[0].call(Header(9 if group.rank == 2 else 2), NOTHING)
+        return True
+
+    def work_but_for_the_server(group):
+        if group.rank:
+            return work(group)
+        opened, _ = _open(group)
+        opened.close()
+        return True
+
+    assert LocalGroup.run(3, work_but_for_the_server, timeout_s=5) == [True] * 3
+
+
+def test_a_group_of_gpus_is_refused():
+    group = LocalGroup.create(2)[0]
+    group.device = torch.device("cuda")
+    with pytest.raises(SettingsError, match="sums must run on CPUs"):
+        Exchange(group, [(0, 1)], None, "sums")
+
+
+def _push_over_processes(killed):
+    group = join(timeout_s=20)
+    opened, service = _open(group)
+    port = opened.ports[0]
+    for step in range(30):
+        if (group.rank, step) == (killed, 10):
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            port.call(Header(0), _ones())
+        except CommunicationError as error:
+            return str(error)
+        time.sleep(0.005)
+    if service is not None:
+        opened.close()
+        return [float(service.total[0]), sorted(rank for rank, error in service.lost.items() if error)]
+    opened.close()
+    return "done"
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_processes_that_are_killed(killed):
+    results = run_processes(3, _push_over_processes, {"killed": killed})
+    assert results[killed].exit_code == -signal.SIGKILL
+    others = [result.value for result in results if result.rank != killed]
+    if killed:
+        assert others == [[70.0, [2]], "done"], [result.output for result in results]
+    else:
+        assert all("the server on rank 0 is lost" in value for value in others), [r.output for r in results]

@@ -1,0 +1,298 @@
+"""Asynchronous SGD: what a delay is, what makes up for it, and that nobody is waited for."""
+
+import threading
+import time
+
+import pytest
+import torch
+from pydantic import ValidationError
+from serving import ByHand
+from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_step, train
+
+from paceline.comm import LocalGroup
+from paceline.errors import CommunicationError, SettingsError
+from paceline.sync import ASGD
+from paceline.training.replica import Replica
+
+MITIGATED = {
+    "plain": ASGD(),
+    "scaled": ASGD(scale_rate=True),
+    "compensated": ASGD(compensation=0.5),
+    "adaptive": ASGD(compensation=0.5, compensation_decay=0.9),
+    "corrected": ASGD(correct_momentum=True),
+    "all": ASGD(scale_rate=True, compensation=2.0, compensation_decay=0.5, correct_momentum=True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MITIGATED))
+def test_one_worker_is_sgd_to_the_last_bit_with_every_mitigation(name):
+    def make(module):
+        return make_sgd(module, momentum=0.9)
+
+    ours = train(1, MITIGATED[name], 8, make_optimizer=make)
+    assert torch.equal(ours, train(1, "every_step", 8, make_optimizer=make))
+
+
+def test_one_worker_is_adamw_too_and_keeps_its_groups():
+    def make(module):
+        groups = [{"params": [module.weight], "weight_decay": 0.1}, {"params": [module.bias], "lr": 0.3}]
+        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+
+    assert torch.equal(train(1, "asgd", 8, make_optimizer=make), train(1, "every_step", 8, make_optimizer=make))
+
+
+def test_a_delay_counts_the_updates_of_others_between_pull_and_push():
+    by_hand = ByHand(ASGD(), num_workers=3)
+    for worker, delay in [(0, 0), (0, 0), (1, 2), (1, 0), (2, 4), (0, 3)]:
+        before = by_hand.shard.delays.copy()
+        by_hand.swap(worker, [1.0, 1.0])
+        assert by_hand.shard.delays - before == {delay: 1}
+    assert by_hand.shard.version == 6
+
+
+def test_a_push_without_samples_changes_nothing():
+    by_hand = ByHand(ASGD(), momentum=0.9)
+    by_hand.swap(0, [1.0, 1.0])
+    before = by_hand.x.clone()
+    by_hand.swap(1, [5.0, 5.0], mass=0.0)
+    assert torch.equal(by_hand.x, before)
+    assert torch.equal(by_hand.have[1], before)
+    assert by_hand.shard.version == 1
+
+
+def test_scaled_rates_divide_by_one_plus_the_delay():
+    by_hand = ByHand(ASGD(scale_rate=True), learning_rate=0.5, start=(0.0, 0.0))
+    by_hand.swap(0, [1.0, 0.0])
+    by_hand.swap(0, [1.0, 0.0])
+    by_hand.swap(1, [0.0, 1.0])  # two updates came between
+    torch.testing.assert_close(by_hand.x, torch.tensor([-1.0, -0.5 / 3], dtype=torch.float64))
+
+
+def test_compensation_adds_what_the_gradient_missed_to_first_order():
+    by_hand = ByHand(ASGD(compensation=0.7), learning_rate=0.5)
+    old = by_hand.x.clone()
+    by_hand.swap(0, [1.0, -3.0])
+    drifted = by_hand.x.clone()
+    gradient = torch.tensor([2.0, 0.5], dtype=torch.float64)
+    by_hand.swap(1, gradient)
+    expected = drifted - 0.5 * (gradient + 0.7 * gradient**2 * (drifted - old))
+    torch.testing.assert_close(by_hand.x, expected, rtol=1e-14, atol=0)
+
+
+def test_adaptive_compensation_divides_by_the_root_of_the_mean_square():
+    by_hand = ByHand(ASGD(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
+    old = by_hand.x.clone()
+    first, second = torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=torch.float64)
+    by_hand.swap(0, first)
+    drifted = by_hand.x.clone()
+    by_hand.swap(1, second)
+    mean = 0.25 * first**2 + 0.5 * second**2
+    expected = drifted - 0.5 * (second + 0.7 * second**2 / (mean + 1e-7).sqrt() * (drifted - old))
+    torch.testing.assert_close(by_hand.x, expected, rtol=1e-14, atol=0)
+
+
+def test_momentum_is_lowered_by_what_the_mean_delay_adds():
+    by_hand = ByHand(ASGD(correct_momentum=True), momentum=0.9, learning_rate=1.0, start=(0.0, 0.0))
+    by_hand.swap(0, [1.0, 0.0])
+    by_hand.swap(1, [0.0, 0.0])  # delay 1, mean 1/2: implicit momentum 1/3
+    torch.testing.assert_close(by_hand.x[0].item(), -1.0 - (0.9 - 1 / 3), rtol=1e-12, atol=0)
+    assert by_hand.shard.optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValidationError, match="compensation must be more than 0 with compensation_decay"):
+        ASGD(compensation_decay=0.9)
+    with pytest.raises(SettingsError, match=r"the optimizer must have momentum where it is to be corrected.*AdamW"):
+        train(1, ASGD(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.AdamW(module.parameters()))
+    with pytest.raises(SettingsError, match=r"num_servers must be at most the number of processes.* got 3 for 2"):
+        train(2, ASGD(num_servers=3), 1)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_every_push_counts_once_whoever_comes_first(servers):
+    """With gradients that do not depend on parameters the order cannot matter: all of them are in."""
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync=ASGD(num_servers=servers))
+        before = flatten(module)
+        gradients = []
+        for step in range(20):
+            gradients.append(torch.full_like(before, 0.1 * group.rank + step))
+            replica.backward(sum((p * (0.1 * group.rank + step)).sum() for p in module.parameters()))
+            replica.update()
+        with replica.consensus():
+            change = flatten(module) - before
+            delays = replica._synchroniser.count_delays()
+            group.barrier()
+        replica.close()
+        return torch.stack(gradients).sum(0), change, delays
+
+    results = LocalGroup.run(3, work)
+    total = sum(gradients for gradients, _, _ in results)
+    for _, change, delays in results:
+        torch.testing.assert_close(change, -0.05 * total, rtol=1e-12, atol=1e-12)
+        assert sum(delays.counts.values()) == 60
+
+
+def _lossy(name):
+    density = {"density": 0.3} if name in ("top_k", "random_k") else {}
+    return {"name": name, "dense_below": 0, **density}
+
+
+@pytest.mark.parametrize("name", ["top_k", "int8", "one_bit"])
+def test_what_a_codec_holds_back_of_a_push_comes_later(name):
+    def work(group):
+        module = torch.nn.Linear(40, 30, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        replica = Replica(module, make_sgd(module, learning_rate=1.0), group=group, sync=ASGD(codec=_lossy(name)))
+        generator = torch.Generator().manual_seed(group.rank)
+        total = torch.zeros(30, 40)
+        for _ in range(6):
+            gradient = torch.randn(30, 40, generator=generator)
+            total += gradient
+            replica.backward((module.weight * gradient).sum())
+            replica.update()
+        held_back = replica.sync_state()[0]
+        with replica.consensus():
+            landed = -module.weight.detach().clone()
+        replica.close()
+        return total, landed, sum(tensor.reshape(30, 40) for name, tensor in held_back.items() if "worker" in name)
+
+    results = LocalGroup.run(2, work)
+    gradients, held_back = sum(result[0] for result in results), sum(result[2] for result in results)
+    assert held_back.norm() > 1e-3 * gradients.norm(), "the codec must be lossy here"
+    torch.testing.assert_close(results[0][1] + held_back, gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["top_k", "random_k", "int8", "one_bit", "power_sgd", "fp16"])
+def test_pulled_differences_lead_to_the_servers_parameters(name):
+    by_hand = ByHand(
+        ASGD(pull_codec=_lossy(name)), start=tuple(float(n) for n in torch.randn(3000, generator=_seeded()))
+    )
+    start = by_hand.have[1]
+    by_hand.swap(0, torch.randn(3000, generator=_seeded()))
+    for _ in range(60):
+        by_hand.swap(1, torch.zeros(3000), mass=0.0)
+    mirror = by_hand.server._mirrors[1].known.tensors[0]
+    assert torch.equal(mirror, by_hand.have[1]), "the server must know what the worker has, to the last bit"
+    assert (by_hand.x - by_hand.have[1]).norm() < 0.1 * (by_hand.x - start).norm()
+
+
+def _seeded():
+    return torch.Generator().manual_seed(1)
+
+
+def test_a_slow_worker_holds_up_nobody_and_the_fast_one_does_more():
+    used = {0: 0, 1: 0}
+    position = iter(range(0, 10**6, 4))
+    noted = []
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync="asgd")
+        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
+        replica.desk.set_boundary(100)
+        while (interval := replica.desk.claim(4)) is not None:
+            if group.rank == 1:
+                time.sleep(0.1)
+            run_step(replica, interval[0])
+            used[group.rank] += replica.desk.ack(interval)
+        replica.close()
+
+    LocalGroup.run(2, work, timeout_s=10)
+    assert sum(used.values()) == 25
+    assert used[0] >= 2 * used[1] > 0
+    assert sorted(noted) == [(start, start + 4) for start in range(0, 100, 4)]
+
+
+def test_a_dead_workers_samples_are_handed_out_again():
+    position = iter(range(0, 10**6, 4))
+    noted, claimed = [], threading.Event()
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync="asgd")
+        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
+        replica.desk.set_boundary(40)
+        if group.rank == 2:
+            replica.desk.claim(4)
+            claimed.set()
+            raise RuntimeError("struck by lightning")
+        claimed.wait()
+        while (interval := replica.desk.claim(4)) is not None:
+            run_step(replica, interval[0])
+            replica.desk.ack(interval)
+
+    with pytest.raises(RuntimeError, match="lightning"):
+        LocalGroup.run(3, work, timeout_s=10)
+    assert sorted(noted) == [(start, start + 4) for start in range(0, 40, 4)]
+
+
+def test_a_dead_server_is_an_error_that_names_it():
+    told = []
+    others_told = threading.Barrier(2, timeout=10)
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync=ASGD(num_servers=2))
+        run_step(replica, 0)
+        group.barrier()
+        if group.rank == 1:
+            raise RuntimeError("struck by lightning")
+        try:
+            for step in range(1, 1000):
+                run_step(replica, step)
+        except CommunicationError as error:
+            told.append(str(error))
+            others_told.wait()  # or the second would hear of the first instead
+
+    with pytest.raises(RuntimeError, match="lightning"):
+        LocalGroup.run(3, work, timeout_s=10)
+    assert len(told) == 2
+    assert all("the server on rank 1 is lost" in words for words in told)
+
+
+def test_a_request_to_stop_reaches_all_and_leaves_no_sample_out():
+    position = iter(range(0, 10**6, 4))
+    noted = []
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync="asgd")
+        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
+        replica.desk.set_boundary(10**5)
+        while (interval := replica.desk.claim(4)) is not None:
+            if group.rank == 1 and interval[0] > 40:
+                replica.request_stop()
+            run_step(replica, interval[0])
+            replica.desk.ack(interval)
+        stopping = replica.desk.is_stopping
+        replica.close()
+        return stopping
+
+    assert LocalGroup.run(2, work, timeout_s=10) == [True, True]
+    assert sorted(noted) == [(4 * n, 4 * n + 4) for n in range(len(noted))]
+
+
+def test_what_a_worker_has_is_its_own_outside_of_the_consensus():
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync="asgd")
+        for step in range(3):
+            run_step(replica, step)
+        own = flatten(module)
+        with replica.consensus():
+            agreed = flatten(module)
+        assert torch.equal(flatten(module), own)
+        replica.close()
+        return agreed
+
+    agreed = LocalGroup.run(3, work)
+    assert all(torch.equal(agreed[0], other) for other in agreed)
+
+
+def test_descend_is_what_one_worker_does():
+    start = flatten(make_linear())
+    assert torch.equal(train(1, "asgd", 4)[0, -1], descend(start, 0, range(4)))
+    assert make_samples(0, 0)[0].dtype == torch.float64

@@ -1,0 +1,205 @@
+"""Admission policies: the bound is never broken, and somebody may always go on."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.sync.parameter_server.clocks import BoundedClocks, FreeClocks, Quorum
+
+
+class Bounded(RuleBasedStateMachine):
+    """Workers that compute, tell of their step, wait to read, die, leave and come back, in any order.
+
+    The model knows of each worker which of its steps are in: those that it told of since it last joined, and all
+    before it joined. The policy under test knows clocks only.
+    """
+
+    @initialize(staleness=st.integers(0, 4), num_workers=st.integers(1, 5))
+    def begin(self, staleness, num_workers):
+        self.clocks = BoundedClocks(staleness)
+        self.staleness = staleness
+        self.told = {}  # steps that are in, by live worker
+        self.waiting = set()
+        self.gone = {}  # clocks of those that left
+        for worker in range(num_workers):
+            self.told[worker] = self.clocks.join(worker)
+
+    @precondition(lambda self: set(self.told) - self.waiting)
+    @rule(data=st.data())
+    def tell(self, data):
+        worker = data.draw(st.sampled_from(sorted(set(self.told) - self.waiting)))
+        self.clocks.tick(worker)
+        self.told[worker] += 1
+        self.waiting.add(worker)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def try_to_read(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.waiting)))
+        if self.clocks.may_read(worker):
+            clock = self.told[worker]
+            seen = min(self.told.values())  # all steps below are in
+            assert seen > clock - self.staleness - 1, "a read that misses updates it must see"
+            self.waiting.remove(worker)
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data())
+    def go(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.told)))  # one that waits may die too
+        self.clocks.leave(worker)
+        self.gone[worker] = self.told.pop(worker)
+        self.waiting.discard(worker)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def come_back(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.gone)))
+        clock = self.clocks.join(worker, self.gone[worker])
+        assert clock >= self.gone.pop(worker)
+        assert clock >= min(self.told.values(), default=0), "nobody may have to wait for a past that will not come"
+        self.told[worker] = clock
+
+    @invariant()
+    def somebody_can_go_on(self):
+        """Who waits, waits for one that computes: else all would wait for ever."""
+        if self.waiting and self.waiting == set(self.told):
+            assert any(self.clocks.may_read(worker) for worker in self.waiting)
+
+    @invariant()
+    def the_slowest_never_waits(self):
+        for worker in self.waiting:
+            if self.told[worker] == min(self.told.values()):
+                assert self.clocks.may_read(worker)
+
+    @invariant()
+    def who_waits_needs_to(self):
+        """Nobody is held up by more than the bound asks for."""
+        for worker in self.waiting:
+            if not self.clocks.may_read(worker):
+                assert min(self.told.values()) < self.told[worker] - self.staleness
+
+
+class Backups(RuleBasedStateMachine):
+    """Workers of one step after another, each done when enough have come."""
+
+    @initialize(num_workers=st.integers(1, 6), num_backups=st.integers(0, 3))
+    def begin(self, num_workers, num_backups):
+        self.num_backups = min(num_backups, num_workers - 1)
+        self.quorum = Quorum(self.num_backups)
+        self.live = set(range(num_workers))
+        self.at = {worker: self.quorum.join(worker) for worker in self.live}  # the step that a worker computes
+        self.waiting = set()
+        self.counted = set()
+
+    def settle(self):
+        while self.quorum.is_complete:
+            num_needed = len(self.live | self.counted) - self.num_backups
+            assert len(self.counted) >= max(num_needed, 1)
+            self.quorum.advance()
+            self.counted = set()
+        for worker in sorted(self.waiting):
+            if self.quorum.may_read(worker):
+                self.quorum.read(worker)
+                assert self.quorum.step > self.at[worker]
+                self.at[worker] = self.quorum.step
+                self.waiting.discard(worker)
+
+    @precondition(lambda self: self.live - self.waiting)
+    @rule(data=st.data())
+    def tell(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.live - self.waiting)))
+        is_late = self.at[worker] < self.quorum.step
+        assert self.quorum.is_late(worker) == is_late
+        if not is_late:
+            self.counted.add(worker)
+        self.quorum.tick(worker)
+        self.waiting.add(worker)
+        self.settle()
+        if is_late:
+            assert worker not in self.waiting, "who comes too late waits for nobody"
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def go(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.live)))
+        self.quorum.leave(worker)
+        self.live.discard(worker)
+        self.waiting.discard(worker)
+        self.settle()
+
+    @rule(worker=st.integers(0, 5))
+    def come(self, worker):
+        if worker not in self.live and worker not in self.counted:
+            self.at[worker] = self.quorum.join(worker)
+            assert self.at[worker] == self.quorum.step
+            self.live.add(worker)
+
+    @invariant()
+    def somebody_can_go_on(self):
+        assert not self.waiting or self.waiting != self.live, "all wait for each other"
+
+    @invariant()
+    def who_waits_has_been_counted(self):
+        assert self.waiting <= self.counted
+
+
+Bounded.TestCase.settings = Backups.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=30, deadline=None, derandomize=True
+)
+TestBounded = Bounded.TestCase
+TestBackups = Backups.TestCase
+
+
+def test_nobody_waits_where_clocks_are_free():
+    clocks = FreeClocks()
+    for worker in range(2):
+        clocks.join(worker)
+    for _ in range(100):
+        clocks.tick(0)
+        assert clocks.may_read(0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_fast_worker_is_stopped_exactly_at_the_bound(staleness):
+    clocks = BoundedClocks(staleness)
+    for worker in range(2):
+        clocks.join(worker)
+    for _ in range(staleness):
+        clocks.tick(0)
+        assert clocks.may_read(0)
+    clocks.tick(0)
+    assert not clocks.may_read(0)
+    clocks.tick(1)
+    assert clocks.may_read(0)
+
+
+def test_who_comes_back_is_where_the_slowest_is():
+    clocks = BoundedClocks(2)
+    for worker in range(3):
+        clocks.join(worker)
+    clocks.leave(2)
+    for _ in range(5):
+        clocks.tick(0)
+        clocks.tick(1)
+    clocks.tick(0)
+    assert clocks.join(2, 0) == 5
+    for worker in range(3):
+        clocks.leave(worker)
+    assert clocks.join(2, 5) == 6, "when all have left, nobody's lead is lost"
+
+
+def test_a_step_with_backups_takes_the_first_and_knows_the_late():
+    quorum = Quorum(1)
+    for worker in range(3):
+        quorum.join(worker)
+    quorum.tick(0)
+    assert not quorum.is_complete
+    quorum.tick(2)
+    assert quorum.is_complete
+    quorum.advance()
+    assert quorum.is_late(1)
+    quorum.tick(1)
+    assert not quorum.arrived
+    quorum.read(1)
+    assert quorum.clocks[1] == 1

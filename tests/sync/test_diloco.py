@@ -1,0 +1,93 @@
+"""DiLoCo: its outer steps are torch's own, and its momentum belongs to all workers."""
+
+import pytest
+import torch
+from stepping import descend, flatten, make_linear, make_sgd, run_step, train
+
+from paceline.checkpoint import CheckpointStore
+from paceline.comm import LocalGroup
+from paceline.sync import DiLoCo, LocalSGD
+from paceline.training.replica import Replica
+from paceline.training.state import capture, restore
+
+
+def uneven(rank, step):
+    return 1.0 + (3 * rank + step) % 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_with_a_rate_of_one_and_no_momentum_it_is_local_sgd(size):
+    outer = train(size, DiLoCo(period=3, outer_learning_rate=1.0, outer_momentum=0.0), 8, uneven)
+    local = train(size, LocalSGD(period=3), 8, uneven)
+    if size > 1:
+        assert torch.equal(outer, local)
+    else:  # local SGD leaves a worker alone as it is; the anchor less the difference from it is rounded
+        torch.testing.assert_close(outer, local, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_its_outer_steps_are_those_of_torch(nesterov):
+    rule = DiLoCo(period=3, nesterov=nesterov)
+    seen = train(2, rule, 12, uneven)
+    common = flatten(make_linear()).requires_grad_()
+    outer = torch.optim.SGD([common], lr=0.7, momentum=0.9, nesterov=nesterov)
+    for first in range(0, 12, 3):
+        steps = range(first, first + 3)
+        masses = [sum(uneven(rank, step) for step in steps) for rank in range(2)]
+        ends = [descend(common.detach(), rank, steps) for rank in range(2)]
+        mean = sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+        before = common.detach().clone()
+        common.grad = before - mean
+        outer.step()
+        torch.testing.assert_close(seen[0, first + 2], common.detach(), rtol=1e-11, atol=1e-12)
+        assert torch.equal(seen[0, first + 2], seen[1, first + 2])
+        if first == 0:  # momentum that begins as the first difference: not 0.7 times it
+            factor = 0.7 * 1.9 if nesterov else 0.7
+            torch.testing.assert_close(common.detach() - before, factor * (mean - before))
+
+
+def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
+    rule = DiLoCo(period=3)
+
+    def fail(path, reason):
+        raise AssertionError(f"{path} is damaged: {reason}")
+
+    def work(group, num_before):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync=rule)
+        with CheckpointStore(tmp_path) as store:
+            if num_before:
+                restore(store.find_newest_valid(fail) if group.rank == 0 else None, replica)
+            else:
+                for step in range(7):
+                    run_step(replica, step, uneven(group.rank, step))
+                tensors, document = capture(replica)
+                if group.rank == 0:
+                    store.save(tensors, document, 7)
+        begun = flatten(module)
+        _, shared = replica.sync_state()
+        shared = {name: tensor.clone() for name, tensor in shared.items()}
+        with replica.consensus():
+            consensus = flatten(module)
+        for step in (7, 8):
+            run_step(replica, step, uneven(group.rank, step))
+        replica.close()
+        return begun, shared, consensus, flatten(module)
+
+    saved = LocalGroup.run(3, lambda group: work(group, 0))
+    assert {name.split("/")[0] for name in saved[0][1]} == {"parameters", "velocity"}
+    joined = LocalGroup.run(5, lambda group: work(group, 3))
+    for begun, shared, consensus, _ in joined:
+        assert all(torch.equal(tensor, saved[0][1][name]) for name, tensor in shared.items())
+        # The model is saved in its own dtype; the mean of equal parameters is rounded once more.
+        torch.testing.assert_close(begun, saved[0][2], rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(consensus, begun, rtol=1e-14, atol=1e-15)
+    anchor = torch.cat([saved[0][1][f"parameters/{name}"].flatten() for name in ("weight", "bias")])
+    velocity = torch.cat([saved[0][1][f"velocity/{name}"].flatten() for name in ("weight", "bias")])
+    masses = [sum(uneven(rank, step) for step in (7, 8)) for rank in range(5)]
+    ends = [descend(joined[0][0], rank, (7, 8)) for rank in range(5)]
+    difference = anchor - sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+    velocity = 0.9 * velocity + difference
+    expected = anchor - 0.7 * (difference + 0.9 * velocity)
+    for *_, after in joined:
+        torch.testing.assert_close(after, expected, rtol=1e-11, atol=1e-12)

@@ -1,0 +1,242 @@
+"""The synchronous parameter server: equal to synchronous SGD, however it is laid out; backups are left behind."""
+
+import time
+
+import pytest
+import torch
+from pydantic import ValidationError
+from serving import ByHand
+from stepping import flatten, make_linear, make_samples, make_sgd, run_step, train
+
+from paceline.comm import LocalGroup
+from paceline.errors import CommunicationError, SettingsError
+from paceline.sync import ASGD, ParameterServer
+from paceline.sync.parameter_server import serve
+from paceline.sync.parameter_server.pieces import Pack, copy_all, share_out
+from paceline.sync.parameter_server.state import cut_pieces, join_pieces, pack_state, unpack_state
+from paceline.sync.synchroniser import LocalStep, Site
+from paceline.training.replica import Replica
+
+
+def _uneven(rank, step):
+    return float((2 * rank + step) % 4)  # some have nothing
+
+
+def _adamw(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def _with_momentum(module):
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("make", [make_sgd, _with_momentum, _adamw], ids=["sgd", "nesterov", "adamw"])
+def test_it_is_every_step(make, servers):
+    ours = train(3, ParameterServer(num_servers=servers), 8, _uneven, make)
+    torch.testing.assert_close(ours, train(3, "every_step", 8, _uneven, make), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "host_size"), [(4, 2), (5, 2), (3, 3), (4, None)])
+def test_hosts_that_sum_first_are_every_step_too(size, host_size):
+    ours = train(size, ParameterServer(host_size=host_size), 6, _uneven, _with_momentum)
+    torch.testing.assert_close(ours, train(size, "every_step", 6, _uneven, _with_momentum), rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_the_same_to_the_last_bit_at_every_run():
+    def one():
+        return train(3, ParameterServer(num_servers=2, codec="int8"), 5, _uneven, dtype=torch.float32)
+
+    assert torch.equal(one(), one())
+
+
+def test_parameters_that_nobody_used_stay_as_they_are():
+    def work(group):
+        module = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
+        replica = Replica(module, optimizer, group=group, sync="parameter_server")
+        before = module["unused"].weight.detach().clone()
+        replica.backward(module["used"](torch.ones(1, 2)).sum())
+        replica.update()
+        replica.close()
+        return torch.equal(before, module["unused"].weight)
+
+    with pytest.warns(UserWarning, match="had no gradient"):
+        assert LocalGroup.run(2, work) == [True, True]
+
+
+def test_with_backups_a_step_is_of_those_that_came_first():
+    by_hand = ByHand(ParameterServer(num_backups=1), num_workers=3, learning_rate=1.0, start=(0.0, 0.0))
+    pulls = [by_hand.push(0, [4.0, 0.0], mass=3.0), by_hand.push(2, [0.0, 4.0], mass=1.0)]
+    torch.testing.assert_close(by_hand.x, torch.tensor([-3.0, -1.0], dtype=torch.float64))
+    for pull in pulls:
+        pull()
+    by_hand.swap(1, [100.0, 100.0])
+    assert by_hand.dropped == [False, True, False]
+    assert by_hand.shard.num_dropped == 1
+    torch.testing.assert_close(by_hand.have[1], torch.tensor([-3.0, -1.0], dtype=torch.float64))
+    assert by_hand.clocks == [1, 1, 1]
+
+
+def test_a_straggler_is_left_behind_and_its_samples_are_not_lost():
+    position = iter(range(0, 10**6, 4))
+    noted, steps = [], [0, 0, 0]
+
+    def work(group):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync=ParameterServer(num_backups=1))
+        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
+        replica.desk.set_boundary(120)
+        while (interval := replica.desk.claim(4)) is not None:
+            if group.rank == 2:
+                time.sleep(0.05)
+            run_step(replica, interval[0])
+            steps[group.rank] += replica.desk.ack(interval)
+        with replica.consensus():
+            parameters = flatten(module)
+        dropped = replica._synchroniser.count_delays().num_dropped if group.rank == 0 else None
+        group.barrier()
+        replica.close()
+        return parameters, dropped
+
+    (first, dropped), *others = LocalGroup.run(3, work, timeout_s=10)
+    assert all(torch.equal(first, parameters) for parameters, _ in others)
+    assert dropped >= 1
+    assert steps[2] < min(steps[:2])
+    assert sorted(noted) == [(start, start + 4) for start in range(0, 120, 4)], "each sample counts exactly once"
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_codecs_both_ways_stay_near_the_exact_way(codec):
+    sync = ParameterServer(
+        codec={"name": codec, "dense_below": 0}, pull_codec={"name": codec, "dense_below": 0}, num_servers=2
+    )
+    ours = train(3, sync, 20, dtype=torch.float32)
+    exact = train(3, "every_step", 20, dtype=torch.float32)
+    moved = (exact[:, -1] - exact[:, 0]).norm()
+    assert 0 < (ours[:, -1] - exact[:, -1]).norm() < 0.02 * moved
+
+
+def _serve_beside(world, rule, num_workers, num_steps):
+    """Train as a replica does, with servers that are the last of the `world`."""
+    module = make_linear(seed=world.rank if world.rank >= num_workers else 0)  # a server's own start is of no account
+    optimizer = _adamw(module)
+    if world.rank >= num_workers:
+        serve(rule, Site(module, optimizer, world, world=world), num_workers)
+        return None
+    group = world.subgroup(range(num_workers), "workers")
+    synchroniser = rule.start_synchroniser(Site(module, optimizer, group, world=world))
+    for step in range(num_steps):
+        inputs, targets = make_samples(group.rank, step)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(inputs), targets).backward()
+        now = LocalStep(step, 1.0)
+        synchroniser.before_update(now)
+        synchroniser.after_update(now)
+    shared = synchroniser.shared_state()
+    synchroniser.close()
+    return flatten(module), shared
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_with_processes_of_their_own_are_every_step(servers):
+    rule = ParameterServer(num_servers=servers, placement="own")
+    results = LocalGroup.run(2 + servers, lambda world: _serve_beside(world, rule, 2, 5))
+    expected = train(2, "every_step", 5, make_optimizer=_adamw)[:, -1]
+    for parameters, _ in results[:2]:
+        torch.testing.assert_close(parameters, expected[0], rtol=1e-12, atol=1e-12)
+    assert results[0][1]["optimizer/weight/exp_avg"].shape == (2, 3), "state is of whole parameters"
+    assert results[2:] == [None] * servers
+
+
+def test_a_server_of_its_own_says_which_workers_it_lost():
+    said = []
+
+    def work(world):
+        rule = ASGD(placement="own")
+        if world.rank == 2:
+            with pytest.raises(CommunicationError, match=r"server 0 lost workers: .*rank 1: .*lightning"):
+                _serve_beside(world, rule, 2, 3)
+            said.append(True)
+        elif world.rank == 1:
+            _die(world, rule)
+        else:
+            _serve_beside(world, rule, 2, 3)
+
+    with pytest.raises((RuntimeError, CommunicationError)):
+        LocalGroup.run(3, work, timeout_s=10)
+    assert said == [True]
+
+
+def _die(world, rule):
+    module = make_linear()
+    group = world.subgroup(range(2), "workers")
+    rule.start_synchroniser(Site(module, _adamw(module), group, world=world))
+    raise RuntimeError("struck by lightning")
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValidationError, match=r"num_servers must be 1 with backup workers.* got 2"):
+        ParameterServer(num_servers=2, num_backups=1)
+    with pytest.raises(ValidationError, match="host_size must be 1 with backup workers"):
+        ParameterServer(host_size=2, num_backups=1)
+    with pytest.raises(ValidationError, match="pull_codec must have no momentum"):
+        ParameterServer(pull_codec="dgc")
+    with pytest.raises(ValidationError, match="pull_codec must not be scaled"):
+        ParameterServer(pull_codec={"name": "random_k", "scaled": True, "error_feedback": False})
+    with pytest.raises(SettingsError, match="num_backups must be less than the number of workers, but got 2 of 2"):
+        train(2, ParameterServer(num_backups=2), 1)
+    with pytest.raises(SettingsError, match="must be started with the workers"):
+        train(2, ParameterServer(placement="own"), 1)
+
+
+@pytest.mark.parametrize("may_cut", [True, False])
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
+def test_pieces_are_all_parameters_and_even(num_servers, may_cut):
+    generator = torch.Generator().manual_seed(num_servers)
+    shapes = {"large": (100, 30), "wide": (1, 500), "vector": (70,), "scalar": (), "empty": (0, 4), "cube": (9, 4, 4)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    shares = share_out(parameters, num_servers, may_cut=may_cut)
+    rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in parameters.items()}
+    for pieces in shares:
+        pack = Pack(pieces)
+        copy_all(pack.tensors, [piece.of(parameters[piece.parameter]) for piece in pieces])
+        assert sum(piece.num_bytes for piece in pieces) <= len(pack.bytes)
+        for piece, tensor in zip(pieces, pack.tensors, strict=True):
+            assert piece.of(rebuilt[piece.parameter]).isnan().all(), "no element may be in two pieces"
+            piece.of(rebuilt[piece.parameter]).copy_(tensor)
+    for name, tensor in parameters.items():
+        assert torch.equal(rebuilt[name], tensor)
+    loads = [sum(piece.num_bytes for piece in pieces) for pieces in shares]
+    if may_cut:
+        assert max(loads) <= 1.2 * sum(loads) / num_servers + 2000
+    else:
+        assert all(piece.stop == 0 for pieces in shares for piece in pieces)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_state_of_some_servers_is_that_of_another_number(num_servers):
+    parameters = {"a": torch.arange(24.0).view(12, 2), "b/c": torch.arange(5.0), "s": torch.tensor(3.0)}
+    of_three = [piece for pieces in share_out(parameters, 3, may_cut=True) for piece in pieces]
+    of_some = [piece for pieces in share_out(parameters, num_servers, may_cut=True) for piece in pieces]
+
+    def state_of(pieces):
+        state = {}
+        for piece in pieces:
+            state[f"parameter/{piece.name}"] = piece.of(parameters[piece.parameter])
+            state[f"optimizer/{piece.name}/exp_avg"] = piece.of(parameters[piece.parameter]) + 1
+            state[f"optimizer/{piece.name}/step"] = torch.tensor(7.0)
+        return state
+
+    whole = join_pieces(state_of(of_three), of_three)
+    assert whole.keys() == {f"{k}/{n}{e}" for n in parameters for k, e in _KEYS}
+    body = pack_state(cut_pieces(whole, of_some), {"said": [1, "ü"]})
+    tensors, document = unpack_state(body)
+    assert document == {"said": [1, "ü"]}
+    expected = state_of(of_some)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+_KEYS = (("parameter", ""), ("optimizer", "/exp_avg"), ("optimizer", "/step"))
