@@ -326,7 +326,7 @@ def test_changed_shares_leave_alone_what_was_read_ahead(num_processes, num_micro
             weights = expected[max(start for start in expected if start <= interval.start)]
             assert [len(counted(step)) for step in steps] == apportion(interval.num_samples, weights)
             if number % 7 == 3:
-                time.sleep(0.02)  # so that all is read ahead that may be
+                time.sleep(0.1)  # so that all is read ahead that may be
                 for loader, step in zip(loaders, steps, strict=True):
                     loader.ack(step[-1])
                 new = [1.0 + number % 4, float(number % 5)]

@@ -66,6 +66,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "shares_changed",
         "showcased",
         "slow_worker",
+        "staleness_measured",
         "step_finished",
         "step_timed",
         "unused_parameters",

@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
+from paceline.sync.dpsgd import DPSGD
+from paceline.sync.push_sum import PushSum
 from paceline.training.replica import Replica
 
 
@@ -93,3 +96,27 @@ def train_plainly(mix, num_workers, num_steps, lr=0.1):
 
 def mix_by(graph, num_workers):
     return lambda models, step: torch.from_numpy(graph.mixing_matrix(num_workers, step)) @ models
+
+
+RULES = {"dpsgd": DPSGD(graph="complete"), "push_sum": PushSum()}
+_NUM_STEPS = 8
+
+
+def train_here(group, rule, lr=0.1, num_steps=_NUM_STEPS):
+    """Return this worker's parameters after some steps, and the mean of all, as JSON."""
+    replica = make_replica(group, rule, lr=lr)
+    for step in range(num_steps):
+        take_step(replica, step)
+    with replica.consensus():
+        mean = flat(replica.module).tolist()
+    own = flat(replica.module).tolist()
+    replica.close()
+    return own, mean
+
+
+def train_in_a_process():
+    """Return, for each of RULES and then ad_psgd, this rank's parameters and the mean."""
+    with join() as group:
+        results = [train_here(group, rule) for rule in RULES.values()]
+        results.append(train_here(group, "ad_psgd", lr=0.0, num_steps=30))
+    return results

@@ -1,7 +1,11 @@
 """Elastic averaging: its two ends are known, and between them the workers' pull and the centre's are opposite."""
 
+import random
+import time
+
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from paceline.comm import LocalGroup
@@ -91,6 +95,53 @@ def test_the_centre_has_the_same_bits_everywhere_also_with_a_codec():
         for other in others:
             assert torch.equal(first[-1][1], other[-1][1])
             assert not torch.equal(first[-1][0], other[-1][0])
+
+
+def _swap_at_own_pace(group, elasticity, num_steps):
+    """Take steps with no gradient from parameters of one's own, at random speed; return them, and the centre."""
+    module = make_module().double()
+    replica = Replica(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        group=group,
+        sync=EASGD(period=1, elasticity=elasticity, asynchronous=True),
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(group.rank + 1.0)
+    pause = random.Random(group.rank)
+    for step in range(num_steps):
+        time.sleep(0.003 * pause.random())
+        inputs, _ = make_batch(group.rank, step)
+        replica.backward(replica(inputs.double()).mean())
+        replica.update()
+    own = _flat(module)
+    with replica.consensus():
+        centre = _flat(module)
+    replica.close()
+    return own, centre
+
+
+def test_what_a_worker_loses_the_centre_gains_in_whatever_order_they_come():
+    start = _flat(make_module().double())
+    results = LocalGroup.run(4, lambda group: _swap_at_own_pace(group, 0.2, num_steps=5 + 3 * group.rank))
+    before = start + sum(start + rank + 1.0 for rank in range(4))
+    torch.testing.assert_close(results[0][1] + sum(own for own, _ in results), before, rtol=0, atol=1e-12)
+    for own, centre in results:
+        assert torch.equal(centre, results[0][1])
+        assert (centre - start).min() > 0.5, "the centre must have gone to the workers"
+        assert (own - centre).abs().max() < 4, "and they to it"
+
+
+def test_one_worker_and_its_centre_meet_half_way():
+    [(own, centre)] = LocalGroup.run(1, lambda group: _swap_at_own_pace(group, 0.5, num_steps=1))
+    torch.testing.assert_close(own, centre)
+    torch.testing.assert_close(centre, _flat(make_module().double()) + 0.5)
+
+
+def test_a_codec_is_refused_where_the_swap_is_of_parameters_as_they_are():
+    with pytest.raises(ValidationError, match="must be left out with asynchronous, but got int8"):
+        EASGD(asynchronous=True, codec="int8")
 
 
 def test_a_centre_that_would_overshoot_is_refused():

@@ -222,6 +222,35 @@ def test_data_too_small_for_all_workers_leaves_shares_alone():
     assert all(min(event.shares) >= 1 for event in of_kind(events, SharesChanged))
 
 
+def step_by_hand(computed, numbers, interval=3):
+    """Let two workers compute ``computed(rank, number)``, a time and a number of samples; return events by step."""
+
+    def worker(group):
+        clock = Stopped()
+        pacing = Pacing(Loader(Data(1000), 20, group=group), group, interval=interval, is_following=True, clock=clock)
+        events = []
+        for number in numbers:
+            time_s, num_samples = computed(group.rank, number)
+            with pacing.computing(num_samples):
+                clock.now_s += time_s
+            events += [(number, type(event)) for event in pacing.end_step(number, StepTimes())]
+        return events
+
+    events, others = LocalGroup.run(2, worker)
+    assert events == others
+    return events
+
+
+def test_a_worker_that_had_no_samples_in_one_interval_is_judged_by_the_next():
+    events = step_by_hand(lambda rank, number: (0.5, 0) if rank and number <= 3 else (1.0 + 2 * rank, 10), range(1, 10))
+    assert events == [(9, SlowWorker), (9, SharesChanged)]
+
+
+def test_a_run_that_goes_on_within_an_interval_does_not_judge_by_what_is_left_of_it():
+    events = step_by_hand(lambda rank, number: (1.0 + 2 * rank, 10), range(5, 30), interval=6)
+    assert {number for number, _ in events} == {24}, "told after 12 and 18; what was told last is heard after 24"
+
+
 def test_standing_still_inside_forward_is_no_computing():
     def worker(group):
         clock = Stopped()

@@ -64,10 +64,7 @@ class _Trained:
 
 
 class GossipComparison(Settings):
-    """Trains a small network with workers that are threads, once for each graph, number of workers and seed.
-
-    Each worker's samples are of another part of the inputs, so that workers drift apart as far as mixing lets them.
-    """
+    """Trains a small network with workers that are threads, once for each graph, number of workers and seed."""
 
     num_workers: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] = (8, 16)
     """Numbers of workers."""
@@ -81,6 +78,9 @@ class GossipComparison(Settings):
     """Of SGD, the same in all steps."""
     batch: int = Field(default=8, ge=1)
     """Samples of a worker and step."""
+    skew: float = Field(default=0.0, ge=0, le=1)
+    """How different workers' samples are: 0 like those of a training, which are dealt out at random; 1, each worker has
+    a part of the range of an input for itself."""
 
     def compare(self) -> list[GossipRow]:
         """Train, and return a row for all-reduce and each graph, for each number of workers."""
@@ -110,17 +110,25 @@ class GossipComparison(Settings):
         wire_bytes = 0
         generator = torch.Generator().manual_seed(1000 * seed + group.rank)
         for _ in range(self.num_steps):
-            inputs, targets = _draw(self.batch, group.rank, group.size, generator)
+            inputs, targets = self._draw(self.batch, group.rank / group.size, generator)
             replica.backward(F.mse_loss(replica(inputs), targets), weight=self.batch)
             wire_bytes += replica.update().wire_bytes
         own = _flat(module)
         generator.manual_seed(1000 * seed + 999)
-        parts = [_draw(64, rank, group.size, generator) for rank in range(group.size)]
+        parts = [self._draw(64, rank / group.size, generator) for rank in range(group.size)]
         with replica.consensus(), torch.no_grad():
             mean = _flat(module)
             loss = statistics.fmean(float(F.mse_loss(module(inputs), targets)) for inputs, targets in parts)
         replica.close()
         return _Trained(loss, float((own - mean).norm() / mean.norm()), wire_bytes / self.num_steps)
+
+    def _draw(self, num_samples: int, place: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return noisy samples of a fixed function, for the worker at a place in [0, 1) among all."""
+        inputs = torch.randn(num_samples, _NUM_INPUTS, generator=generator)
+        mixed = 2 * torch.rand(num_samples, generator=generator) - 1
+        inputs[:, 0] = (1 - self.skew) * mixed + self.skew * (2 * place - 1 + 0.1 * inputs[:, 0])
+        clean = torch.stack([(2 * inputs[:, 0]).sin() + inputs[:, 1], inputs[:, 2] - inputs[:, 3].tanh()], 1)
+        return inputs, clean + 0.2 * torch.randn(num_samples, 2, generator=generator)
 
 
 def _describe(
@@ -145,14 +153,6 @@ def _make_module(seed: int) -> nn.Module:
         for parameter in module.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
     return module
-
-
-def _draw(num_samples: int, rank: int, num_workers: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return noisy samples of a fixed function; the first input depends on the worker."""
-    inputs = torch.randn(num_samples, _NUM_INPUTS, generator=generator)
-    inputs[:, 0] = 0.3 * inputs[:, 0] + 2 * (rank + 0.5) / num_workers - 1
-    clean = torch.stack([(2 * inputs[:, 0]).sin() + inputs[:, 1], inputs[:, 2] - inputs[:, 3].tanh()], 1)
-    return inputs, clean + 0.2 * torch.randn(num_samples, 2, generator=generator)
 
 
 def _flat(module: nn.Module) -> Tensor:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.compare_gossip import compare_gossip
 from paceline.errors import SettingsError, unknown_name
 
 if TYPE_CHECKING:
@@ -13,9 +14,13 @@ if TYPE_CHECKING:
 
 def compare(
     context: typer.Context,
-    what: Annotated[str, typer.Argument(help="What is compared: codecs.")],
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or your own: file.py:function.")] = "resnet",
-    workers: Annotated[int, typer.Option(help="Worker processes on this machine.")] = 2,
+    what: Annotated[str, typer.Argument(help="What is compared: codecs, sync or gossip.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe's name, or your own: file.py:function. [default: resnet]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes on this machine. [default: 2; gossip: threads, 8 and 16]")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds from 0 on.")] = 3,
     only: Annotated[str | None, typer.Option(help="Those compared, separated by commas. [default: all]")] = None,
     out: Annotated[
@@ -29,12 +34,20 @@ def compare(
 
     Overrides of the recipe apply to all runs: `paceline compare codecs resnet --num_steps 300 --data.path mnist`.
     Called again with the same `--out` it goes on where it was; runs with other settings are refused.
+    `paceline compare gossip` trains a small network of its own over each graph; its fields are overrides too, such as
+    `--num_steps 300 --skew 1`.
     """
+    if what == "gossip":
+        if recipe is not None or out is not None:
+            raise SettingsError(f"recipe and --out must be left out of compare gossip, but got {recipe} and {out}")
+        compare_gossip(context.args, workers, seeds, only, json, markdown)
+        return
     from paceline.benchmarks import COMPARISONS, check_new_files, print_table, write_files
     from paceline.cli.overrides import parse_pairs
 
     if what not in COMPARISONS:
-        raise unknown_name("comparison", what, COMPARISONS)
+        raise unknown_name("comparison", what, [*COMPARISONS, "gossip"])
+    recipe, workers = recipe or "resnet", 2 if workers is None else workers
     if seeds < 1 or workers < 2:
         raise SettingsError(f"--seeds must be at least 1 and --workers 2, but got {seeds} and {workers}")
     check_new_files(json, markdown)

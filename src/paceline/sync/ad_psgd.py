@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class ADPSGD(GossipRule):
         """Return what averages.
 
         Raises:
-            SettingsError: The graph cannot be of so many workers, or changes from step to step.
+            SettingsError: The graph cannot be of so many workers.
         """
         self.check_site(site)
         return ADPSGDSynchroniser(site, pair_up(self.graph, site.group.size))
@@ -115,6 +116,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._stop_at: int | None = None
         self._has_begun = self._has_asked = False
         self._wire_bytes = 0
+        self._waited_s = 0.0
 
     def before_update(self, step: LocalStep) -> None:
         """Take on the averages that have been made meanwhile; the gradients were made of parameters from before."""
@@ -135,7 +137,8 @@ class ADPSGDSynchroniser(Synchroniser):
         if self._neighbours and not stop:
             self._request(step.number)
         wire_bytes, self._wire_bytes = self._wire_bytes + self._service.take_bytes(), 0
-        return Outcome(0.0, wire_bytes, stop)
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return Outcome(waited_s, wire_bytes, stop)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -180,8 +183,10 @@ class ADPSGDSynchroniser(Synchroniser):
         """Wait for the answer, if one is to come, and make it."""
         if self._port is None:
             return
+        began_s = time.perf_counter()
         port, self._port = self._port, None
         port.finish(self._delta.view(torch.uint8))
+        self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
 
     def _ask(self, num_steps: int, is_asked_to_stop: bool) -> None:

@@ -2,36 +2,68 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, model_validator
+from torch import Size, Tensor
 
+from paceline.compression import NoCodec
 from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.anchor import Anchor
+from paceline.sync.elastic_centre import AsynchronousElastic
 from paceline.sync.periodic import Feedback, PeriodicRule
+from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 
 
 @register("easgd")
 class EASGD(PeriodicRule):
-    """Elastic averaging SGD, synchronous (Zhang, Choromanska and LeCun 2015, arXiv:1412.6651).
+    """Elastic averaging SGD (Zhang, Choromanska and LeCun 2015, arXiv:1412.6651).
 
     Once in a period x_i <- x_i - lr * g_i - a * (x_i - c) and c <- c + a * sum_i (x_i - c), with a the `elasticity`:
     the gradient and both differences are those of before the step. Workers stay apart, and so explore; the centre c is
     the model that is judged and saved. With num_workers * a = 1 the centre becomes the workers' mean, with a = 0 they
     run by themselves. The optimizer is any: with SGD and Nesterov momentum it is the paper's EAMSGD.
 
-    On the wire is one all-reduce of the parameters a period, which the optimizer's step hides in part; each worker
-    keeps the centre beside its parameters. Workers count alike, whatever their samples. Clipping bounds each worker's
-    own gradient, not the pull. A codec encodes x_i - c; what it holds back reaches the centre later.
+    With `asynchronous` each worker swaps with the centre alone, in steps of its own, one after another: x_i <- x_i - d,
+    c <- c + d, d = a * (x_i - c). The centre stands beside the first worker, and samples go to whoever comes for them.
+
+    On the wire is one all-reduce of the parameters a period, or a message of them each way with `asynchronous`, which
+    the optimizer's step hides in part; each worker keeps the centre beside its parameters. Workers count alike,
+    whatever their samples. Clipping bounds each worker's own gradient, not the pull. A codec encodes x_i - c; what it
+    holds back reaches the centre later.
     """
 
     period: int = Field(default=8, ge=1)
     """Steps from one pull to the next."""
     elasticity: float | None = Field(default=None, ge=0, le=1)
     """How far a worker is pulled to the centre, and the centre by each worker; by default 0.9 / num_workers."""
+
+    asynchronous: bool = False
+    """Whether each worker swaps with the centre at its own pace."""
+
+    @model_validator(mode="after")
+    def _check_asynchronous(self) -> Self:
+        if self.asynchronous and (not isinstance(self.codec, NoCodec) or self.program is not None):
+            raise SettingsError(
+                f"codec and program must be left out with asynchronous, but got {self.codec.name} and {self.program}; "
+                "a worker and the centre swap parameters as they are"
+            )
+        return self
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Where workers swap at their own pace."""
+        return self.asynchronous
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """One all-reduce a period; with `asynchronous` a message each way."""
+        if not self.asynchronous:
+            return super().traffic(shapes, num_workers)
+        num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        return tuple(Traffic(way, num_bytes, num_bytes, self.period, "servers") for way in ("push", "pull"))
 
     def start_synchroniser(self, site: Site) -> Synchroniser:
         """Return what pulls.
@@ -46,6 +78,8 @@ class EASGD(PeriodicRule):
                 f"elasticity times workers must be at most 1, but got {elasticity} * {num_workers} = "
                 f"{elasticity * num_workers:g}; give at most {1 / num_workers:.3g}"
             )
+        if self.asynchronous:
+            return AsynchronousElastic(site, self.period, elasticity)
         return _Elastic(site, self, elasticity)
 
 

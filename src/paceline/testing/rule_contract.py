@@ -32,6 +32,8 @@ def every_rule() -> dict[str, Rule]:
     for name, variant in list_variants(Rule).items():  # type: ignore[type-abstract]
         often = {key: value for key, value in {"period": 4, "start": 0}.items() if key in variant.model_fields}
         rules[name] = variant.model_validate(often)
+        if "asynchronous" in variant.model_fields:
+            rules[f"{name} asynchronous"] = variant.model_validate({**often, "asynchronous": True})
     return rules
 
 

@@ -213,6 +213,7 @@ def _run_at_own_pace(training: Training, desk: Desk) -> bool:
     A step is done when a global batch of samples is, by whomever.
     """
     run, loader, group = training.run, training.loader, training.replica.group
+    began_at = loader.position
     while training.step < run.num_steps:
         desk.set_boundary(loader.order.position_of(_next_meeting(run, training.step), run.global_batch))
         for batch in loader:
@@ -224,6 +225,7 @@ def _run_at_own_pace(training: Training, desk: Desk) -> bool:
             training.step_began_s = time.perf_counter()
         position = group.gather_documents(loader.position, name="position")[0]
         loader.move_to(position)
+        training.num_samples = position - began_at
         training.step = loader.order.step_of(position, run.global_batch)
         stop = desk.is_stopping
         _do_after_step(training, stop=stop)

@@ -1,0 +1,145 @@
+"""The centre of asynchronous EASGD: it stands beside the first worker, and pulls at one worker at a time."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from paceline.comm.exchange import Exchange, Header, Reply, Service
+from paceline.errors import NonFiniteError
+from paceline.sync.desk import SampleDesk
+from paceline.sync.gossip import FlatParameters
+from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site, Synchroniser
+
+_SWAP, _READ = 0, 1
+"""Kinds of requests: to pull, and for the centre as it is."""
+
+
+class CentreService(Service):
+    """Keeps the centre.
+
+    A worker sends its parameters x and gets a * (x - c) back; that has been added to c by then, under a lock, so that
+    what a worker loses the centre has gained.
+
+    Args:
+        centre: Its value; changed in place.
+        elasticity: The share a of the difference.
+    """
+
+    def __init__(self, centre: Tensor, elasticity: float) -> None:
+        self.centre = centre
+        self._elasticity = elasticity
+        self._lock = threading.Lock()
+        self._received: dict[int, Tensor] = {}
+
+    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
+        """Return the caller's own buffer."""
+        if caller not in self._received:
+            self._received[caller] = torch.empty_like(self.centre)
+        return self._received[caller].view(torch.uint8)
+
+    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+        """Pull, or tell the centre."""
+        with self._lock:
+            if header.kind == _READ:
+                reply = self.centre.clone()
+            else:
+                reply = body.view(self.centre.dtype).sub(self.centre).mul_(self._elasticity)
+                self.centre.add_(reply)
+        return lambda: (Header(header.kind), reply.view(torch.uint8))
+
+
+class AsynchronousElastic(Synchroniser):
+    """A worker that the centre pulls at once in a period of its own steps.
+
+    Args:
+        site: Where it works.
+        period: Steps from one pull to the next.
+        elasticity: How far both are pulled.
+    """
+
+    def __init__(self, site: Site, period: int, elasticity: float) -> None:
+        self._site, self._period = site, period
+        self._flat = FlatParameters(site.parameters)
+        self._num_steps = 0
+        self._service = CentreService(self._flat.read(), elasticity) if site.group.rank == 0 else None
+        routes = [(rank, 0) for rank in range(site.group.size)]
+        self._exchange = Exchange(site.group, routes, self._service, "easgd")
+        self._port = self._exchange.ports[0]
+        self._sent, self._pull = self._flat.read(), self._flat.read()
+        self._desk = SampleDesk(site.group)
+
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers get their samples."""
+        return self._desk
+
+    def before_update(self, step: LocalStep) -> None:
+        """Begin to swap, where it is this worker's turn: parameters are those that the gradients are of."""
+        self._num_steps += 1
+        if self._is_due:
+            self._port.begin(Header(_SWAP), self._flat.read(self._sent).view(torch.uint8))
+
+    def after_update(self, step: LocalStep) -> Outcome:
+        """Go towards the centre by what it has taken."""
+        outcome = Outcome()
+        if self._is_due:
+            began_s = time.perf_counter()
+            self._port.finish(self._pull.view(torch.uint8))
+            outcome = Outcome(time.perf_counter() - began_s, self._sent.nbytes)
+            self._flat.write(self._flat.read().sub_(self._pull))
+        if step.is_asked_to_stop:
+            self._desk.ask_to_stop()
+        return outcome
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters are the centre."""
+        own, centre = self._flat.read(), self._read()
+        if not bool(centre.isfinite().all()):
+            raise NonFiniteError(
+                "the centre must be finite, but it is not; lower the learning rate or clip gradients, and resume from "
+                "a checkpoint"
+            )
+        self._flat.write(centre)
+        try:
+            yield
+        finally:
+            self._flat.write(own)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return the centre."""
+        return {"centre": self._read()}
+
+    def document(self) -> dict[str, int]:
+        """Return how many steps this worker has taken."""
+        return {"num_steps": self._num_steps}
+
+    def load_document(self, document: Mapping[str, int]) -> None:
+        """Take it on."""
+        self._num_steps = document["num_steps"]
+
+    def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Go on from the saved centre; without one, from these parameters."""
+        if self._service is not None:
+            self._service.centre.copy_(shared.get("centre", self._flat.read()))
+        self._site.group.barrier(name="centre is loaded")
+
+    def close(self) -> None:
+        """Leave; the centre stays until all have left."""
+        self._desk.close()
+        self._exchange.close()
+
+    @property
+    def _is_due(self) -> bool:
+        return self._num_steps % self._period == 0
+
+    def _read(self) -> Tensor:
+        """Return the centre, once all workers are here and none pulls at it."""
+        self._site.group.barrier(name="centre is at rest")
+        self._port.call(Header(_READ), into=self._pull.view(torch.uint8))
+        self._site.group.barrier(name="centre was read")
+        return self._pull.clone()
