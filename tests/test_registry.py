@@ -210,7 +210,11 @@ def test_rules_of_our_own_are_told_in_their_own_words():
     assert explain(refused.value) == "shape: inner must be below radius, but got 2.0 >= 1.0"
 
 
-EXAMPLES = {"function": {"path": "json:dumps"}}
+EXAMPLES = {
+    "function": {"path": "json:dumps"},
+    "edge_list": {"edges": [(0, 1), (1, 2)]},
+    "scripted": {"objective": "classification", "sample_s": (0.1,)},
+}
 """Fields of variants that cannot be made of defaults alone."""
 
 

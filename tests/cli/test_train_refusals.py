@@ -55,7 +55,7 @@ def refuse(monkeypatch, capsys, *arguments):
         ),
         (
             "train transformer_lm --sync gossip",
-            "sync must be a known name, but got 'gossip'; known: every_step",
+            "sync must be a known name, but got 'gossip'; did you mean",
         ),
         ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
         ("train transformer_lm --workers 0", "--workers must be at least 1"),

@@ -1,6 +1,7 @@
 """A small language model on real text, and ways to train it on several workers: Paceline's rules, and torch's."""
 
 import contextlib
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from paceline.schedules import Cosine, LearningRate
 from paceline.sync import Rule
 from paceline.training.replica import Replica
 
+_SEEDING = threading.Lock()  # workers that are threads share torch's generator
+
 
 class LanguageTask(Settings):
     """What is learnt: the Transformer recipe's model, with about 1M parameters, on its text."""
@@ -31,13 +34,13 @@ class LanguageTask(Settings):
     num_layers: int = 5
     num_heads: int = 4
     sequence_length: int = 128
-    samples_per_worker: int = Field(default=2, ge=1)
+    samples_per_worker: int = Field(default=5, ge=1)
     """In a step."""
-    learning_rate: float = Field(default=2e-3, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
     """Of AdamW."""
     schedule: LearningRate = Cosine(warmup_steps=20)
     """How it changes over `num_steps`."""
-    num_steps: int = Field(default=150, ge=1)
+    num_steps: int = Field(default=140, ge=1)
     """Of a whole training."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest gradient norm: of the averaged gradient where gradients are averaged, else of each worker's own."""
@@ -54,9 +57,10 @@ class LanguageTask(Settings):
 
     def build(self, splits: Splits) -> nn.Module:
         """Return the model as every side begins with it."""
-        torch.manual_seed(self.seed)
         settings = TransformerLM(width=self.width, num_layers=self.num_layers, num_heads=self.num_heads)
-        return settings.build(splits.train.spec)
+        with _SEEDING:
+            torch.manual_seed(self.seed)
+            return settings.build(splits.train.spec)
 
     def load(self, splits: Splits, group: Group) -> Loader:
         """Return this worker's batches, the same for every side."""

@@ -3,7 +3,7 @@
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,9 @@ from paceline.registry import Settings, register
 from paceline.sync import DiLoCo, LocalSGD, Rule, StreamingDiLoCo
 
 SideName = Literal["ddp", "post_local_sgd", "local_sgd", "diloco", "streaming_diloco"]
+Curve = list[list[float]]
+"""Pairs of step and held-out loss."""
+
 _MEETING = ("post_local_sgd", "local_sgd", "diloco")
 """Sides whose workers have the same parameters at the end of each period only, so that they are judged there."""
 
@@ -42,41 +45,54 @@ class _Plan(Settings):
 
 @dataclass(frozen=True)
 class _Timing:
-    """What a side took, to a number of steps."""
+    """What a side took, step by step."""
 
-    num_steps: int
-    elapsed_s: float
+    ended_s: list[float]
+    """When the last worker had ended each step, since the start."""
     compute_s: float
     """Of a step that exchanges nothing, on the same workers."""
     loss: float
-    """Held out, after the last step."""
+    """Held out, after the last of these steps."""
     largest_bytes: int
     """That one worker sent in one step."""
+
+    @classmethod
+    def of(cls, results: list[dict[str, Any]]) -> Self:
+        """Return it from what all workers say."""
+        return cls(
+            [max(times) for times in zip(*(result["ended_s"] for result in results), strict=True)],
+            max(result["compute_s"] for result in results),
+            results[0]["curve"][-1][1],
+            max(result["largest_bytes"] for result in results),
+        )
 
 
 @register("time_to_loss")
 class TimeToLossBenchmark(Benchmark):
     """Time to a held-out loss: torch's DDP and PostLocalSGD, and rules that exchange rarely, from the same start.
 
-    In which step each side reaches the loss is found first, with workers on this machine: it does not depend on the
-    network. Then each side trains again from the start where it was asked to (`--hosts 4 --bandwidth 10mbit`) to just
-    that step, and nothing is judged before its clock has stopped. The ceiling of any speed-up over DDP is DDP's time
-    for a step over that of the same loop exchanging nothing, T_ddp / T_compute. Workers have one thread each. A side
-    that does not reach the loss has no times.
+    In which step each side reaches a loss is found first, with workers on this machine: it does not depend on the
+    network. Then each side trains again from the start where it was asked to (`--hosts 4 --bandwidth 10mbit`), to the
+    step in which it reaches the lowest loss, and nothing is judged before its clock has stopped. The ceiling of any
+    speed-up over DDP is DDP's time for a step over that of the same loop exchanging nothing, T_ddp / T_compute.
+    Workers have one thread each. A side that does not reach a loss has no time to it.
     """
 
     task: LanguageTask = LanguageTask()
     """What is learnt."""
     sides: tuple[SideName, ...] = ("post_local_sgd", "local_sgd", "diloco", "streaming_diloco")
     """That are measured beside DDP; post_local_sgd is torch's."""
-    period: int = Field(default=25, ge=2)
+    period: int = Field(default=8, ge=2)
     """Of all sides; that of the rules below is replaced by it."""
     local_sgd: Rule = LocalSGD()
     diloco: Rule = DiLoCo(codec=Int8())
-    streaming_diloco: Rule = StreamingDiLoCo(codec=Int8())
-    target_loss: float = Field(default=2.4, gt=0)
-    """Held out; nats a byte."""
-    judge_interval: int = Field(default=5, ge=1)
+    streaming_diloco: Rule = StreamingDiLoCo(
+        codec=Int8(), delay=2, mixing=0.0, outer_learning_rate=1.0, outer_momentum=0.0
+    )
+    """So few periods leave outer momentum no time to help."""
+    target_losses: tuple[Annotated[float, Field(gt=0)], ...] = (2.8, 2.6, 2.4)
+    """Held out; nats a byte. At random it is 5.5."""
+    judge_interval: int = Field(default=2, ge=1)
     """Steps from one judgement to the next; sides whose workers differ between meetings are judged at meetings."""
     num_compute_steps: int = Field(default=20, ge=1)
     """Timed steps of the loop that exchanges nothing, before each side."""
@@ -97,16 +113,20 @@ class TimeToLossBenchmark(Benchmark):
         local = Workers(num_workers=self.workers.num_workers)
         judged = self._train(local, [self._plan(name, self.task.num_steps, judged=True) for name in names])[0]
         curves = {name: result["curve"] for name, result in zip(names, judged, strict=True)}
-        needed = {name: self._find_step(curve) for name, curve in curves.items()}
-        if needed["ddp"] is None:
+        needed = {name: self._find_steps(curve) for name, curve in curves.items()}
+        if missed := [target for target in self.target_losses if target not in needed["ddp"]]:
             raise SettingsError(
-                f"target_loss must be one that DDP reaches in task.num_steps={self.task.num_steps}, but got {self.target_loss} "
-                f"and it came to {curves['ddp'][-1][1]:.3f}; raise either"
+                f"target_losses must be some that DDP reaches in task.num_steps={self.task.num_steps}, but it did not "
+                f"reach {missed}, and came to {curves['ddp'][-1][1]:.3f}; raise them, or task.num_steps"
             )
-        plans = [self._plan(name, steps, judged=False) for name, steps in needed.items() if steps is not None]
+        plans = [self._plan(name, max(steps.values()), judged=False) for name, steps in needed.items() if steps]
         by_rank = self._train(self.workers, plans)
-        timings = {plan.name: _time(plan, [mine[i] for mine in by_rank.values()]) for i, plan in enumerate(plans)}
-        return [*self._describe_losses(curves), *self._describe_times(timings)]
+        timings = {plan.name: _Timing.of([mine[i] for mine in by_rank.values()]) for i, plan in enumerate(plans)}
+        rows = self._describe_losses(curves, timings) + self._describe_ceiling(timings)
+        for target in sorted(self.target_losses, reverse=True):
+            steps = {name: steps[target] for name, steps in needed.items() if target in steps}
+            rows += self._describe_times(target, steps, timings)
+        return rows
 
     def _plan(self, name: str, num_steps: int, *, judged: bool) -> _Plan:
         interval = (self.period if name in _MEETING else self.judge_interval) if judged else 0
@@ -122,48 +142,58 @@ class TimeToLossBenchmark(Benchmark):
         rule: Rule = getattr(self, name)
         return {**rule.model_dump(mode="json"), "period": self.period}
 
-    def _find_step(self, curve: list[list[float]]) -> int | None:
-        return next((int(step) for step, loss in curve if loss <= self.target_loss), None)
+    def _find_steps(self, curve: Curve) -> dict[float, int]:
+        """Return the step in which each target was reached, of those that were."""
+        reached = {t: next((int(step) for step, loss in curve if loss <= t), None) for t in self.target_losses}
+        return {target: step for target, step in reached.items() if step is not None}
 
-    def _describe_losses(self, curves: dict[str, list[list[float]]]) -> list[Row]:
-        """Compare losses at the last step at which all sides were judged."""
+    def _describe_losses(self, curves: dict[str, Curve], timings: dict[str, _Timing]) -> list[Row]:
+        """Compare losses at the last step at which all were judged, and those of a side's two trainings."""
         last = max(set.intersection(*({int(step) for step, _ in curve} for curve in curves.values())))
-        losses = {name: {int(step): loss for step, loss in curve}[last] for name, curve in curves.items()}
+        losses = {name: {int(step): loss for step, loss in curve} for name, curve in curves.items()}
         metric = f"held-out loss after {last} steps"
-        return [
-            self._row(self._case(name), metric, "nats", losses[name], losses["ddp"], "DDP")
+        rows = [
+            self._row(self._case(name), metric, "nats", losses[name][last], losses["ddp"][last], "DDP")
             for name in curves
             if name != "ddp"
         ]
+        for name, timing in timings.items():
+            steps = len(timing.ended_s)
+            metric = f"held-out loss of the timed training, {steps} steps"
+            rows.append(self._row(self._case(name), metric, "nats", timing.loss, losses[name][steps], "the judged one"))
+        return rows
 
-    def _describe_times(self, timings: dict[str, _Timing]) -> list[Row]:
-        ddp = timings["ddp"]
-        ddp_step_s = ddp.elapsed_s / ddp.num_steps
-        compute_s = statistics.median(timing.compute_s for timing in timings.values())
-        ceiling = ddp_step_s / compute_s
-        rows = [self._row(f"ddp, {self._place()}", "step", "s", ddp_step_s, compute_s, "no exchange")]
-        for name, ours in timings.items():
+    def _describe_ceiling(self, timings: dict[str, _Timing]) -> list[Row]:
+        step_s, compute_s = _step_s(timings)
+        rows = [self._row(self._case("ddp"), "step", "s", step_s, compute_s, "no exchange")]
+        if {"diloco", "streaming_diloco"} <= timings.keys():
+            ours, reference = (timings[name].largest_bytes for name in ("streaming_diloco", "diloco"))
+            case = self._case("streaming_diloco")
+            rows.append(self._row(case, "most sent in a step", "bytes", ours, reference, "diloco"))
+        return rows
+
+    def _describe_times(self, target: float, steps: dict[str, int], timings: dict[str, _Timing]) -> list[Row]:
+        taken_s = {name: timings[name].ended_s[number - 1] for name, number in steps.items()}
+        step_s, compute_s = _step_s(timings)
+        rows = []
+        for name, ours_s in taken_s.items():
             if name == "ddp":
                 continue
-            case, metric = self._case(name), f"time to loss {self.target_loss:g}, "
-            took = f"{ours.num_steps} steps to {ours.loss:.3f}"
-            said = f"DDP, {ddp.num_steps} steps to {ddp.loss:.3f}"
-            rows.append(self._row(case, metric + took, "s", ours.elapsed_s, ddp.elapsed_s, said))
-            speed_up = ddp.elapsed_s / ours.elapsed_s
-            rows.append(self._row(case, "speed-up over DDP", "x", speed_up, ceiling, "ceiling T_ddp / T_compute"))
-            other = timings.get("post_local_sgd")
-            if other is not None and name != "post_local_sgd":
-                rows.append(self._row(case, metric + took, "s", ours.elapsed_s, other.elapsed_s, "PostLocalSGD"))
-        if {"diloco", "streaming_diloco"} <= timings.keys():
-            ours_bytes, reference_bytes = (timings[name].largest_bytes for name in ("streaming_diloco", "diloco"))
-            case = self._case("streaming_diloco")
-            rows.append(self._row(case, "most sent in a step", "bytes", ours_bytes, reference_bytes, "diloco"))
+            case, metric = self._case(name), f"time to loss {target:g}, {steps[name]} steps"
+            rows.append(self._row(case, metric, "s", ours_s, taken_s["ddp"], f"DDP, {steps['ddp']} steps"))
+            metric, said = f"speed-up over DDP to loss {target:g}", "ceiling T_ddp / T_compute"
+            rows.append(self._row(case, metric, "x", taken_s["ddp"] / ours_s, step_s / compute_s, said))
+            if name != "post_local_sgd" and "post_local_sgd" in taken_s:
+                metric, said = f"time to loss {target:g}", f"PostLocalSGD, {steps['post_local_sgd']} steps"
+                rows.append(self._row(case, metric, "s", ours_s, taken_s["post_local_sgd"], said))
         return rows
 
     def _row(self, case: str, metric: str, unit: str, ours: float, reference: float, reference_name: str) -> Row:
         return Row(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
 
     def _case(self, name: str) -> str:
+        if name == "ddp":
+            return f"ddp, {self._place()}"
         codec = (self._rule(name) or {}).get("codec", {}).get("name", "none")
         return f"{name}{'' if codec == 'none' else f' {codec}'}, period {self.period}, {self._place()}"
 
@@ -173,24 +203,19 @@ class TimeToLossBenchmark(Benchmark):
         return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
 
 
-def _time(plan: _Plan, results: list[dict[str, Any]]) -> _Timing:
-    """Return what a side took, from what all workers say."""
-    return _Timing(
-        plan.num_steps,
-        max(result["elapsed_s"] for result in results),
-        max(result["compute_s"] for result in results),
-        results[0]["curve"][-1][1],
-        max(result["largest_bytes"] for result in results),
-    )
+def _step_s(timings: dict[str, _Timing]) -> tuple[float, float]:
+    """Return the seconds of DDP's step, and of one that exchanges nothing."""
+    ddp = timings["ddp"].ended_s
+    return ddp[-1] / len(ddp), statistics.median(timing.compute_s for timing in timings.values())
 
 
 def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_steps: int) -> list[dict[str, Any]]:
     """Train sides one after another, each from the start. Every worker runs it.
 
     Returns:
-        Of each side: elapsed_s, of all steps; compute_s, of a step that exchanges nothing; curve, pairs of step and
-        held-out loss, each `judge_interval` steps, or without it after the last one, when the clock has stopped;
-        largest_bytes, sent in one step.
+        Of each side: ended_s, seconds since the start, by step; compute_s, of a step that exchanges nothing; curve,
+        pairs of step and held-out loss, each `judge_interval` steps, or without it after the last one, when the clock
+        has stopped; largest_bytes, sent in one step.
     """
     settings = LanguageTask.model_validate(task)
     splits = settings.open()
@@ -208,7 +233,8 @@ def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_s
 
 def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> dict[str, Any]:
     side = _make_side(task, splits, group, plan)
-    curve: list[list[float]] = []
+    curve: Curve = []
+    ended_s: list[float] = []
     largest_bytes = 0
     batches = iter(task.load(splits, group))
     batch = next(batches)
@@ -216,15 +242,15 @@ def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -
     began_s = time.perf_counter()
     for step in range(1, plan.num_steps + 1):
         largest_bytes = max(largest_bytes, side.step(batch))
+        ended_s.append(time.perf_counter() - began_s)
         if step < plan.num_steps:
             batch = next(batches)
         if plan.judge_interval and step % plan.judge_interval == 0:
             curve.append([step, _judge(task, side, splits, group)])
-    elapsed_s = time.perf_counter() - began_s
     if not plan.judge_interval:
         curve.append([plan.num_steps, _judge(task, side, splits, group)])
     side.close()
-    return {"elapsed_s": elapsed_s, "curve": curve, "largest_bytes": largest_bytes}
+    return {"ended_s": ended_s, "curve": curve, "largest_bytes": largest_bytes}
 
 
 def _make_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> Side:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Group, Work
+from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.errors import CommunicationError, SettingsError
 
 _FIELDS = struct.Struct("<6q2d")
 """Kind, size of the body, clock, version, start, stop; mass, value."""
 _GOODBYE, _ALIVE = -1, -2
-_HEADER_TAG, _BODY_TAG = 0, 1
+_HEADER_TAG = 0
 _ALIVE_INTERVAL_S = 1.0
 
 
@@ -57,15 +57,15 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 class Service(ABC):
     """Answers the requests of workers; each worker's come one after another, those of several at once."""
 
-    @abstractmethod
-    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
-        """Return where the body of a request is received: uint8, of that size. It is the caller's until the reply."""
+    def buffer(self, caller: int) -> Tensor:
+        """Return where a caller's bodies of the usual size are received, always the same: it is its until the reply."""
+        return NOTHING
 
     @abstractmethod
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
         """Take in a request, without waiting for anybody, and return what waits for its reply.
 
-        A body that is replied must stay as it is until the caller's next request.
+        A body that is replied must stay as it is until the reply to the caller's next request.
         """
 
     def lose(self, caller: int, error: BaseException | None) -> None:
@@ -169,12 +169,7 @@ class _LinkPort(Port):
 
     def _finish(self, into: Tensor | None) -> Reply:
         try:
-            self._line.wait_until_sent()
-            header, num_bytes = self._line.receive_header()
-            if into is None or len(into) != num_bytes:
-                into = torch.empty(num_bytes, dtype=torch.uint8)
-            self._line.receive_body(into)
-            return header, into
+            return self._line.receive(NOTHING if into is None else into)
         except CommunicationError as error:
             raise self._explain(error) from error
 
@@ -203,38 +198,71 @@ class _LinkPort(Port):
 
 
 class _Line:
-    """Messages over a link of two."""
+    """Messages over a link of two, which take turns.
+
+    Whatever the other end says next, it has received what was sent to it before: so a send is waited for only
+    after the next one was begun, when that costs no time. A body of the usual size is awaited before its header has
+    come, so that the sender need not ask whether it may begin.
+    """
 
     def __init__(self, link: Group, name: str) -> None:
         self.link = link
         self._peer = 1 - link.rank
         self._name = name
-        self._sent = bytearray(_FIELDS.size)
+        self._headers = [bytearray(_FIELDS.size), bytearray(_FIELDS.size)]
+        """What is sent, in turns: one may still be on its way."""
         self._received = bytearray(_FIELDS.size)
         self._works: list[Work] = []
+        self._awaited: tuple[Tensor, Work] | None = None
+        """A body that was not sent yet."""
 
     def send(self, header: Header, body: Tensor) -> None:
+        """Begin to send; what was sent before has arrived."""
+        self._headers.reverse()
         kind, *fields = astuple(header)
-        _FIELDS.pack_into(self._sent, 0, kind, len(body), *fields)
-        sent = torch.frombuffer(self._sent, dtype=torch.uint8)
-        self._works = [self.link.send(sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")]
+        _FIELDS.pack_into(self._headers[0], 0, kind, len(body), *fields)
+        sent = torch.frombuffer(self._headers[0], dtype=torch.uint8)
+        works, self._works = self._works, []
+        self._works.append(self.link.send(sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header"))
         if len(body):
-            self._works.append(self.link.send(body, self._peer, tag=_BODY_TAG, name=f"{self._name}: body"))
+            self._works.append(self.link.send(body, self._peer, tag=_tag_of(body), name=f"{self._name}: body"))
+        for work in works:
+            work.wait()
 
     def wait_until_sent(self) -> None:
-        for work in self._works:
+        """Wait for the last."""
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works = []
 
-    def receive_header(self) -> tuple[Header, int]:
+    def receive(self, usual: Tensor) -> Reply:
+        """Return what is sent next; its body lies in `usual` if it is of that size."""
         received = torch.frombuffer(self._received, dtype=torch.uint8)
-        self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header").wait()
+        work = self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")
+        if len(usual) and self._awaited is None:
+            self._awaited = usual, self._await(usual)
+        work.wait()
         kind, num_bytes, *fields = _FIELDS.unpack_from(self._received)
-        return Header(kind, *fields), num_bytes
+        return Header(kind, *fields), self._receive_body(num_bytes)
 
-    def receive_body(self, into: Tensor) -> None:
-        if len(into):
-            self.link.receive(into, self._peer, tag=_BODY_TAG, name=f"{self._name}: body").wait()
+    def _receive_body(self, num_bytes: int) -> Tensor:
+        if num_bytes == 0:
+            return NOTHING
+        if self._awaited is not None and len(self._awaited[0]) == num_bytes:
+            (body, work), self._awaited = self._awaited, None
+        else:
+            body = torch.empty(num_bytes, dtype=torch.uint8)
+            work = self._await(body)
+        work.wait()
+        return body
+
+    def _await(self, body: Tensor) -> Work:
+        return self.link.receive(body, self._peer, tag=_tag_of(body), name=f"{self._name}: body")
+
+
+def _tag_of(body: Tensor) -> int:
+    """Return the tag of bodies of that size: one that is awaited is not mistaken for another."""
+    return _HEADER_TAG + 1 + len(body) % MAX_TAG
 
 
 class Exchange:
@@ -271,8 +299,12 @@ class Exchange:
                 self._open(group, caller, server, f"{name} {number} of rank {caller} at {server}")
         for thread in self._threads:
             thread.start()
+        # Threads know no more than they need, or an exchange that was forgotten would live on in them.
+        self._end = weakref.finalize(self, self._closed.set)
+        self._end.atexit = False
         if any(isinstance(port, _LinkPort) for port in self.ports.values()):
-            threading.Thread(target=self._keep_alive, name="paceline-alive", daemon=True).start()
+            arguments = list(self.ports.values()), self._closed
+            threading.Thread(target=_keep_alive, args=arguments, name="paceline-alive", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye to who serves, and serve on until all callers have said so or are lost."""
@@ -295,34 +327,42 @@ class Exchange:
             return
         line = _Line(link, name)
         self._lines.append(line)
-        self._threads.append(threading.Thread(target=self._serve, args=(line, caller), name=name, daemon=True))
+        self._threads.append(
+            threading.Thread(target=_serve, args=(self._service, line, caller, self._lines), name=name, daemon=True)
+        )
 
-    def _serve(self, line: _Line, caller: int) -> None:
-        service = self._service
-        assert service is not None
-        try:
-            while True:
-                header, num_bytes = line.receive_header()
-                if header.kind == _GOODBYE:
-                    service.lose(caller, None)
-                    return
-                if header.kind == _ALIVE:
-                    continue
-                body = service.buffer(caller, header, num_bytes) if num_bytes else NOTHING
-                line.receive_body(body)
+
+def _serve(service: Service, line: _Line, caller: int, lines: list[_Line]) -> None:
+    """Answer one caller until it leaves."""
+    try:
+        while True:
+            header, body = line.receive(service.buffer(caller))
+            if header.kind == _GOODBYE:
+                service.lose(caller, None)
+                return
+            if header.kind != _ALIVE:
                 line.send(*service.take(caller, header, body)())
-                line.wait_until_sent()
-        except CommunicationError as error:
-            service.lose(caller, error)
-        except BaseException as error:  # told to all callers: their links end with it
-            service.fail(error)
-            for other in self._lines:
-                other.link.close(error)
+    except BaseException as error:
+        _part(service, caller, error, lines)
 
-    def _keep_alive(self) -> None:
-        while not self._closed.wait(_ALIVE_INTERVAL_S):
-            for port in self.ports.values():
-                port.keep_alive()
+
+def _part(service: Service, caller: int, error: BaseException, lines: list[_Line]) -> None:
+    """Let go of a caller that is lost; if it is the service that cannot go on, of all."""
+    try:
+        if isinstance(error, CommunicationError):
+            service.lose(caller, error)
+            return
+    except BaseException as other:  # others' requests came to their turn, and one of them failed
+        error = other
+    service.fail(error)
+    for line in lines:
+        line.link.close(error)
+
+
+def _keep_alive(ports: list[Port], closed: threading.Event) -> None:
+    while not closed.wait(_ALIVE_INTERVAL_S):
+        for port in ports:
+            port.keep_alive()
 
 
 _NUM_OPENED: "weakref.WeakKeyDictionary[Group, Any]" = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,13 +45,12 @@ class ADPSGD(GossipRule):
         """Always."""
         return True
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_mixing(self, site: Site) -> Synchroniser:
         """Return what averages.
 
         Raises:
             SettingsError: The graph cannot be of so many workers.
         """
-        self.check_site(site)
         return ADPSGDSynchroniser(site, pair_up(self.graph, site.group.size))
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
@@ -109,10 +108,10 @@ class ADPSGDSynchroniser(Synchroniser):
         """What an active worker adds to its parameters."""
         self._port: Port | None = None
         """To whom the request under way went."""
-        service = _Passive(self._model, _Stop(), rank)
-        self._service = service
+        callers = [active for active, passive in pairs if passive == rank]
+        self._service = _Passive(self._model, _Stop(), rank, callers)
         routes = sorted(pairs | {(other, 0) for other in range(size)})
-        self._exchange = Exchange(site.group, routes, service, "ad_psgd")
+        self._exchange = Exchange(site.group, routes, self._service, "ad_psgd")
         self._stop_at: int | None = None
         self._has_begun = self._has_asked = False
         self._wire_bytes = 0
@@ -247,19 +246,17 @@ class _Stop:
 class _Passive(Service):
     """Answers active workers, and on rank 0 whether to stop."""
 
-    def __init__(self, model: _Model, stop: _Stop, rank: int) -> None:
+    def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int]) -> None:
         self._model, self._stop, self._rank = model, stop, rank
-        self._bodies: dict[int, tuple[Tensor, Tensor]] = {}
-        """What came from a caller, and what it gets, by rank."""
+        self._received = {caller: torch.empty_like(model.values) for caller in callers}
+        self._deltas = {caller: [torch.empty_like(model.values) for _ in range(2)] for caller in callers}
+        """What callers get, in turns: the one before may still be on its way."""
         self._error: BaseException | None = None
         self._wire_bytes = 0
 
-    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
+    def buffer(self, caller: int) -> Tensor:
         """Return where its parameters go."""
-        like = self._model.values
-        if caller not in self._bodies:
-            self._bodies[caller] = torch.empty_like(like), torch.empty_like(like)
-        return self._bodies[caller][0].view(torch.uint8)
+        return self._received[caller].view(torch.uint8) if caller in self._received else NOTHING
 
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
         """Meet in the middle: what is taken from these parameters is added to the caller's."""
@@ -267,9 +264,10 @@ class _Passive(Service):
             with self._model.lock:
                 answer = Header(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
             return lambda: (answer, NOTHING)
-        theirs, delta = self._bodies[caller]
+        self._deltas[caller].reverse()
+        delta = self._deltas[caller][0]
         with self._model.lock:
-            torch.sub(self._model.values, theirs, out=delta)
+            torch.sub(self._model.values, body.view(delta.dtype), out=delta)
             delta.mul_(0.5)
             self._model.values.sub_(delta)
             self._wire_bytes += delta.nbytes

@@ -53,13 +53,12 @@ class AdaptiveMixing(GossipRule):
     probe_bytes: int = Field(default=2**18, ge=1)
     """Size of the messages that links are measured by."""
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_mixing(self, site: Site) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: Graph or candidates cannot be of so many workers, or do not keep their mean.
         """
-        self.check_site(site)
         check_keeps_mean(self, site.group)
         edges = self.candidates.find_edges(site.group.size)
         if not (self.graph.is_static and self.candidates.is_static):
@@ -105,7 +104,7 @@ class AdaptiveSynchroniser(Synchroniser):
     def before_update(self, step: LocalStep) -> None:
         """Mix."""
         self._mixing.before_update(step)
-        is_meeting = (step.number + 1) % self._rule.interval == 0 and self._site.group.size > 1
+        is_meeting = (step.number + 1) % self._rule.interval == 0
         self._before = self._flat.read() if is_meeting else None
 
     def after_update(self, step: LocalStep) -> Outcome:

@@ -56,13 +56,12 @@ class ChocoSGD(GossipRule):
             )
         return self
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_mixing(self, site: Site) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers, or does not keep their mean.
         """
-        self.check_site(site)
         check_keeps_mean(self, site.group)
         return ChocoSynchroniser(site, self)
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
 from paceline.comm.exchange import NOTHING, Exchange, Header, Reply, Service
@@ -180,9 +179,6 @@ class _DeskService(Service):
     def set_boundary(self, position: int) -> None:
         with self._lock:
             self._handout.set_boundary(position)
-
-    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
         with self._lock:

@@ -27,13 +27,12 @@ class DPSGD(GossipRule):
     It differs from the paper in that the graph may change from step to step.
     """
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_mixing(self, site: Site) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers, or does not keep their mean.
         """
-        self.check_site(site)
         check_keeps_mean(self, site.group)
         return DPSGDSynchroniser(site, Rows(self.graph, site.group).at)
 

@@ -1,6 +1,7 @@
 """What rules have in common whose workers mix their models with neighbours: a graph, messages, and the mean of all."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Size, Tensor, nn
 from paceline.comm.group import Group, Work
 from paceline.errors import SettingsError
 from paceline.sync.rule import Rule, Traffic
-from paceline.sync.synchroniser import Site
+from paceline.sync.synchroniser import Site, Synchroniser
 from paceline.topology.graphs import Floats, Graph, RingGraph
 
 
@@ -36,13 +37,24 @@ class GossipRule(Rule):
         """Each worker steps by its own gradient."""
         return [group.rank]
 
-    def check_site(self, site: Site) -> None:
-        """Refuse what messages between neighbours cannot be sent from."""
-        if site.group.size > 1 and site.group.device.type != "cpu":
+    def start_synchroniser(self, site: Site) -> Synchroniser | None:
+        """Return what mixes; a worker alone has nobody to mix with.
+
+        Raises:
+            SettingsError: Workers are on GPUs, or the graph cannot be of so many, or not do what the rule needs.
+        """
+        if site.group.size == 1:
+            return None
+        if site.group.device.type != "cpu":
             raise SettingsError(
                 f"the device must be the CPU with sync {self.name}, whose workers send each other messages, but got "
                 f"{site.group.device}; train on CPUs, or take a rule of collectives such as local_sgd"
             )
+        return self.start_mixing(site)
+
+    @abstractmethod
+    def start_mixing(self, site: Site) -> Synchroniser:
+        """Return what mixes, among two workers or more."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """A message to each neighbour in every step; the mean over workers where they have more or fewer."""

@@ -34,13 +34,12 @@ class PushSum(GossipRule):
     graph: Graph = OnePeerExponentialGraph()
     """Who sends to whom; directed, if it is to be."""
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_mixing(self, site: Site) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers.
         """
-        self.check_site(site)
         self.graph.mixing_matrix(site.group.size)
         return PushSumSynchroniser(site, self.graph)
 

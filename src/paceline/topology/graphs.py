@@ -186,7 +186,7 @@ class StarGraph(Graph):
 class EdgeListGraph(Graph):
     """Edges that somebody gives: ``--sync.graph edge_list --sync.graph.edges '[[0, 1], [1, 2]]'``."""
 
-    edges: tuple[tuple[Rank, Rank], ...]
+    edges: tuple[tuple[Rank, Rank], ...] = ()
     """Pairs of ranks; from the first to the second where they are directed."""
     is_directed: bool = False
     """Whether edges go one way only. Then columns of the mixing matrix sum to 1, which is enough for push-sum alone."""

@@ -70,10 +70,9 @@ class Server(Service):
         """Workers that did not say goodbye."""
         self._bodies = {worker: self._push_wire.new_body() for worker in workers}
 
-    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
-        """Return the worker's own buffer for pushes, another for anything else."""
-        body = self._bodies[caller]
-        return body if num_bytes == len(body) else torch.empty(num_bytes, dtype=torch.uint8)
+    def buffer(self, caller: int) -> Tensor:
+        """Return the worker's own buffer for pushes."""
+        return self._bodies[caller]
 
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
         """Do what is asked for."""
