@@ -57,6 +57,11 @@ def refuse(monkeypatch, capsys, *arguments):
             "train transformer_lm --sync gossip",
             "sync must be a known name, but got 'gossip'; did you mean",
         ),
+        (
+            "train transformer_lm --sync diloco --landing next_forward --clip_norm none",
+            "landing must be update with sync diloco",
+        ),
+        ("train transformer_lm --sync asgd --precision fp16", "precision must be fp32 or bf16 with sync asgd"),
         ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
         ("train transformer_lm --workers 0", "--workers must be at least 1"),
         (

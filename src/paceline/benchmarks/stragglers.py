@@ -90,9 +90,9 @@ class StragglersBenchmark(Benchmark):
     ssp: Rule = SSP(staleness=12)
     asgd: Rule = ASGD()
     backups: Rule = ParameterServer(num_backups=1)
-    settle_s: float = Field(default=5.0, ge=0)
+    settle_s: float = Field(default=8.0, ge=0)
     """Time at the start of each side that is not counted: shares are measured in it."""
-    duration_s: float = Field(default=15.0, gt=0)
+    duration_s: float = Field(default=12.0, gt=0)
     """Time that is counted."""
     num_rounds: int = Field(default=3, ge=1)
     """Times that each side is run, each with slow steps of its own."""

@@ -5,53 +5,22 @@ second, swapping both. Clocks and versions are in the headers; what they mean is
 link and a thread of its own at each service, so that one that is slow, or dead, holds up nobody else.
 """
 
-import struct
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from paceline.comm.group import MAX_TAG, Group, Work
+from paceline.comm.group import Group
+from paceline.comm.line import NOTHING, Header, Line, Reply
 from paceline.errors import CommunicationError, SettingsError
 
-_FIELDS = struct.Struct("<6q2d")
-"""Kind, size of the body, clock, version, start, stop; mass, value."""
+__all__ = ["NOTHING", "Exchange", "Header", "Port", "Reply", "Service"]
+
 _GOODBYE, _ALIVE = -1, -2
-_HEADER_TAG = 0
 _ALIVE_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a request or reply says beside its body.
-
-    Args:
-        kind: What is asked for: a number of the service's own, at least 0.
-        clock: Of whoever sends it.
-        version: Of what the body holds, or was made from.
-        start: First of a range.
-        stop: End of a range.
-        mass: What the body weighs.
-        value: Any other number.
-    """
-
-    kind: int
-    clock: int = 0
-    version: int = 0
-    start: int = 0
-    stop: int = 0
-    mass: float = 0.0
-    value: float = 0.0
-
-
-Reply = tuple[Header, Tensor]
-"""A header and its body: uint8, 1-dim."""
-NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Service(ABC):
@@ -158,7 +127,7 @@ class _LinkPort(Port):
 
     def __init__(self, server: int, link: Group, name: str) -> None:
         super().__init__(server)
-        self._line = _Line(link, name)
+        self._line = Line(link, name)
         self._name = name
 
     def _begin(self, header: Header, body: Tensor) -> None:
@@ -197,74 +166,6 @@ class _LinkPort(Port):
         return type(error)(f"{self._name}: the server on rank {self.server} is lost: {error}")
 
 
-class _Line:
-    """Messages over a link of two, which take turns.
-
-    Whatever the other end says next, it has received what was sent to it before: so a send is waited for only
-    after the next one was begun, when that costs no time. A body of the usual size is awaited before its header has
-    come, so that the sender need not ask whether it may begin.
-    """
-
-    def __init__(self, link: Group, name: str) -> None:
-        self.link = link
-        self._peer = 1 - link.rank
-        self._name = name
-        self._headers = [bytearray(_FIELDS.size), bytearray(_FIELDS.size)]
-        """What is sent, in turns: one may still be on its way."""
-        self._received = bytearray(_FIELDS.size)
-        self._works: list[Work] = []
-        self._awaited: tuple[Tensor, Work] | None = None
-        """A body that was not sent yet."""
-
-    def send(self, header: Header, body: Tensor) -> None:
-        """Begin to send; what was sent before has arrived."""
-        self._headers.reverse()
-        kind, *fields = astuple(header)
-        _FIELDS.pack_into(self._headers[0], 0, kind, len(body), *fields)
-        sent = torch.frombuffer(self._headers[0], dtype=torch.uint8)
-        works, self._works = self._works, []
-        self._works.append(self.link.send(sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header"))
-        if len(body):
-            self._works.append(self.link.send(body, self._peer, tag=_tag_of(body), name=f"{self._name}: body"))
-        for work in works:
-            work.wait()
-
-    def wait_until_sent(self) -> None:
-        """Wait for the last."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-
-    def receive(self, usual: Tensor) -> Reply:
-        """Return what is sent next; its body lies in `usual` if it is of that size."""
-        received = torch.frombuffer(self._received, dtype=torch.uint8)
-        work = self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")
-        if len(usual) and self._awaited is None:
-            self._awaited = usual, self._await(usual)
-        work.wait()
-        kind, num_bytes, *fields = _FIELDS.unpack_from(self._received)
-        return Header(kind, *fields), self._receive_body(num_bytes)
-
-    def _receive_body(self, num_bytes: int) -> Tensor:
-        if num_bytes == 0:
-            return NOTHING
-        if self._awaited is not None and len(self._awaited[0]) == num_bytes:
-            (body, work), self._awaited = self._awaited, None
-        else:
-            body = torch.empty(num_bytes, dtype=torch.uint8)
-            work = self._await(body)
-        work.wait()
-        return body
-
-    def _await(self, body: Tensor) -> Work:
-        return self.link.receive(body, self._peer, tag=_tag_of(body), name=f"{self._name}: body")
-
-
-def _tag_of(body: Tensor) -> int:
-    """Return the tag of bodies of that size: one that is awaited is not mistaken for another."""
-    return _HEADER_TAG + 1 + len(body) % MAX_TAG
-
-
 class Exchange:
     """The ports of this rank, and the threads that serve others.
 
@@ -289,7 +190,7 @@ class Exchange:
         self.ports: dict[int, Port] = {}
         """By the rank that serves."""
         self._service = service
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         number = _NUM_OPENED[group] = _NUM_OPENED.get(group, 0) + 1
@@ -325,19 +226,20 @@ class Exchange:
         if group.rank == caller:
             self.ports[server] = _LinkPort(server, link, name)
             return
-        line = _Line(link, name)
+        line = Line(link, name)
         self._lines.append(line)
         self._threads.append(
             threading.Thread(target=_serve, args=(self._service, line, caller, self._lines), name=name, daemon=True)
         )
 
 
-def _serve(service: Service, line: _Line, caller: int, lines: list[_Line]) -> None:
+def _serve(service: Service, line: Line, caller: int, lines: list[Line]) -> None:
     """Answer one caller until it leaves."""
     try:
         while True:
             header, body = line.receive(service.buffer(caller))
             if header.kind == _GOODBYE:
+                line.wait_until_sent()
                 service.lose(caller, None)
                 return
             if header.kind != _ALIVE:
@@ -346,7 +248,7 @@ def _serve(service: Service, line: _Line, caller: int, lines: list[_Line]) -> No
         _part(service, caller, error, lines)
 
 
-def _part(service: Service, caller: int, error: BaseException, lines: list[_Line]) -> None:
+def _part(service: Service, caller: int, error: BaseException, lines: list[Line]) -> None:
     """Let go of a caller that is lost; if it is the service that cannot go on, of all."""
     try:
         if isinstance(error, CommunicationError):

@@ -35,7 +35,7 @@ class CentreService(Service):
         self._lock = threading.Lock()
         self._received: dict[int, Tensor] = {}
 
-    def buffer(self, caller: int, header: Header, num_bytes: int) -> Tensor:
+    def buffer(self, caller: int) -> Tensor:
         """Return the caller's own buffer."""
         if caller not in self._received:
             self._received[caller] = torch.empty_like(self.centre)

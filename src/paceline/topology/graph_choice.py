@@ -26,7 +26,7 @@ def choose_edges(seconds: Floats, candidates: Edges, num_pairs: int) -> Edges:
     part = list(range(num_ranks))
 
     def price(pair: Pair) -> float:
-        return max(float(seconds[pair]), 1e-9) * (1 + max(laplacian[rank, rank] for rank in pair))
+        return max(float(seconds[pair]), 1e-9) * (1 + max(float(laplacian[rank, rank]) for rank in pair))
 
     chosen: list[Pair] = []
     while left and len(chosen) < max(num_pairs, num_ranks - 1):

@@ -84,9 +84,9 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
 
 
-def check_synchroniser(rule: Rule, precision: str, landing: str) -> None:
+def check_rule(rule: Rule, precision: str, landing: str) -> None:
     """Refuse what does not go together with a rule that does more than to sum gradients."""
-    if landing == "next_forward":
+    if landing == "next_forward" and not rule.keeps_replicas_equal:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
     if not rule.runs_optimizer and precision == "fp16":
         raise SettingsError(f"precision must be fp32 or bf16 with sync {rule.name}, but got {precision}; take bf16")

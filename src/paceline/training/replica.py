@@ -23,8 +23,8 @@ from paceline.training.checks import (
     check_momentum,
     check_optimizer,
     check_placement,
+    check_rule,
     check_settings,
-    check_synchroniser,
 )
 from paceline.training.control import Control, Verdict
 from paceline.training.gradient_sum import GradientSum
@@ -118,6 +118,7 @@ class Replica:
         check_settings(precision, clip_norm, self._parameters)
         check_placement(self._parameters, self.group)
         check_optimizer(optimizer, module)
+        check_rule(self.sync, precision, landing)
         if self.sync.carries_momentum:
             check_momentum(optimizer)
         if landing == "next_forward":
@@ -148,10 +149,8 @@ class Replica:
         )
         self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed))
         self._meetings: Meetings | None = None
-        if self._synchroniser is not None:
-            check_synchroniser(self.sync, precision, landing)
-            if not self.sync.is_asynchronous:
-                self._meetings = Meetings(self.group, self._synchroniser)
+        if self._synchroniser is not None and not self.sync.is_asynchronous:
+            self._meetings = Meetings(self.group, self._synchroniser)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""

@@ -14,7 +14,7 @@ from paceline.optim import AdamW, Optimizer
 from paceline.registry import Settings, explain
 from paceline.schedules import Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
-from paceline.training.checks import Precision
+from paceline.training.checks import Precision, check_rule
 from paceline.training.model import Model
 from paceline.training.objective import Objective
 
@@ -81,6 +81,7 @@ class Run(Settings):
                 f"landing must be update where the whole step is needed at once, but got {self.landing} with "
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
+        check_rule(self.sync, self.precision, self.landing)
         return self
 
     @model_validator(mode="after")
