@@ -12,7 +12,7 @@ from paceline.benchmarks.reproductions.language_model_sync import SyncRow
 from paceline.cli.main import app
 from paceline.errors import SettingsError, UnknownNameError
 
-TINY = {"num_steps": 2, "global_batch": 2, "num_seeds": 1, "max_bytes": 300_000, "workers": {"num_workers": 2}}
+TINY = {"num_steps": 2, "global_batch": 2, "num_seeds": 1, "max_bytes": 300_000, "workers": {"num_workers": 1}}
 
 
 def summary(duration_s, perplexity, share):
@@ -59,7 +59,7 @@ def test_ways_differ_by_rule_and_asynchronous_rate(trained):
     assert asynchronous.model_copy(update=alike) == synchronous == compression.model_copy(update=alike)
 
 
-def test_a_run_is_trained_by_workers_of_its_own():
+def test_a_run_is_trained_by_a_process_of_its_own():
     benchmark = LanguageModelSync.model_validate(TINY)
     found = train_once(benchmark.make_run("synchronous", 0), "transformer_lm", benchmark.workers)
     assert found.finish.event.held_out_loss > 3
@@ -69,7 +69,7 @@ def test_a_run_is_trained_by_workers_of_its_own():
 
 def test_a_run_that_fails_is_told_of(monkeypatch):
     monkeypatch.setattr(Workers, "start", lambda workers, function, folder, file: function(folder, file) and {0: 1})
-    benchmark = LanguageModelSync.model_validate({**TINY, "global_batch": 2, "workers": {"num_workers": 1}})
+    benchmark = LanguageModelSync.model_validate(TINY)
     run = benchmark.make_run("synchronous", 0)
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": "/nowhere"})})
     with pytest.raises(

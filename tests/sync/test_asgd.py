@@ -1,7 +1,9 @@
 """Asynchronous SGD: what a delay is, what makes up for it, and that nobody is waited for."""
 
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from pydantic import ValidationError
 from serving import ByHand
 from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_step, train
 
+from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, SettingsError
 from paceline.sync import ASGD
 from paceline.training.replica import Replica
+from paceline.training.state import capture, restore
 
 MITIGATED = {
     "plain": ASGD(),
@@ -296,3 +300,51 @@ def test_descend_is_what_one_worker_does():
     start = flatten(make_linear())
     assert torch.equal(train(1, "asgd", 4)[0, -1], descend(start, 0, range(4)))
     assert make_samples(0, 0)[0].dtype == torch.float64
+
+
+def test_a_killed_run_goes_on_with_its_clocks_delays_and_parameters():
+    """Two workers that take turns, so that all is decided: the second half is the same with a restart before it."""
+
+    def take_turns(group, replica, steps):
+        for step in steps:
+            for rank in range(group.size):
+                if rank == group.rank:
+                    run_step(replica, step)
+                group.barrier()
+
+    def make(group):
+        module = make_linear()
+        rule = ASGD(
+            compensation=0.5, correct_momentum=True, num_servers=2, codec=_lossy("int8"), pull_codec=_lossy("int8")
+        )
+        return module, Replica(module, make_sgd(module, momentum=0.9), group=group, sync=rule)
+
+    def work(group, is_killed):
+        module, replica = make(group)
+        take_turns(group, replica, range(4))
+        if is_killed:
+            tensors, document = capture(replica)
+            replica.close()
+            module, replica = make(group)
+            with tempfile.TemporaryDirectory() as folder, CheckpointStore(Path(folder)) as store:
+                if group.rank == 0:
+                    store.save(tensors, document, 4)
+                restore(store.find_newest_valid(_fail) if group.rank == 0 else None, replica)
+        take_turns(group, replica, range(4, 8))
+        link = replica._synchroniser._links[0]
+        seen = flatten(module), link.clock, link.version, replica._synchroniser.count_delays()
+        group.barrier()
+        replica.close()
+        return seen
+
+    straight = LocalGroup.run(2, lambda group: work(group, False))
+    resumed = LocalGroup.run(2, lambda group: work(group, True))
+    for one, other in zip(straight, resumed, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:]
+    assert straight[0][1] == 8
+    assert straight[0][3].counts == {0: 1, 1: 15}
+
+
+def _fail(path, reason):
+    raise AssertionError(f"{path} is damaged: {reason}")

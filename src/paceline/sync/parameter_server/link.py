@@ -59,8 +59,18 @@ class ServerLink:
         self._pushed, self._pulled = self._push_wire.new_body(), self._pull_wire.new_body()
         self.is_dropped = False
         """Whether the last push came too late to count."""
+        if self._pull_wire.is_exact:
+            self._move_in()
         self.views = [piece.of(parameter.data) for piece, parameter in zip(pieces, self._parameters, strict=True)]
         """The pieces' parts of this worker's parameters."""
+
+    def _move_in(self) -> None:
+        """Let whole parameters live where pulls land, which saves a copy of each pull."""
+        for piece, parameter, home in zip(
+            self.pieces, self._parameters, self._pull_wire.view(self._pulled).tensors, strict=True
+        ):
+            if not piece.stop and parameter.is_contiguous():
+                parameter.data = home.copy_(parameter.data)
 
     def gradients(self) -> list[Tensor | None]:
         """Return the pieces' parts of this worker's gradients."""
@@ -98,7 +108,8 @@ class ServerLink:
         self.states, self._pending = self._pending or self.states, {}
         tensors, _ = self._pull_wire.read(body, header.clock)
         if self._pull_wire.is_exact:
-            copy_all(self.views, tensors)
+            apart = [(view, t) for view, t in zip(self.views, tensors, strict=True) if view.data_ptr() != t.data_ptr()]
+            copy_all([view for view, _ in apart], [tensor for _, tensor in apart])
         elif self.views:
             torch._foreach_add_(self.views, tensors)
         self.clock, self.version, self.is_dropped = header.clock, header.version, header.value > 0
