@@ -104,8 +104,8 @@ def tensors_of(directory, step):
     return sorted(path.read_bytes() for path in directory.glob(f"checkpoints/step-{step:08}*/*.safetensors"))
 
 
-def run_straight(directory, num_steps):
-    code, output = finish(start(directory, num_steps))
+def run_straight(directory, num_steps, **settings):
+    code, output = finish(start(directory, num_steps, **settings))
     assert code == 0, output
     return losses_of(directory), tensors_of(directory, num_steps)
 

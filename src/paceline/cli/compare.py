@@ -114,12 +114,13 @@ def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -
     from paceline.launch.local import launch
     from paceline.monitor.live import LiveView
     from paceline.monitor.reader import read_log, summarise
+    from paceline.training.run import RunFile
 
     log = directory / "events.jsonl"
     if not log.exists() or summarise(read_log(log)).finish is None:
         if not (directory / "run.json").exists():
             prepare_new(recipe, workers, directory, overrides)
-        code = launch(directory.absolute(), workers, view=LiveView(Console(quiet=True)))
+        code = launch(directory.absolute(), RunFile.load(directory).num_processes, view=LiveView(Console(quiet=True)))
         if code is not ExitCode.FINISHED:
             raise SettingsError(f"every run of a comparison must finish, but {directory} did not; read {log}")
     summary = summarise(read_log(log))

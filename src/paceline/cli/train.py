@@ -74,7 +74,7 @@ def _train_here(
         lock = WriterLock(directory)
         lock.acquire()
     typer.echo(f"run: {directory}")
-    code = launch(directory, file.num_workers, max_restarts=max_restarts)
+    code = launch(directory, file.num_processes, max_restarts=max_restarts)
     lock.release()
     if before is not None and len(select(read_log(directory / "events.jsonl"), RunStarted)) == num_starts:
         take_back(directory, before)

@@ -5,12 +5,13 @@ import socket
 from contextlib import nullcontext
 from pathlib import Path
 
+from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, write_report
 from paceline.comm import Group, join
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.errors import PacelineError, SettingsError
 from paceline.launch import ExitCode
-from paceline.launch.worker import work
+from paceline.launch.worker import load_run, work
 from paceline.monitor.live import LiveView
 from paceline.training.run import RunFile
 
@@ -57,14 +58,16 @@ def _prepare(
     group: Group, recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
 ) -> tuple[Path, RunFile]:
     if resume is not None:
-        return prepare_resumed(resume, group.size, overrides)
+        run = apply_overrides(load_run(RunFile.load(resume)), overrides)
+        return prepare_resumed(resume, group.size - run.sync.num_server_processes, overrides)
     assert recipe is not None
     # torchrun's own process, which outlives the workers it restarts, tells this job from those before it.
     launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
     is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and (begun := _find_begun(out, launch)) is not None:
         return begun, RunFile.load(begun)
-    return prepare_new(recipe, group.size, out, overrides, launch=launch)
+    num_workers = group.size - make_run(recipe, overrides).sync.num_server_processes
+    return prepare_new(recipe, num_workers, out, overrides, launch=launch)
 
 
 def _find_begun(out: Path | None, launch: str) -> Path | None:

@@ -33,8 +33,8 @@ class _Outcome:
     last_step: int = -1
 
 
-def launch(directory: Path, num_workers: int, *, max_restarts: int = 3, view: LiveView | None = None) -> ExitCode:
-    """Train the run of `directory` with `num_workers` processes here, and show how it goes.
+def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: LiveView | None = None) -> ExitCode:
+    """Train the run of `directory` with `num_processes` processes here, and show how it goes.
 
     When a worker is killed, or loses the others, all start again from the newest valid checkpoint: as often as that
     gets the run further, and `max_restarts` times without progress. An error that would only happen again ends the
@@ -42,7 +42,7 @@ def launch(directory: Path, num_workers: int, *, max_restarts: int = 3, view: Li
     """
     log_path = directory / "events.jsonl"
     with (view or LiveView()).following(log_path):
-        return _launch_until_done(directory, log_path, num_workers, max_restarts)
+        return _launch_until_done(directory, log_path, num_processes, max_restarts)
 
 
 def start_processes(
@@ -73,11 +73,11 @@ def start_processes(
     return results
 
 
-def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_restarts: int) -> ExitCode:
+def _launch_until_done(directory: Path, log_path: Path, num_processes: int, max_restarts: int) -> ExitCode:
     furthest, num_restarts = -1, 0
     attempt = max((record.epoch for record in read_log(log_path)), default=-1) + 1
     while True:
-        outcome = _launch_once(directory, log_path, num_workers, attempt)
+        outcome = _launch_once(directory, log_path, num_processes, attempt)
         if outcome.code is not ExitCode.PEERS_LOST:
             return outcome.code
         num_restarts = num_restarts + 1 if outcome.last_step <= furthest else 1
@@ -95,13 +95,13 @@ def _launch_until_done(directory: Path, log_path: Path, num_workers: int, max_re
         _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))
 
 
-def _launch_once(directory: Path, log_path: Path, num_workers: int, attempt: int) -> _Outcome:
+def _launch_once(directory: Path, log_path: Path, num_processes: int, attempt: int) -> _Outcome:
     _silence_launcher()
     logs = DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL)
     command = ["-m", "paceline.launch", str(directory), str(attempt)]
     reason, signalled = "", False
     try:
-        start_processes(num_workers, sys.executable, *command, logs=logs)
+        start_processes(num_processes, sys.executable, *command, logs=logs)
     except SignalException:
         signalled = True
     except ChildFailedError as error:

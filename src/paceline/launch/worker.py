@@ -22,7 +22,7 @@ from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
 from paceline.registry import explain
-from paceline.training.loop import tell_failure, train
+from paceline.training.loop import serve, tell_failure, train
 from paceline.training.replica import UnusedParametersWarning
 from paceline.training.run import Run, RunFile
 
@@ -55,12 +55,29 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
             return _code_of(error)
         torch.set_num_threads(run.num_threads or _count_threads())
         try:
-            finished = train(run, directory, group, log, recipe=file.recipe)
+            finished = _take_part(run, directory, group, log, file.recipe)
         except (Exception, SystemExit) as error:  # train has told the log
             group.close(error)
             return _code_of(error)
     group.close()
     return ExitCode.FINISHED if finished else ExitCode.PREEMPTED
+
+
+def _take_part(run: Run, directory: Path, world: Group, log: EventLog, recipe: str) -> bool:
+    """Train, or on one of the last ranks serve where servers have processes of their own."""
+    num_servers = run.sync.num_server_processes
+    if not num_servers:
+        return train(run, directory, world, log, recipe=recipe)
+    num_workers = world.size - num_servers
+    if num_workers < 1:
+        raise SettingsError(
+            f"there must be processes beside the {num_servers} that serve, but got {world.size}; start more"
+        )
+    world.barrier(name="workers and servers are here")  # from now on a server outlives signals
+    if world.rank >= num_workers:
+        serve(run, world, log)
+        return True
+    return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
 def main() -> int:

@@ -63,6 +63,23 @@ class Rule(Family):
         """Whether workers go through steps of their own, at their own pace, and meet only to evaluate and save."""
         return False
 
+    @property
+    def num_server_processes(self) -> int:
+        """Processes that only serve: the last ranks of all, beyond the workers."""
+        return 0
+
+    def serve(self, site: Site, num_workers: int) -> None:
+        """Be one of the processes that only serve, until all workers have left.
+
+        Args:
+            site: A model and an optimizer as the workers build them; its `world` is all processes, workers first.
+            num_workers: How many of them are workers.
+
+        Raises:
+            CommunicationError: Workers were lost.
+        """
+        raise AssertionError(f"sync {self.name} has no processes that only serve")
+
     def near(self, group: Group, step: int) -> Sequence[int]:
         """Return the ranks, this one among them, over whose gradients this worker's are summed in a step."""
         return range(group.size)

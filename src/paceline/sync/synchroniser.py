@@ -97,6 +97,19 @@ class Desk(ABC):
         """Note that claimed positions were used; False if the push was dropped, so that they are handed out again."""
 
 
+@dataclass(frozen=True)
+class Delays:
+    """How stale pushes to a server have been.
+
+    Args:
+        counts: Pushes, by how many updates of others came between their pull and them.
+        num_dropped: Pushes that came too late for their step.
+    """
+
+    counts: dict[int, int]
+    num_dropped: int
+
+
 class Synchroniser(ABC):
     """Carries a rule out on the parameters of one replica; it holds connections and state.
 
@@ -107,6 +120,10 @@ class Synchroniser(ABC):
     @property
     def desk(self) -> Desk | None:
         """Where workers that go at their own pace get their samples; None where they step together."""
+        return None
+
+    def count_delays(self) -> Delays | None:
+        """Return how stale this run's pushes have been; None where there are none."""
         return None
 
     def meets(self, number: int) -> bool:

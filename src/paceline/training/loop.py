@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedCheckpoint
 from paceline.comm.group import Group
@@ -26,11 +27,12 @@ from paceline.monitor.events import (
     RunFinished,
     RunStarted,
     Showcased,
+    StalenessMeasured,
     StepFinished,
     UnusedParameters,
 )
 from paceline.monitor.log import EventLog
-from paceline.sync.synchroniser import Desk
+from paceline.sync.synchroniser import Desk, Site
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.replica import Replica, StepResult
 from paceline.training.run import Run
@@ -72,7 +74,7 @@ class Training:
             self.log.write(event, step=self.step)
 
 
-def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str) -> bool:
+def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
     """Train `run` in `directory`, going on from its newest valid checkpoint if it has one.
 
     Every worker calls it. SIGTERM, SIGINT and SIGHUP make all workers stop after the step they are in, with a
@@ -83,7 +85,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     """
     training = None
     try:
-        training = _set_up(run, directory, group, log, recipe)
+        training = _set_up(run, directory, group, log, recipe, world)
         with training.saver or nullcontext(), _stop_on_signal(training):
             is_done = _run_steps(training) and _finish(training)
         training.replica.close()
@@ -102,12 +104,33 @@ def tell_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=step)
 
 
-def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str) -> Training:
-    splits = run.data.open()
+def serve(run: Run, world: Group, log: EventLog) -> None:
+    """Be one of the processes of `world` that only serve, until the workers have left.
+
+    Signals are for the workers, who leave once they have saved.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        module, optimizer = _build(run, run.data.open(), world)
+        num_workers = world.size - run.sync.num_server_processes
+        run.sync.serve(Site(module, optimizer, world, run.seed, world), num_workers)
+    except (Exception, SystemExit) as error:
+        tell_failure(log, error)
+        raise
+
+
+def _build(run: Run, splits: Splits, group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and its optimizer, the same on every process."""
     with _SEEDING:
         torch.manual_seed(run.seed)
         module = run.model.build(splits.train.spec).to(group.device)
-    optimizer = run.optimizer.build(module)
+    return module, run.optimizer.build(module)
+
+
+def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, world: Group | None) -> Training:
+    splits = run.data.open()
+    module, optimizer = _build(run, splits, group)
     replica = Replica(
         module,
         optimizer,
@@ -119,6 +142,7 @@ def _set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str)
         landing=run.landing,
         hash_interval=run.hash_interval,
         seed=run.seed,
+        world=world,
     )
     loader = Loader(
         splits.train,
@@ -286,6 +310,8 @@ def _tell_step(training: Training, result: StepResult, num_samples: int) -> None
 
 def _do_after_step(training: Training, *, stop: bool) -> None:
     run, step = training.run, training.step
+    if _next_meeting(run, step - 1) == step:
+        _tell_delays(training)
     is_last = step == run.num_steps
     if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
         _evaluate(training)
@@ -296,6 +322,13 @@ def _do_after_step(training: Training, *, stop: bool) -> None:
         _save(training, wait=is_last)
     elif training.saver is not None:
         _tell_saved(training, training.saver.finished())
+
+
+def _tell_delays(training: Training) -> None:
+    delays = training.replica.count_delays() if training.replica.group.rank == 0 else None
+    if delays is not None:
+        ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
+        training.tell(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
 
 
 def _save(training: Training, *, wait: bool) -> str:

@@ -15,7 +15,7 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site
+from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
 from paceline.training.checks import (
     Precision,
     check_backward,
@@ -86,6 +86,7 @@ class Replica:
             anything but forward and backward reads the parameters.
         hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
         seed: Of what codecs draw.
+        world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
 
     Raises:
         SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
@@ -105,6 +106,7 @@ class Replica:
         landing: Literal["update", "next_forward"] = "update",
         hash_interval: int = 100,
         seed: int = 0,
+        world: Group | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -147,7 +149,7 @@ class Replica:
             landing=landing,
             seed=seed,
         )
-        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed))
+        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed, world))
         self._meetings: Meetings | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._meetings = Meetings(self.group, self._synchroniser)
@@ -182,6 +184,10 @@ class Replica:
     def desk(self) -> Desk | None:
         """Where workers that go at their own pace get their samples; None where all step together."""
         return self._synchroniser.desk if self._synchroniser is not None else None
+
+    def count_delays(self) -> Delays | None:
+        """Return how stale what was pushed to servers has been; None where there are none."""
+        return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
     def request_stop(self) -> None:
         """Ask all workers to stop after their next update; each learns it from `StepResult.stop`."""

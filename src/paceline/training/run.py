@@ -111,6 +111,11 @@ class RunFile(Settings):
     run: dict[str, Any]
     """The complete run."""
 
+    @property
+    def num_processes(self) -> int:
+        """Workers, and servers that have processes of their own."""
+        return self.num_workers + Rule.model_validate(self.run["sync"]).num_server_processes
+
     def save(self, directory: Path) -> None:
         """Write it; an older one is kept beside it under a number."""
         path = directory / "run.json"

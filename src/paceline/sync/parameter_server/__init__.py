@@ -1,9 +1,7 @@
 """Layer 5: rules whose parameters are kept by servers, and the servers."""
 
 from paceline.sync.parameter_server.asgd import ASGD
-from paceline.sync.parameter_server.link import Delays
 from paceline.sync.parameter_server.ssp import SSP
-from paceline.sync.parameter_server.stage import serve
 from paceline.sync.parameter_server.synchronous import ParameterServer
 
-__all__ = ["ASGD", "SSP", "Delays", "ParameterServer", "serve"]
+__all__ = ["ASGD", "SSP", "ParameterServer"]

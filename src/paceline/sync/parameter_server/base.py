@@ -13,6 +13,7 @@ from paceline.compression import Codec, NoCodec, RandomK
 from paceline.compression.message import message_bytes
 from paceline.errors import SettingsError
 from paceline.sync.parameter_server.shard import Landing
+from paceline.sync.parameter_server.stage import serve
 from paceline.sync.parameter_server.worker import ServedWorker
 from paceline.sync.rule import Rule, Traffic
 from paceline.sync.synchroniser import Site, Synchroniser
@@ -54,6 +55,15 @@ class ServedRule(Rule):
     def near(self, group: Group, step: int) -> Sequence[int]:
         """Each worker alone."""
         return [group.rank]
+
+    @property
+    def num_server_processes(self) -> int:
+        """Those that `placement` asks for."""
+        return self.num_servers if self.placement == "own" else 0
+
+    def serve(self, site: Site, num_workers: int) -> None:
+        """Be a server with a process of its own."""
+        serve(self, site, num_workers)
 
     @abstractmethod
     def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:

@@ -1,7 +1,6 @@
 """What one worker has to do with one server."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,23 +11,10 @@ from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
 from paceline.sync.parameter_server.server import Kind
 from paceline.sync.parameter_server.state import cut_pieces, pack_state, unpack_state
 from paceline.sync.parameter_server.wire import States, Wire
-from paceline.sync.synchroniser import Site
+from paceline.sync.synchroniser import Delays, Site
 
 if TYPE_CHECKING:
     from paceline.sync.parameter_server.base import ServedRule
-
-
-@dataclass(frozen=True)
-class Delays:
-    """How stale the pushes to a server have been.
-
-    Args:
-        counts: Pushes, by how many updates of others came between their pull and them.
-        num_dropped: Pushes that came too late for their step.
-    """
-
-    counts: dict[int, int]
-    num_dropped: int
 
 
 class ServerLink:

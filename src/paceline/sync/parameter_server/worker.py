@@ -11,12 +11,12 @@ from torch import Tensor
 
 from paceline.comm.exchange import Exchange, Header
 from paceline.sync.desk import SampleDesk
-from paceline.sync.parameter_server.link import Delays, ServerLink
+from paceline.sync.parameter_server.link import ServerLink
 from paceline.sync.parameter_server.pieces import Pack, copy_all
 from paceline.sync.parameter_server.server import Kind
 from paceline.sync.parameter_server.stage import Stage
 from paceline.sync.parameter_server.state import join_pieces, pack_state, unpack_state
-from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site, Synchroniser
 
 if TYPE_CHECKING:
     from paceline.sync.parameter_server.base import ServedRule

@@ -1,0 +1,77 @@
+"""Runs whose workers do not step together: killed, stopped, and gone on with, from the command line."""
+
+import os
+import signal
+
+import pytest
+from test_killed_runs import (
+    find_workers,
+    finish,
+    kill,
+    losses_of,
+    newest_step,
+    run_straight,
+    start,
+    tensors_of,
+    wait_until,
+)
+
+from paceline.monitor.events import Evaluated, Preempted, Restarted, RunFinished, StalenessMeasured
+from paceline.monitor.reader import read_log, select
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3, "sync.codec": "int8"},
+        {"sync": "choco_sgd", "sync.graph": "ring"},
+    ],
+    ids=lambda settings: settings["sync"],
+)
+def test_a_killed_worker_changes_no_bit(tmp_path, settings):
+    killed = tmp_path / "killed"
+    process = start(killed, 30, **settings)
+    wait_until(lambda: newest_step(killed) >= 14, process)
+    assert kill(killed, 1)
+    code, output = finish(process)
+    assert code == 0, output
+    assert len(select(read_log(killed / "events.jsonl"), Restarted)) == 1
+    losses, tensors = run_straight(tmp_path / "straight", 30, **settings)
+    assert losses_of(killed) == losses
+    assert tensors_of(killed, 30) == tensors
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("placement", ["beside", "own"])
+def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, placement):
+    """With servers beside workers rank 0 has one; it is killed with it."""
+    killed = tmp_path / "killed"
+    process = start(killed, 40, **{"sync": "asgd", "sync.placement": placement, "evaluate_interval": 10})
+    wait_until(lambda: newest_step(killed) >= 14, process)
+    assert len(find_workers(killed)) == (4 if placement == "own" else 3)
+    assert kill(killed, 0)
+    code, output = finish(process)
+    assert code == 0, output
+    records = read_log(killed / "events.jsonl")
+    assert len(select(records, Restarted)) == 1
+    (ended,) = select(records, RunFinished)
+    assert ended.step == 40
+    evaluated = [record.event.loss for record in select(records, Evaluated)]
+    assert evaluated[-1] < evaluated[0]
+    measured = select(records, StalenessMeasured)[-1]
+    # Each of 40 steps is 12 samples, of which a push has 4.
+    assert sum(measured.event.counts) == 120
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("sync", ["local_sgd", "dpsgd", "ssp"])
+def test_a_signal_to_one_worker_stops_all_and_the_run_goes_on(tmp_path, sync):
+    stopped = tmp_path / "stopped"
+    process = start(stopped, 10_000, sync=sync, checkpoint_interval=0)
+    wait_until(lambda: newest_step(stopped) >= 5, process)
+    os.kill(find_workers(stopped)[2], signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    (preempted,) = select(read_log(stopped / "events.jsonl"), Preempted)
+    assert preempted.step < newest_step(stopped) + 1
