@@ -9,24 +9,10 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
+from paceline.optim.by_element import BY_ELEMENT
 from paceline.sync.rule import Rule
 
 Precision = Literal["fp32", "bf16", "fp16"]
-
-_BY_ELEMENT = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-"""Optimizers that update each element by its own gradient, so that parameters may be updated one after another."""
 
 
 def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -77,8 +63,8 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         reason = "clip_norm needs the norm of all gradients; set it to none"
     elif precision == "fp16":
         reason = "fp16 must know of an overflow anywhere before it steps; take bf16 or fp32"
-    elif type(optimizer) not in _BY_ELEMENT:
-        known = ", ".join(kind.__name__ for kind in _BY_ELEMENT)
+    elif type(optimizer) not in BY_ELEMENT:
+        known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
         reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
     if reason:
         raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")

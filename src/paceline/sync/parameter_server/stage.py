@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.comm.exchange import Exchange
 from paceline.errors import CommunicationError, SettingsError
+from paceline.optim.by_element import BY_ELEMENT
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.shard import Shard
@@ -47,7 +46,7 @@ class Stage:
                 f"{self.everybody.size - first}; lower it, or start more"
             )
         self.routes = [(worker, server) for worker in range(self.num_workers) for server in self.servers]
-        may_cut = type(site.optimizer) in _BY_ELEMENT
+        may_cut = type(site.optimizer) in BY_ELEMENT
         self.shares = share_out(dict(site.parameters), rule.num_servers, may_cut=may_cut)
         """What each server holds."""
 
@@ -84,15 +83,3 @@ def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
     if server.lost:
         lost = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(server.lost.items()))
         raise CommunicationError(f"server {number} lost workers: {lost}")
-
-
-_BY_ELEMENT = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-)
-"""Optimizers that update each element by its own gradient, so that a parameter may be cut."""
