@@ -19,7 +19,7 @@ train: setup
 	$(BIN)/paceline train transformer_lm --workers 2
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -112,11 +112,10 @@ def run_straight(directory, num_steps, **settings):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, seed):
+def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path):
     """Half of the kills hit a random worker at a random step, half the writer in a checkpoint's making."""
     num_kills, num_steps = 10, 160
-    chance = random.Random(seed)
+    chance = random.Random(0)
     killed = tmp_path / "killed"
     process = start(killed, num_steps)
     try:
