@@ -6,6 +6,11 @@ from paceline.cli.prepare import make_run
 from paceline.errors import UnknownNameError
 
 CODECS = COMPARISONS["codecs"]
+NUM_STEPS = 100
+
+
+def compare(outcomes):
+    return CODECS.compare(CODECS.choose([*outcomes], NUM_STEPS), outcomes)
 
 
 def outcome(loss=2.0, accuracy=0.5, wire_bytes=1000, elapsed_s=4.0):
@@ -19,7 +24,7 @@ def test_codecs_are_compared_with_none_seed_by_seed():
         outcome(loss=9.0, accuracy=0.90, wire_bytes=250, elapsed_s=8.0),
         outcome(loss=1.1, accuracy=0.11, wire_bytes=250, elapsed_s=5.0),
     ]
-    reference, row = CODECS.compare({"none": none, "int8": ours})
+    reference, row = compare({"none": none, "int8": ours})
     assert reference.cells() == ("none", "1.0x", "2.0000", "1.000", "50.00%", "+0.00 ± 0.00", "1.00", "1x / 0")
     # Ratios 1.5, 1.125 and 1.1; differences -2, 0 and 1 percent; times 0.5, 2 and 1.25.
     assert row.cells() == ("int8", "4.0x", "3.0000", "1.125", "48.00%", "-0.33 ± 1.53", "1.25", "4x / 0.1")
@@ -27,27 +32,33 @@ def test_codecs_are_compared_with_none_seed_by_seed():
 
 
 def test_a_model_without_accuracy_has_none():
-    (row,) = CODECS.compare({"none": [outcome(accuracy=None)]})
+    (row,) = compare({"none": [outcome(accuracy=None)]})
     assert (row.accuracy, row.accuracy_difference, row.accuracy_spread) == (None, None, None)
     assert row.cells()[4:6] == ("", "")
 
 
 def test_one_seed_has_no_spread():
-    (row,) = CODECS.compare({"none": [outcome()]})
+    (row,) = compare({"none": [outcome()]})
     assert row.cells()[5] == "+0.00"
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS.values(), ids=COMPARISONS)
 def test_the_reference_comes_first_and_each_way_once(comparison):
-    reference, *others = comparison.ways
-    assert comparison.choose(None) == [reference, *others]
-    assert comparison.choose([others[1], others[0], others[1]]) == [reference, others[1], others[0]]
-    assert comparison.choose([others[0], reference]) == [reference, others[0]]
+    reference, *others = comparison.choose(None, NUM_STEPS)
+
+    def choose(*names):
+        return list(comparison.choose(names, NUM_STEPS))
+
+    assert choose() == [reference]
+    assert choose(others[1], others[0], others[1]) == [reference, others[1], others[0]]
+    assert choose(others[0], reference) == [reference, others[0]]
     with pytest.raises(UnknownNameError, match="each of --only must be a known name, but got 'nothing'"):
-        comparison.choose([reference, "nothing"])
+        choose(reference, "nothing")
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS.values(), ids=COMPARISONS)
 def test_every_way_is_a_run_of_its_own(comparison):
-    runs = [make_run("resnet", overrides).model_dump_json() for overrides in comparison.ways.values()]
+    runs = [
+        make_run("resnet", overrides).model_dump_json() for overrides in comparison.choose(None, NUM_STEPS).values()
+    ]
     assert len(set(runs)) == len(runs)

@@ -54,11 +54,17 @@ def comparable(value: Any) -> Any:
 
 def test_there_is_a_class_for_every_kind() -> None:
     assert sorted(list_kinds()) == [
+        "batch_changed",
         "bucket_exchanged",
         "checkpoint_saved",
         "checkpoint_skipped",
         "evaluated",
         "failed",
+        "gradient_noise_measured",
+        "memory_estimated",
+        "memory_measured",
+        "model_grown",
+        "pipeline_measured",
         "preempted",
         "restarted",
         "run_finished",

@@ -1,42 +1,10 @@
 import pytest
 import torch
+from optimizing import make, train
 from pydantic import ValidationError
 from torch import nn
 
-from paceline.optim import SGD, AdamW, Optimizer
-
-
-class Small(nn.Module):
-    """A tied matrix, a bias, a norm, a scalar, and a parameter that is not trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.norm = nn.LayerNorm(4)
-        self.second = nn.Linear(4, 4, bias=False)
-        self.third = nn.Linear(4, 4, bias=False)
-        self.third.weight = self.second.weight
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-
-    def forward(self, x):
-        return self.scale * self.third(self.second(self.norm(self.first(x)))) + self.frozen.sum()
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    return Small().to(dtype)
-
-
-def train(module, optimizer, num_steps=5):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        dtype = module.scale.dtype
-        x, y = torch.randn(2, 6, 4, generator=generator).to(dtype)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(x[:, :3]), y).backward()
-        optimizer.step()
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+from paceline.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 
 def split_by_decay(module, weight_decay):
@@ -49,6 +17,14 @@ def split_by_decay(module, weight_decay):
 
 def plain_sgd(module, lr, weight_decay, **options):
     return torch.optim.SGD(split_by_decay(module, weight_decay), lr=lr, foreach=False, **options)
+
+
+def plain_adam(module, lr, weight_decay, **options):
+    return torch.optim.Adam(split_by_decay(module, weight_decay), lr=lr, foreach=False, **options)
+
+
+def plain_adafactor(module, lr, weight_decay, **options):
+    return torch.optim.Adafactor(split_by_decay(module, weight_decay), lr=lr, foreach=False, **options)
 
 
 def plain_adamw(module, lr, weight_decay, **options):
@@ -65,6 +41,13 @@ def plain_adamw(module, lr, weight_decay, **options):
         (
             AdamW(betas=(0.5, 0.6), epsilon=0.01, weight_decay=0.3),
             lambda m: plain_adamw(m, 1e-3, 0.3, betas=(0.5, 0.6), eps=0.01),
+        ),
+        (Adam(weight_decay=0.3), lambda m: plain_adam(m, 1e-3, 0.3)),
+        (Adam(betas=(0.5, 0.6), epsilon=0.01), lambda m: plain_adam(m, 1e-3, 0.0, betas=(0.5, 0.6), eps=0.01)),
+        (Adafactor(), lambda m: plain_adafactor(m, 1e-2, 0.0)),
+        (
+            Adafactor(learning_rate=0.3, weight_decay=0.2, beta2_decay=-0.5, epsilon=0.1, clip_threshold=2),
+            lambda m: plain_adafactor(m, 0.3, 0.2, beta2_decay=-0.5, eps=(None, 0.1), d=2.0),
         ),
     ],
 )

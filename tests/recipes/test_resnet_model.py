@@ -33,14 +33,17 @@ def train_step(model: nn.Module, batch: Tensor) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize(("depth", "num_parameters"), [(18, 11_689_512), (50, 25_557_032)])
+@pytest.mark.parametrize(
+    ("depth", "num_parameters"),
+    [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
+)
 def test_the_number_of_parameters_is_that_of_the_paper(depth: int, num_parameters: int) -> None:
     with torch.device("meta"):
         model = build(224, depth=depth, width=64)
         model.head = nn.Linear(model.head.in_features, 1000)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    num_shortcuts = 3 if depth == 18 else 4
+    num_shortcuts = 3 if depth < 50 else 4
     assert len(convolutions) + 1 - num_shortcuts == depth, "layers with weights on the main path"
 
 
@@ -176,7 +179,7 @@ def test_data_that_is_no_image_is_refused() -> None:
         ResNet().build(Spec(num_classes=256, input_shape=(128,)))
 
 
-@pytest.mark.parametrize("settings", [{"depth": 34}, {"width": 0}, {"norm": "layer"}, {"stem": "big"}])
+@pytest.mark.parametrize("settings", [{"depth": 35}, {"width": 0}, {"norm": "layer"}, {"stem": "big"}])
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         ResNet.model_validate(settings)

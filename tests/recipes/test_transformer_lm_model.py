@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
+from paceline.recipes.transformer_lm import sizes  # noqa: F401  # registers them
 from paceline.recipes.transformer_lm.model import Transformer, TransformerLM, rotary_tables, rotate
 from paceline.training.model import Model
 
@@ -52,7 +54,7 @@ def test_a_prefix_has_the_logits_it_has_in_the_whole() -> None:
 def test_rotated_products_depend_on_the_distance_only() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 16, dtype=torch.float64)
-    tables = rotary_tables(40, 16, 100.0, torch.device("cpu"))
+    tables = rotary_tables(torch.arange(40), 16, 100.0)
     queries, keys = (rotate(vector.expand(1, 1, 40, 16), tables)[0, 0] for vector in (query, key))
     scores = queries @ keys.T
     for distance in range(-39, 40):
@@ -65,7 +67,7 @@ def test_rotated_products_depend_on_the_distance_only() -> None:
 
 def test_rotation_turns_each_pair_by_its_own_angle() -> None:
     vectors = torch.tensor([1.0, 1, 0, 0]).expand(1, 1, 6, 4)
-    turned = rotate(vectors, rotary_tables(6, 4, 100.0, torch.device("cpu")))[0, 0, 5]
+    turned = rotate(vectors, rotary_tables(torch.arange(6), 4, 100.0))[0, 0, 5]
     expected = [math.cos(5), math.cos(0.5), math.sin(5), math.sin(0.5)]
     torch.testing.assert_close(turned, torch.tensor(expected))
 
@@ -123,6 +125,24 @@ def test_the_number_of_parameters() -> None:
     per_layer = 2 * 384 + 4 * 384**2 + 3 * 384 * 1024
     assert sum(p.numel() for p in model.parameters()) == 256 * 384 + 7 * per_layer + 384
     assert not any(isinstance(module, nn.Linear) and module.bias is not None for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [("124m", 123.6), ("350m", 353.3), ("760m", 756.7), ("1b", 1009.3)],
+)
+def test_named_sizes_have_their_number_of_parameters(size: str, millions: float) -> None:
+    settings = Model.model_validate({"name": f"transformer_lm_{size}"})
+    assert isinstance(settings, TransformerLM)
+    with torch.device("meta"):
+        model = settings.build(Spec(50_257, (1024,)))
+    width, num_layers = settings.width, settings.num_layers
+    hidden = 8 * round(width / 3)  # two thirds of four times the width, in steps of eight
+    closed_form = 50_257 * width + num_layers * (4 * width**2 + 3 * width * hidden + 2 * width) + width
+    assert sum(p.numel() for p in model.parameters()) == closed_form
+    assert closed_form / 1e6 == pytest.approx(millions, abs=0.05)
+    smaller = apply_overrides(settings, [("num_layers", "2")])
+    assert (smaller.width, smaller.num_layers, smaller.name) == (width, 2, f"transformer_lm_{size}")
 
 
 def test_it_learns_a_repeated_pattern() -> None:

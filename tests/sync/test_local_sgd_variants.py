@@ -9,7 +9,6 @@ from stepping import descend, flatten, make_linear, make_sgd, run_step, train
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.comm.hosts import find_hosts
-from paceline.errors import SettingsError
 from paceline.sync import AdaptiveLocalSGD, EveryStep, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from paceline.sync.adaptive_local_sgd import MeasuredCalendar
 from paceline.training.replica import Replica
@@ -22,12 +21,12 @@ def uneven(rank, step):
 
 def test_post_local_is_every_step_before_and_local_after():
     every, local = EveryStep(), LocalSGD(period=3)
-    assert torch.equal(train(3, PostLocalSGD(period=3, start=9), 8, uneven), train(3, every, 8, uneven))
-    assert torch.equal(train(3, PostLocalSGD(period=3, start=0), 8, uneven), train(3, local, 8, uneven))
+    assert torch.equal(train(3, PostLocalSGD(period=3, synchronous_steps=9), 8, uneven), train(3, every, 8, uneven))
+    assert torch.equal(train(3, PostLocalSGD(period=3, synchronous_steps=0), 8, uneven), train(3, local, 8, uneven))
 
 
 def test_post_local_changes_over_at_its_start():
-    seen = train(3, PostLocalSGD(period=3, start=5), 11, uneven)
+    seen = train(3, PostLocalSGD(period=3, synchronous_steps=5), 11, uneven)
     assert torch.equal(seen[:, :5], train(3, EveryStep(), 5, uneven))
     common = seen[0, 4]
     for first in (5, 8):
@@ -42,7 +41,7 @@ def test_post_local_changes_over_at_its_start():
 
 @pytest.mark.parametrize("stop_at", [3, 4, 5, 7])
 def test_post_local_goes_on_bit_for_bit_before_and_after_its_start(stop_at, tmp_path):
-    rule = PostLocalSGD(period=3, start=4)
+    rule = PostLocalSGD(period=3, synchronous_steps=4)
 
     def fail(path, reason):
         raise AssertionError(f"{path} is damaged: {reason}")
@@ -68,23 +67,6 @@ def test_post_local_goes_on_bit_for_bit_before_and_after_its_start(stop_at, tmp_
     resumed = LocalGroup.run(3, lambda group: work(group, True))
     for one, other in zip(straight, resumed, strict=True):
         assert torch.equal(one, other)
-
-
-def test_post_local_refuses_to_go_back_to_every_step():
-    def work(group):
-        module = make_linear()
-        early = Replica(module, make_sgd(module), group=group, sync=PostLocalSGD(start=1))
-        for step in range(3):
-            run_step(early, step)
-        own, shared = early.sync_state()
-        module = make_linear()
-        late = Replica(module, make_sgd(module), group=group, sync=PostLocalSGD(start=5))
-        late.load_state_dict(early.state_dict())
-        late.load_sync_state([own] * 2, shared)
-        with pytest.raises(SettingsError, match="step alone in step 3 already, but got 5"):
-            run_step(late, 3)
-
-    LocalGroup.run(2, work)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -5,6 +5,7 @@ from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import Comparison
+from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.benchmarks.server import ServerBenchmark
@@ -21,6 +22,7 @@ __all__ = [
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "Comparison",
+    "ConvergenceBenchmark",
     "ExposedBenchmark",
     "ReplicaBenchmark",
     "Row",

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from paceline.benchmarks.comparison import Comparison, Outcomes
+from paceline.benchmarks.comparison import Comparison, Outcomes, Overrides
 from paceline.benchmarks.tables import TableRow
 
 _PUBLISHED = {"none": "1x / 0", "top_k": "100x / 0.3", "int8": "4x / 0.1", "one_bit": "32x / 0.5"}
@@ -48,7 +48,7 @@ class CodecRow(TableRow):
         )
 
 
-def _describe(codec: str, ours: Outcomes, reference: Outcomes) -> CodecRow:
+def _describe(codec: str, overrides: Overrides, ours: Outcomes, reference: Outcomes) -> CodecRow:
     pairs = list(zip(ours, reference, strict=True))
     differences = [
         100 * (a.accuracy - b.accuracy) for a, b in pairs if a.accuracy is not None and b.accuracy is not None
@@ -67,8 +67,8 @@ def _describe(codec: str, ours: Outcomes, reference: Outcomes) -> CodecRow:
     )
 
 
-CODEC_COMPARISON = Comparison(
-    ways={
+def _make_ways(num_steps: int) -> dict[str, Overrides]:
+    return {
         "none": [],
         "int8": [("sync.codec", "int8")],
         "one_bit": [("sync.codec", "one_bit")],
@@ -78,6 +78,7 @@ CODEC_COMPARISON = Comparison(
         "power_sgd": [("sync.codec", "power_sgd")],
         "bf16": [("sync.codec", "bf16")],
         "fp16": [("sync.codec", "fp16")],
-    },
-    describe=_describe,
-)
+    }
+
+
+CODEC_COMPARISON = Comparison(_make_ways, _describe)

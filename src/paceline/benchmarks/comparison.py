@@ -1,5 +1,6 @@
 """What a comparison is: the same training in several ways, each with several seeds."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from paceline.benchmarks.tables import TableRow
 from paceline.errors import unknown_name
 
 Overrides = list[tuple[str, str]]
+
+_NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,55 @@ class Comparison:
     """Several ways to do the same training.
 
     Args:
-        ways: Each by its name, as overrides of a run; the first is the reference.
-        describe: Returns the row of a way from its name, its outcomes and those of the reference.
+        make_ways: Returns the ways to do a training of so many steps, each by its name, as overrides of a run; the
+            first is the reference.
+        describe: Returns the row of a way from its name, its overrides, its outcomes and those of the reference.
     """
 
-    ways: Mapping[str, Overrides]
-    describe: Callable[[str, Outcomes, Outcomes], TableRow]
+    make_ways: Callable[[int], Mapping[str, Overrides]]
+    describe: Callable[[str, Overrides, Outcomes, Outcomes], TableRow]
 
-    def choose(self, names: Sequence[str] | None) -> list[str]:
+    def choose(self, names: Sequence[str] | None, num_steps: int) -> dict[str, Overrides]:
         """Return the ways that are run: the reference, then those named, by default all.
 
         Raises:
             UnknownNameError: There is no such way.
         """
+        ways = self.make_ways(num_steps)
         for name in names or ():
-            if name not in self.ways:
-                raise unknown_name("each of --only", name, self.ways)
-        return list(dict.fromkeys([next(iter(self.ways)), *(self.ways if names is None else names)]))
+            if name not in ways:
+                raise unknown_name("each of --only", name, ways)
+        chosen = [next(iter(ways)), *(ways if names is None else names)]
+        return {name: ways[name] for name in chosen}
 
-    def compare(self, outcomes: Mapping[str, Outcomes]) -> list[TableRow]:
-        """Return a row for each way; the reference must be among them."""
-        reference = outcomes[next(iter(self.ways))]
-        return [self.describe(name, ours, reference) for name, ours in outcomes.items()]
+    def compare(self, ways: Mapping[str, Overrides], outcomes: Mapping[str, Outcomes]) -> list[TableRow]:
+        """Return a row for each way; the reference must be the first."""
+        reference = outcomes[next(iter(ways))]
+        return [self.describe(name, overrides, outcomes[name], reference) for name, overrides in ways.items()]
+
+
+@dataclass(frozen=True)
+class MeanRatio:
+    """The mean of some losses to the mean of others of the same seeds."""
+
+    ratio: float
+    lower: float | None
+    """Lower bound of its bootstrap 95% interval (one-sided), in which seeds are drawn for both; None with one seed."""
+    upper: float | None
+    """Upper bound likewise."""
+
+
+def compare_means(ours: Sequence[float], reference: Sequence[float]) -> MeanRatio:
+    """Return how the mean of `ours` stands to that of `reference`; both by seed."""
+    pairs = list(zip(ours, reference, strict=True))
+    if len(pairs) == 1:
+        return MeanRatio(_ratio_of_means(pairs), None, None)
+    generator = random.Random(0)
+    ratios = sorted(_ratio_of_means(generator.choices(pairs, k=len(pairs))) for _ in range(_NUM_RESAMPLES))
+    return MeanRatio(
+        _ratio_of_means(pairs), ratios[round(0.05 * _NUM_RESAMPLES)], ratios[round(0.95 * _NUM_RESAMPLES) - 1]
+    )
+
+
+def _ratio_of_means(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(ours for ours, _ in pairs) / sum(reference for _, reference in pairs)

@@ -11,19 +11,22 @@ _COLOURS = ("#687083", "#e06a10", "#3f57d6", "#1f9d6b")
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of the picture: seconds and losses."""
+    """A line of the picture: seconds (or what else losses are over), and losses."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
-def draw_losses(panels: Mapping[str, Sequence[Curve]], file_format: str, palette: Palette = LIGHT) -> bytes:
+def draw_losses(
+    panels: Mapping[str, Sequence[Curve]], file_format: str, palette: Palette = LIGHT, *, x_label: str = "seconds"
+) -> bytes:
     """Return a picture: one panel for each title, losses over seconds, one line for each curve.
 
     Args:
         panels: Curves by title.
         file_format: png or svg.
         palette: Its colours.
+        x_label: What losses are over, if not seconds.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -35,7 +38,7 @@ def draw_losses(panels: Mapping[str, Sequence[Curve]], file_format: str, palette
         for number, curve in enumerate(curves):
             times, losses = zip(*curve.points, strict=True)
             axes.plot(times, losses, color=_COLOURS[number % len(_COLOURS)], linewidth=1.8, label=curve.name)
-        axes.set_xlabel("seconds", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
+        axes.set_xlabel(x_label, color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
     all_axes[0].set_ylabel("training loss", color=palette.muted, fontsize=8.5)
     lines, names = all_axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="lower left", ncols=4, frameon=False, fontsize=8.5, labelcolor=palette.muted)

@@ -44,6 +44,7 @@ def compare(
         return
     from paceline.benchmarks import COMPARISONS, check_new_files, print_table, write_files
     from paceline.cli.overrides import parse_pairs
+    from paceline.cli.prepare import make_run
 
     if what not in COMPARISONS:
         raise unknown_name("comparison", what, [*COMPARISONS, "gossip"])
@@ -52,22 +53,22 @@ def compare(
         raise SettingsError(f"--seeds must be at least 1 and --workers 2, but got {seeds} and {workers}")
     check_new_files(json, markdown)
     comparison = COMPARISONS[what]
-    names = comparison.choose(only.split(",") if only else None)
-    out = out or Path("runs") / f"compare-{what}"
     given = parse_pairs(context.args)
+    ways = comparison.choose(only.split(",") if only else None, make_run(recipe, given).num_steps)
+    out = out or Path("runs") / f"compare-{what}"
     runs: dict[tuple[str, int], tuple[Path, Overrides]] = {
-        (name, seed): (out / f"{name.replace(' ', '-')}-{seed}", [*given, *comparison.ways[name], ("seed", str(seed))])
+        (name, seed): (out / f"{name.replace(' ', '-')}-{seed}", [*given, *ways[name], ("seed", str(seed))])
         for seed in range(seeds)
-        for name in names
+        for name in ways
     }
     for directory, overrides in runs.values():
         _check_same(directory, recipe, workers, overrides)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
     for (name, seed), (directory, overrides) in runs.items():
         outcome = _train(directory, recipe, workers, overrides)
         outcomes[name].append(outcome)
         typer.echo(f"{name}, seed {seed}: held-out loss {outcome.loss:.4f} after {outcome.elapsed_s:.1f} s")
-    rows = comparison.compare(outcomes)
+    rows = comparison.compare(ways, outcomes)
     print_table(rows)
     write_files(rows, json, markdown)
 

@@ -6,6 +6,7 @@ import typer
 
 from paceline.cli.bench import bench
 from paceline.cli.compare import compare
+from paceline.cli.memory import memory
 from paceline.cli.overrides import OverridesCommand
 from paceline.cli.recipes import recipes
 from paceline.cli.report import report
@@ -32,6 +33,7 @@ app.command(cls=OverridesCommand)(compare)
 app.command(cls=OverridesCommand)(reproduce)
 app.command(cls=OverridesCommand)(verify)
 app.command(cls=OverridesCommand)(simulate)
+app.command(cls=OverridesCommand)(memory)
 app.command()(recipes)
 
 

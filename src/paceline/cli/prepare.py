@@ -8,7 +8,9 @@ import typer
 from pydantic import ValidationError
 
 from paceline.checkpoint import CheckpointStore
+from paceline.cli.memory import check_memory, tell_memory
 from paceline.cli.overrides import apply_overrides
+from paceline.data.base import Splits
 from paceline.data.shares import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
@@ -35,40 +37,51 @@ def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
     return apply_overrides(run, overrides)
 
 
-def check_workers(run: Run, num_workers: int) -> None:
-    """Refuse at once what every worker would refuse later.
+def check_workers(run: Run, num_workers: int) -> Splits:
+    """Refuse at once what every worker would refuse later, and return the data.
 
     Raises:
         SettingsError: Workers, global batch and shares do not fit.
         DataError: The data cannot be opened.
     """
+    layout = run.layout
+    if layout.data is not None and num_workers != layout.data * layout.sharded:
+        raise SettingsError(
+            f"the number of workers must be data({layout.data}) * sharded({layout.sharded}) = "
+            f"{layout.data * layout.sharded}, but got {num_workers}; leave out --workers or --layout.data"
+        )
+    layout.resolve(num_workers * layout.ranks_of_worker)
     if run.global_batch < num_workers:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "
             "workers; raise --global_batch or lower --workers"
         )
     check_shares(run.fixed_shares, num_workers)
-    run.data.open()
+    return run.data.open()
 
 
 def prepare_new(
-    recipe: str, num_workers: int, out: Path | None, overrides: list[tuple[str, str]], *, launch: str = ""
+    recipe: str, num_workers: int | None, out: Path | None, overrides: list[tuple[str, str]], *, launch: str = ""
 ) -> tuple[Path, RunFile]:
-    """Make the directory of a new run.
+    """Make the directory of a new run, of two workers unless told otherwise, or as many as its layout says.
 
     Raises:
         SettingsError: `out` exists and is not empty, or settings are wrong.
     """
     recipe = _absolute(recipe)
     run = make_run(recipe, overrides)
+    if num_workers is None:
+        layout = run.layout
+        num_workers = 2 if layout.is_plain and layout.data is None else (layout.data or 1) * layout.sharded
     if run.num_threads is None:
         cores = len(os.sched_getaffinity(0))
-        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
-        run = run.model_copy(update={"num_threads": max(1, cores // local_workers)})
-    check_workers(run, num_workers)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))
+        run = run.model_copy(update={"num_threads": max(1, cores // local_ranks)})
+    needed = check_memory(run, check_workers(run, num_workers), num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     directory = _make_directory(out, recipe)
     file.save(directory)
+    tell_memory(directory, needed)
     return directory, file
 
 
@@ -82,7 +95,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     file = RunFile.load(directory)
     run = apply_overrides(load_run(file), overrides)
     workers = num_workers or file.num_workers
-    check_workers(run, workers)
+    needed = check_memory(run, check_workers(run, workers), workers)
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
     is_finished = any(select(read_log(directory / "events.jsonl"), RunFinished))
     if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps:
@@ -93,6 +106,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
     if resumed != file:
         resumed.save(directory)
+    tell_memory(directory, needed)
     return directory, resumed
 
 

@@ -12,6 +12,7 @@ def report(
 ) -> None:
     """Write RUN/report.png and RUN/report.html, at any time, also while the run goes on."""
     from paceline.monitor.communication import describe_step
+    from paceline.monitor.pipeline import describe_pipeline
     from paceline.monitor.reader import read_log, summarise
     from paceline.monitor.report import write_report
     from paceline.monitor.stragglers import describe_stragglers
@@ -21,6 +22,8 @@ def report(
     typer.echo(f"report: {page}\npicture: {picture}")
     if summary.typical_steps:
         typer.echo(f"timeline: {run / 'timeline.png'}\n{describe_step(summary.typical_steps[0])}")
+    if summary.pipeline_steps:
+        typer.echo(f"pipeline: {run / 'pipeline.png'}\n{describe_pipeline(summary.pipeline_steps)}")
     for sentence in describe_stragglers(summary):
         typer.echo(sentence)
     if tensorboard is not None:

@@ -15,7 +15,9 @@ def train(
         str | None,
         typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Worker processes on this machine. [default: 2]")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers on this machine, a process each or what a layout gives. [default: 2]")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the run; must be new. [default: runs/RECIPE-n]")
     ] = None,
@@ -70,7 +72,7 @@ def _train_here(
         directory, file = prepare_resumed(resume, workers, overrides)
     else:
         assert recipe is not None
-        directory, file = prepare_new(recipe, workers or 2, out, overrides)
+        directory, file = prepare_new(recipe, workers, out, overrides)
         lock = WriterLock(directory)
         lock.acquire()
     typer.echo(f"run: {directory}")

@@ -59,15 +59,14 @@ def _prepare(
 ) -> tuple[Path, RunFile]:
     if resume is not None:
         run = apply_overrides(load_run(RunFile.load(resume)), overrides)
-        return prepare_resumed(resume, group.size - run.sync.num_server_processes, overrides)
+        return prepare_resumed(resume, run.count_workers(group.size), overrides)
     assert recipe is not None
     # torchrun's own process, which outlives the workers it restarts, tells this job from those before it.
     launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
     is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and (begun := _find_begun(out, launch)) is not None:
         return begun, RunFile.load(begun)
-    num_workers = group.size - make_run(recipe, overrides).sync.num_server_processes
-    return prepare_new(recipe, num_workers, out, overrides, launch=launch)
+    return prepare_new(recipe, make_run(recipe, overrides).count_workers(group.size), out, overrides, launch=launch)
 
 
 def _find_begun(out: Path | None, launch: str) -> Path | None:

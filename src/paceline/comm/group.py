@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import SettingsError
@@ -47,6 +48,11 @@ class Group(ABC):
     name, by which errors say where each rank is. Operations return at once; their tensors must be left alone
     until `Work.wait` has returned.
     """
+
+    store: dist.Store | None = None
+    """Where the ranks found each other, if they are processes: what else they open together may meet there."""
+    timeout_s: float = 60.0
+    """How long an operation may take."""
 
     def __init__(self, rank: int, size: int, device: torch.device, epoch: int = 0) -> None:
         self.rank = rank

@@ -60,7 +60,7 @@ class HostGroup(Group):
     ) -> None:
         super().__init__(rank, size, torch.device("cpu"), epoch)
         self.timeout_s = timeout_s
-        self._store = store
+        self.store: dist.Store = store
         self._key = host or host_key()
         keys = exchange_documents(dist.PrefixStore("hosts", store), rank, size, self._key, timeout_s)
         self._hosts = [[other for other in range(size) if keys[other] == key] for key in dict.fromkeys(keys)]
@@ -158,7 +158,7 @@ class HostGroup(Group):
 
     def duplicate(self, name: str) -> "HostGroup":
         """Return a group with memory and connections of its own."""
-        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self._store)
+        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self.store)
         duplicate = HostGroup(
             store,
             self.rank,
@@ -177,7 +177,7 @@ class HostGroup(Group):
         here = self._hosts[self._here]
         if set(ranks) <= set(here):
             return self._neighbours.subgroup([here.index(rank) for rank in ranks], name)
-        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
         subgroup = HostGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch, host=self._key)
         self._subgroups.append(subgroup)
         return subgroup
@@ -202,17 +202,17 @@ class HostGroup(Group):
         reason = None
         try:
             if len(ranks) > 1:
-                store = dist.PrefixStore(f"host{self._here}", self._store)
+                store = dist.PrefixStore(f"host{self._here}", self.store)
                 place = ranks.index(self.rank), len(ranks)
                 local = SharedMemoryGroup(store, *place, timeout_s=self.timeout_s, epoch=self.epoch)
         except SharedMemoryError as error:
             reason = str(error)
-        store = dist.PrefixStore("shared", self._store)
+        store = dist.PrefixStore("shared", self.store)
         raise_together(exchange_documents(store, self.rank, self.size, reason, self.timeout_s))
         return local
 
     def _open_network(self, name: str, rank: int, size: int) -> TorchGroup:
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self.store)
         return TorchGroup(store, rank, size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
 
     def _close_parts(self, error: BaseException | None = None) -> None:

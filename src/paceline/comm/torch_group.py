@@ -51,7 +51,7 @@ class TorchGroup(Group):
     ) -> None:
         super().__init__(rank, size, device, epoch)
         self.timeout_s = timeout_s
-        self._store = store
+        self.store: dist.Store = store
         self._sequence = 0
         self._num_duplicates = 0
         self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
@@ -99,7 +99,7 @@ class TorchGroup(Group):
     def duplicate(self, name: str) -> "TorchGroup":
         """Return a group with connections of its own."""
         self._num_duplicates += 1
-        store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self._store)
+        store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self.store)
         duplicate = TorchGroup(
             store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch
         )
@@ -109,7 +109,7 @@ class TorchGroup(Group):
     def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
         """Return a group with connections of its own among `ranks`."""
         place = self.place_in(ranks)
-        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
         subgroup = TorchGroup(store, place, len(ranks), device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
         self._duplicates.add(subgroup)
         return subgroup
@@ -181,7 +181,7 @@ class TorchGroup(Group):
 
     def _explain(self, error: RuntimeError, where: str, sequence: int, began_s: float) -> PacelineError:
         waited_s = time.monotonic() - began_s
-        if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+        if not tells_of_lost_peer(error):
             return SettingsError(
                 f"{where} must be one that the backend can do, but it says {_first_line(error)!r}; "
                 "use another dtype or device"
@@ -224,6 +224,11 @@ class _TorchWork(Work):
 
 # Backends tell the loss of a peer from a call they cannot do by words alone.
 _NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
+
+
+def tells_of_lost_peer(error: RuntimeError) -> bool:
+    """Whether torch raised the error because a peer died or stopped answering."""
+    return any(word in str(error).lower() for word in _NETWORK_WORDS)
 
 
 def _first_line(error: RuntimeError) -> str:

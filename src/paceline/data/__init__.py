@@ -2,7 +2,9 @@
 
 from paceline.data.base import Batch, Data, Source, Spec, Splits
 from paceline.data.images import Images
-from paceline.data.loader import Loader, MapSource
+from paceline.data.loader import Loader
+from paceline.data.map_source import MapSource
+from paceline.data.masked_text import MaskedText
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
 from paceline.data.text import Text
 
@@ -15,6 +17,7 @@ __all__ = [
     "Ledger",
     "Loader",
     "MapSource",
+    "MaskedText",
     "Source",
     "Spec",
     "Splits",

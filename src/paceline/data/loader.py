@@ -1,21 +1,19 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-import itertools
-import queue
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset
 
 from paceline.comm.group import Group
-from paceline.data.base import Batch, Indices, Source, Spec
+from paceline.data.base import Batch, Source
+from paceline.data.batches import Batches
+from paceline.data.map_source import MapSource
 from paceline.data.order import Claims, GlobalOrder, Interval, Ledger, apportion
+from paceline.data.read_ahead import ReadAhead
+from paceline.data.read_steps import Step, read_in_processes
 from paceline.data.shares import Shares
 from paceline.errors import DataError, SettingsError
 
@@ -40,9 +38,12 @@ class Loader:
         num_processes: 0 reads in a background thread; more reads in that many forked processes.
         claims: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
             even share of `global_batch`, and iterating ends where all workers come together.
+        changes: Pairs of a step and the global batch from that step on, where it does not stay `global_batch`.
+        adds_micro_batches: Whether a global batch that has grown is cut into more micro-batches, so that none becomes
+            larger than the first ones.
 
     Raises:
-        SettingsError: `global_batch` is below the number of workers, or `shares` do not fit the group.
+        SettingsError: A global batch is below the number of workers, or `shares` do not fit the group.
     """
 
     def __init__(
@@ -58,24 +59,25 @@ class Loader:
         prefetch: int = 2,
         num_processes: int = 0,
         claims: Claims | None = None,
+        changes: Sequence[tuple[int, int]] = (),
+        adds_micro_batches: bool = False,
     ) -> None:
-        self._rank, num_workers = (group.rank, group.size) if group else (0, 1)
+        self._rank, self._num_workers = (group.rank, group.size) if group else (0, 1)
         self._device = group.device if group else torch.device("cpu")
-        self._shares = Shares(shares, num_workers)
-        if global_batch < num_workers:
-            raise SettingsError(
-                f"global_batch must be at least the number of workers, but got {global_batch} for {num_workers} "
-                "workers; raise global_batch or start fewer workers"
-            )
+        self._shares = Shares(shares, self._num_workers)
+        for batch in [global_batch, *(batch for _, batch in changes)]:
+            self._check_batch(batch)
         if num_micro_batches < 1:
             raise SettingsError(f"num_micro_batches must be at least 1, but got {num_micro_batches}")
         self._source = dataset if isinstance(dataset, Source) else MapSource(dataset)
         self.order = GlobalOrder(len(self._source), seed, shuffle)
-        self.global_batch = global_batch
+        self._batches = Batches(self.order, global_batch, changes)
+        self._first_batch = global_batch
         self.num_micro_batches = num_micro_batches
+        self._adds_micro_batches = adds_micro_batches
         self._prefetch = prefetch
         self._claims = claims
-        self._claim_size = max(1, round(global_batch / num_workers))
+        self._claim_size = max(1, round(global_batch / self._num_workers))
         self._num_processes = num_processes
         self._ledger = Ledger()
         self._num_iterators = 0
@@ -84,6 +86,20 @@ class Loader:
     def position(self) -> int:
         """Samples used since the start of training: the low-water mark."""
         return self._ledger.low_water
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step, over all workers, but at an epoch's end."""
+        return self.batch_at(self.position)
+
+    def batch_at(self, position: int) -> int:
+        """Return the global batch in force for the step that begins at `position`."""
+        return self._batches.at(position)
+
+    @property
+    def newest_batch(self) -> int:
+        """The global batch that was chosen last, whether in force yet or not."""
+        return self._batches.newest
 
     @property
     def shares(self) -> list[int]:
@@ -101,11 +117,24 @@ class Loader:
         Raises:
             SettingsError: They do not fit the group.
         """
-        start = self.position
-        for _ in range(self._max_steps_ahead):
-            start = self.order.next_batch(start, self.global_batch).stop
-        assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
+        start = self._first_unread
         self._shares.change(start, shares, position=self.position)
+        return start
+
+    def change_batch(self, global_batch: int) -> int:
+        """Let steps take another global batch, from the first on that no worker can have begun to read.
+
+        Every worker calls it at the same position, as it does `change_shares`.
+
+        Returns:
+            The position from which it is in force.
+
+        Raises:
+            SettingsError: It is below the number of workers.
+        """
+        self._check_batch(global_batch)
+        start = self._first_unread
+        self._batches.change(start, global_batch)
         return start
 
     def load_shares(self, state: dict[str, Any]) -> bool:
@@ -132,11 +161,26 @@ class Loader:
         self._ledger = Ledger(position)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position in the data, which fits any number of workers, and the shares, as JSON."""
-        return {**asdict(self.order), **self._ledger.state_dict(), "shares": self._shares.state(self.position)}
+        """Return the position in the data, which fits any number of workers, shares and batches, as JSON."""
+        return {
+            **asdict(self.order),
+            **self._ledger.state_dict(),
+            "shares": self._shares.state(self.position),
+            "batches": self._batches.state(self.position),
+        }
+
+    def load_batches(self, state: dict[str, Any]) -> None:
+        """Take on the global batches of a `state_dict`, those that `change_batch` set among them.
+
+        Raises:
+            SettingsError: One is below the number of workers.
+        """
+        for _, _, batch in state["batches"]:
+            self._check_batch(batch)
+        self._batches.load(state["batches"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, at any number of workers, with this loader's own shares.
+        """Continue where `state` was taken, at any number of workers, with this loader's own shares and batches.
 
         Raises:
             DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
@@ -148,6 +192,8 @@ class Loader:
                     "resume with the data and order that the run was started with"
                 )
         self._ledger = Ledger.from_state(state)
+        if "batches" in state:
+            self._batches.resume(state["batches"][0][0], self.position)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batch after micro-batch, from the low-water mark on, for ever."""
@@ -155,7 +201,7 @@ class Loader:
             self._ledger = Ledger.from_state(self._ledger.state_dict())
         self._num_iterators += 1
         mine = self._num_iterators
-        with _ReadAhead(self._read_steps(), self._prefetch) as steps:
+        with ReadAhead(self._read_steps(), self._prefetch) as steps:
             for step in steps:
                 if mine != self._num_iterators:
                     raise DataError("a loader must be iterated once at a time, but a newer iterator was begun")
@@ -169,6 +215,22 @@ class Loader:
                 if self._claims is None:
                     self.ack(step[-1])
 
+    def _check_batch(self, global_batch: int) -> None:
+        if global_batch < self._num_workers:
+            raise SettingsError(
+                f"global_batch must be at least the number of workers, but got {global_batch} for {self._num_workers} "
+                "workers; raise global_batch or start fewer workers"
+            )
+
+    @property
+    def _first_unread(self) -> int:
+        """The first position that no worker at this one's position can have begun to read."""
+        start = self.position
+        for _ in range(self._max_steps_ahead):
+            start = self.order.next_batch(start, self.batch_at(start)).stop
+        assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
+        return start
+
     @property
     def _prefetch_factor(self) -> int:
         """Micro-batches that each loader process reads ahead."""
@@ -180,147 +242,34 @@ class Loader:
         num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
-    def _plan_steps(self) -> Iterator["_Step"]:
+    def _plan_steps(self) -> Iterator[Step]:
         while self._claims is None:
-            interval = self._ledger.claim(self.order, self.global_batch)
+            interval = self._ledger.claim(self.order, self.batch_at)
             shares = apportion(interval.num_samples, self._shares.at(interval.start))
             yield self._cut(interval, interval.start + sum(shares[: self._rank]), shares[self._rank])
         while (claimed := self._claims.claim(self._claim_size)) is not None:
             interval = Interval(*claimed)
             yield self._cut(interval, interval.start, interval.num_samples)
 
-    def _cut(self, interval: Interval, start: int, share: int) -> "_Step":
+    def _cut(self, interval: Interval, start: int, share: int) -> Step:
         """Cut this worker's share of an interval into micro-batches."""
+        num_parts = self.num_micro_batches
+        if self._adds_micro_batches:
+            num_parts *= max(1, -(-self.batch_at(interval.start) // self._first_batch))
         parts, counts = [], []
-        for count in apportion(share, [1.0] * self.num_micro_batches):
+        for count in apportion(share, [1.0] * num_parts):
             # An empty share borrows the batch's first sample: see Batch.num_samples.
             place = Interval(start, start + count) if count else Interval(interval.start, interval.start + 1)
             parts.append(self.order.samples_at(place))
             counts.append(count)
             start += count
-        return _Step(interval, parts, counts)
+        return Step(interval, parts, counts)
 
     def _read_steps(self) -> Iterator[list[Batch]]:
-        if self._num_processes == 0:
-            for step in self._plan_steps():
-                yield step.make_batches([self._source.read(part) for part in step.parts], self._device)
-            return
-        planned: queue.SimpleQueue[_Step] = queue.SimpleQueue()
-
-        def plan() -> Iterator[Indices]:
-            for step in self._plan_steps():
-                planned.put(step)
-                yield from step.parts
-
-        parts = iter(
-            DataLoader(
-                _Reader(self._source),
-                sampler=plan(),
-                batch_size=None,
-                num_workers=self._num_processes,
-                worker_init_fn=_ignore_signals,
-                prefetch_factor=self._prefetch_factor,
+        if self._num_processes > 0:
+            yield from read_in_processes(
+                self._source, self._plan_steps(), self._device, self._num_processes, self._prefetch_factor
             )
-        )
-        while read := list(itertools.islice(parts, self.num_micro_batches)):
-            yield planned.get().make_batches(read, self._device)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One step of one worker: which samples each micro-batch reads, and how many of them count."""
-
-    interval: Interval
-    parts: list[Indices]
-    counts: list[int]
-
-    def make_batches(self, read: Sequence[Sequence[Tensor]], device: torch.device) -> list[Batch]:
-        last = len(read) - 1
-        return [
-            Batch(inputs, targets, count, self.interval, last=number == last).to(device)
-            for number, ((inputs, targets), count) in enumerate(zip(read, self.counts, strict=True))
-        ]
-
-
-class MapSource(Source):
-    """Any torch data set of (input, target) pairs, as a `Source`.
-
-    Args:
-        dataset: With a length, and samples that torch's default collation can stack.
-        spec: What a model must know of it; only a `Run` needs it.
-    """
-
-    def __init__(self, dataset: Dataset[Any], spec: Spec | None = None) -> None:
-        if spec is not None:
-            self.spec = spec
-        self._dataset = dataset
-        self._num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ out
-
-    def __len__(self) -> int:
-        """Return the data set's length."""
-        return self._num_samples
-
-    def read(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return the samples, collated as torch does it."""
-        inputs, targets = default_collate([self._dataset[int(index)] for index in indices])
-        return inputs, targets
-
-
-class _Reader(Dataset[Any]):
-    """A source whose keys are whole batches of indices, as a loader process reads them."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        return self._source.read(np.asarray(indices))
-
-
-class _ReadAhead:
-    """Runs an iterator in a background thread, at most `depth` items ahead; its errors surface in order."""
-
-    def __init__(self, items: Iterator[list[Batch]], depth: int) -> None:
-        self._items = items
-        self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-loader", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
-        self._thread.join(timeout=10)
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        while (item := self._ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item):
-                    return
-            self._put(None)
-        except BaseException as error:  # handed on to the reader
-            self._put(error)
-
-    def _put(self, item: list[Batch] | BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-
-def _ignore_signals(_: int) -> None:
-    """Leave it to the worker, which a launcher signals too, to end this process after its last step."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+            return
+        for step in self._plan_steps():
+            yield step.make_batches([self._source.read(part) for part in step.parts], self._device)

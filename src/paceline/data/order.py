@@ -4,7 +4,7 @@ A *position* counts samples since the start of training: position p is the (p mo
 Nothing about workers enters the order, so resuming, resizing and uneven shares cannot change what is learnt from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -59,15 +59,23 @@ class GlobalOrder:
         epoch_end = (self.epoch_of(position) + 1) * self.num_samples
         return Interval(position, min(position + global_batch, epoch_end))
 
-    def position_of(self, step: int, global_batch: int) -> int:
-        """Return the position at which `step` begins, where each step takes a global batch."""
-        epoch, rest = divmod(step, -(-self.num_samples // global_batch))
-        return epoch * self.num_samples + min(rest * global_batch, self.num_samples)
+    def position_of(self, step: int, global_batch: int, *, start: int = 0) -> int:
+        """Return the position at which `step` begins, where step 0 begins at `start` and each takes a global batch."""
+        epoch_end = (self.epoch_of(start) + 1) * self.num_samples
+        num_left = -(-(epoch_end - start) // global_batch)
+        if step < num_left:
+            return start + step * global_batch
+        epoch, rest = divmod(step - num_left, -(-self.num_samples // global_batch))
+        return epoch_end + epoch * self.num_samples + rest * global_batch
 
-    def step_of(self, position: int, global_batch: int) -> int:
-        """Return how many steps, each of a global batch, are done at `position`."""
-        epoch, rest = divmod(position, self.num_samples)
-        return epoch * -(-self.num_samples // global_batch) + rest // global_batch
+    def step_of(self, position: int, global_batch: int, *, start: int = 0) -> int:
+        """Return how many steps, each of a global batch, are done from `start` to `position`."""
+        epoch_end = (self.epoch_of(start) + 1) * self.num_samples
+        if position < epoch_end:
+            return (position - start) // global_batch
+        num_left = -(-(epoch_end - start) // global_batch)
+        epoch, rest = divmod(position - epoch_end, self.num_samples)
+        return num_left + epoch * -(-self.num_samples // global_batch) + rest // global_batch
 
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
@@ -120,12 +128,18 @@ class Ledger:
     def __post_init__(self) -> None:
         self.next_claim = self.low_water
 
-    def claim(self, order: GlobalOrder, global_batch: int) -> Interval:
-        """Hand out the next global batch that nobody has used."""
+    def claim(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
+        """Hand out the next global batch that nobody has used.
+
+        Args:
+            order: What positions are of.
+            global_batch: Its size, or what returns the size of the one that begins at a position.
+        """
         for done in sorted(self.done_above):
             if done.start <= self.next_claim < done.stop:
                 self.next_claim = done.stop
-        interval = order.next_batch(self.next_claim, global_batch)
+        size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
+        interval = order.next_batch(self.next_claim, size)
         stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
         interval = Interval(interval.start, min(stops, default=interval.stop))
         self.next_claim = interval.stop

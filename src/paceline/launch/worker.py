@@ -22,9 +22,10 @@ from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
 from paceline.registry import explain
-from paceline.training.loop import serve, tell_failure, train
-from paceline.training.replica import UnusedParametersWarning
+from paceline.training.loop import serve, train
 from paceline.training.run import Run, RunFile
+from paceline.training.step_result import UnusedParametersWarning
+from paceline.training.tell import tell_failure
 
 
 def load_run(file: RunFile) -> Run:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
+    BatchChanged,
     BucketExchanged,
     CheckpointSaved,
     CheckpointSkipped,
@@ -12,6 +13,9 @@ from paceline.monitor.events import (
     Event,
     EventError,
     Failed,
+    GradientNoiseMeasured,
+    ModelGrown,
+    PipelineMeasured,
     Preempted,
     Record,
     Restarted,
@@ -43,6 +47,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchChanged",
     "BucketExchanged",
     "CheckpointSaved",
     "CheckpointSkipped",
@@ -51,7 +56,10 @@ __all__ = [
     "EventError",
     "EventLog",
     "Failed",
+    "GradientNoiseMeasured",
     "LiveView",
+    "ModelGrown",
+    "PipelineMeasured",
     "Preempted",
     "Record",
     "Records",

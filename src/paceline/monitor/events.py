@@ -176,6 +176,54 @@ class StepTimed(Event):
     optimizer_ended_s: float | None = None
 
 
+@_event("pipeline_measured")
+class PipelineMeasured(Event):
+    """What one rank of a pipeline computed in a step that was sampled; each rank says it for itself.
+
+    The lists have one item for each piece of work, in the order in which they were done.
+    """
+
+    order: str
+    """In which the ranks work."""
+    ranks: list[int]
+    """Those of the pipeline, from the first stage's on."""
+    num_micro_batches: int
+    stages_per_rank: int
+    formula: float | None
+    """Idle part of the step by the order's own formula, for stages and passes of equal cost; None where none is
+    known."""
+    began_unix_s: float
+    """The time of day at the begin of the first: it lines up the ranks. Moments count from it."""
+    works: list[str]
+    """forward; backward; or where that is parted, inputs and weights."""
+    stages: list[int]
+    micro_batches: list[int]
+    began_s: list[float]
+    ended_s: list[float]
+
+
+@_event("memory_estimated")
+class MemoryEstimated(Event):
+    """What a step needs on each rank, by a rehearsal before the run started; not said where it fits by far."""
+
+    peak_bytes: int
+    """Of tensors, at the worst moment."""
+    bytes_of: dict[str, float]
+    """By what they are for."""
+    available_bytes: int
+    """What a rank may have."""
+
+
+@_event("memory_measured")
+class MemoryMeasured(Event):
+    """What a step needed on rank 0."""
+
+    peak_bytes: int
+    """Of tensors, at the worst moment."""
+    bytes_of: dict[str, float]
+    """By what they are for; empty where torch's allocator counted, which does not know it."""
+
+
 @_event("slow_worker")
 class SlowWorker(Event):
     """A worker computes much slower than the others; of each worker that is found slow it is said once a start."""
@@ -198,6 +246,40 @@ class SharesChanged(Event):
     """Samples used since the start of training, at which they come into force."""
     samples_per_s: list[float]
     """By rank, while they compute; NaN of one that computed nothing."""
+
+
+@_event("gradient_noise_measured")
+class GradientNoiseMeasured(Event):
+    """How noisy gradients are: moving averages of what single steps say."""
+
+    noise_scale: float | None
+    """Samples at which a step's gradient is as much signal as noise; None where it is too large to be told."""
+    trace: float
+    """Variance of a single sample's gradient, summed over all parameters."""
+    squared_norm: float
+    """Of the true gradient; an estimate, so that it may be negative where noise is all there is."""
+    num_steps: int
+    """Since the measurement before."""
+
+
+@_event("batch_changed")
+class BatchChanged(Event):
+    """Steps take another number of samples from here on."""
+
+    global_batch: int
+    """Over all workers."""
+    start: int
+    """Samples used since the start of training, at which it comes into force."""
+
+
+@_event("model_grown")
+class ModelGrown(Event):
+    """The model has become deeper."""
+
+    num_layers: int
+    num_parameters: int
+    method: str
+    """What the new layers begin with."""
 
 
 @_event("staleness_measured")

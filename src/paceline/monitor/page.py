@@ -7,9 +7,12 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
+from paceline.monitor.changes import render_changes
 from paceline.monitor.communication import render_communication
 from paceline.monitor.events import Record
 from paceline.monitor.markup import Pictures, picture, safe, section, table, tiles
+from paceline.monitor.memory import render_memory
+from paceline.monitor.pipeline import render_pipeline
 from paceline.monitor.reader import Summary
 from paceline.monitor.stragglers import render_stragglers
 from paceline.monitor.wording import describe, duration, number, share, size, workers
@@ -34,7 +37,9 @@ _PAGE = """<!doctype html>
 """
 
 
-def render_page(summary: Summary, num_skipped: int, curves: Pictures, gantt: Pictures | None) -> str:
+def render_page(
+    summary: Summary, num_skipped: int, curves: Pictures, gantt: Pictures | None, pipeline: Pictures | None
+) -> str:
     """Return the page.
 
     Args:
@@ -42,6 +47,7 @@ def render_page(summary: Summary, num_skipped: int, curves: Pictures, gantt: Pic
         num_skipped: Lines of the log that could not be read.
         curves: Loss and speed against the step.
         gantt: A step in time, if any was sampled.
+        pipeline: A step of a pipeline in time, if any was sampled.
     """
     parts = [
         _header(summary),
@@ -49,7 +55,10 @@ def render_page(summary: Summary, num_skipped: int, curves: Pictures, gantt: Pic
         _tiles(summary),
         _curves(curves),
         render_communication(summary.typical_steps, gantt) if gantt else "",
+        render_pipeline(summary.pipeline_steps, pipeline),
+        render_memory(summary),
         render_stragglers(summary),
+        render_changes(summary),
         _notices(summary, num_skipped),
         _showcase(summary),
         _evaluations(summary),

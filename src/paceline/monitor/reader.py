@@ -11,12 +11,17 @@ from typing import Literal, TypeVar, cast
 
 from paceline.monitor.encoding import from_json
 from paceline.monitor.events import (
+    BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
     Evaluated,
     Event,
     EventError,
     Failed,
+    GradientNoiseMeasured,
+    MemoryEstimated,
+    MemoryMeasured,
+    ModelGrown,
     Preempted,
     Record,
     Restarted,
@@ -29,6 +34,7 @@ from paceline.monitor.events import (
     UnusedParameters,
     Warned,
 )
+from paceline.monitor.pipeline import PipelineStep, find_pipeline_steps
 from paceline.monitor.timeline import TimedStep, find_timed_steps, typical_steps
 
 E = TypeVar("E", bound=Event)
@@ -121,12 +127,18 @@ class Summary:
     failures: list[Record[Failed]]
     preemptions: list[Record[Preempted]]
     warnings: list[Record[Warned]]
+    memory_estimates: list[Record[MemoryEstimated]]
+    memory_measured: list[Record[MemoryMeasured]]
     slow_workers: list[Record[SlowWorker]]
     share_changes: list[Record[SharesChanged]]
     """Those that count, in order."""
+    changes: list[Record]
+    """Those of batch and model that count, and how noisy gradients were, in order."""
     unused_parameters: list[str]
     timed_steps: list[TimedStep]
     """Those that were sampled, of all workers."""
+    pipeline_steps: list[PipelineStep]
+    """Those that were sampled, of all pipelines."""
     showcase: Record[Showcased] | None
     finish: Record[RunFinished] | None
     num_lost_steps: int
@@ -194,9 +206,13 @@ def summarise(records: Iterable[Record]) -> Summary:
         failures=select(records, Failed),
         preemptions=select(records, Preempted),
         warnings=select(records, Warned),
+        memory_estimates=select(records, MemoryEstimated),
+        memory_measured=select(records, MemoryMeasured),
         slow_workers=select(records, SlowWorker),
         share_changes=select(counting, SharesChanged),
+        changes=[record for record in counting if isinstance(record.event, _CHANGES)],
         timed_steps=list(find_timed_steps(records)),
+        pipeline_steps=list(find_pipeline_steps(records)),
         unused_parameters=sorted({name for one in select(records, UnusedParameters) for name in one.event.names}),
         showcase=showcases[-1] if showcases else None,
         finish=finishes[-1] if finishes else None,
@@ -210,7 +226,8 @@ def _parse(line: bytes) -> list[Record]:
     return [from_json(text)] if text else []  # a writer that closed another's torn line may leave an empty one
 
 
-_CURVES = (StepFinished, Evaluated, SharesChanged)
+_CHANGES = (BatchChanged, ModelGrown, GradientNoiseMeasured)
+_CURVES = (StepFinished, Evaluated, SharesChanged, *_CHANGES)
 
 
 def _without_undone(records: list[Record]) -> list[Record]:

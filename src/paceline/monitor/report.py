@@ -8,6 +8,8 @@ from paceline.monitor.gantt import draw_gantt
 from paceline.monitor.markup import Pictures
 from paceline.monitor.page import render_page
 from paceline.monitor.picture import draw
+from paceline.monitor.pipeline import typical_pipeline_step
+from paceline.monitor.pipeline_picture import draw_pipeline
 from paceline.monitor.reader import read_log, summarise
 
 
@@ -15,7 +17,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write ``report.png`` and ``report.html`` into `run_dir` from the log there, and return their paths.
 
     They are made anew each time, and each appears whole or not at all. A run of which little is known yet
-    gives a report that says so. Where steps were sampled, ``timeline.png`` shows one of them in time.
+    gives a report that says so. Where steps were sampled, ``timeline.png`` shows one of them in time,
+    and ``pipeline.png`` the ranks of a pipeline in one.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -28,11 +31,15 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     curves = Pictures(*(draw(summary, palette, titled=False) for palette in palettes))
     typical = summary.typical_steps
     gantt = Pictures(*(draw_gantt(typical[0], palette) for palette in palettes)) if typical else None
+    piped = typical_pipeline_step(summary.pipeline_steps)
+    pipeline = Pictures(*(draw_pipeline(piped, palette) for palette in palettes)) if piped is not None else None
     picture, page = run_dir / "report.png", run_dir / "report.html"
     _write_whole(picture, draw(summary, LIGHT, titled=True))
     if gantt is not None:
         _write_whole(run_dir / "timeline.png", gantt.light)
-    _write_whole(page, render_page(summary, records.num_skipped, curves, gantt).encode("utf-8"))
+    if pipeline is not None:
+        _write_whole(run_dir / "pipeline.png", pipeline.light)
+    _write_whole(page, render_page(summary, records.num_skipped, curves, gantt, pipeline).encode("utf-8"))
     return picture, page
 
 

@@ -4,9 +4,11 @@ import math
 import unicodedata
 
 from paceline.monitor.events import (
+    BatchChanged,
     CheckpointSkipped,
     Evaluated,
     Failed,
+    ModelGrown,
     Preempted,
     Record,
     Restarted,
@@ -88,6 +90,10 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):
             return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
+        case BatchChanged(global_batch=batch):
+            return f"step {record.step:,}: {batch:,} samples a step from here on"
+        case ModelGrown(num_layers=layers, num_parameters=parameters):
+            return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is passed over: {reason}"
         case UnusedParameters(names=names):

@@ -1,6 +1,11 @@
 """Layer 4: optimizers, as settings that build torch's update rules."""
 
+from paceline.optim.adafactor import Adafactor
+from paceline.optim.adamw_8bit import AdamW8bit
 from paceline.optim.base import Optimizer
-from paceline.optim.torch_rules import SGD, AdamW
+from paceline.optim.lamb import LAMB
+from paceline.optim.lars import LARS
+from paceline.optim.scaling import Scaling, scale
+from paceline.optim.torch_rules import SGD, Adam, AdamW
 
-__all__ = ["SGD", "AdamW", "Optimizer"]
+__all__ = ["LAMB", "LARS", "SGD", "Adafactor", "Adam", "AdamW", "AdamW8bit", "Optimizer", "Scaling", "scale"]

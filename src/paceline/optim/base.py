@@ -1,12 +1,18 @@
 """What every optimizer's settings are."""
 
 from abc import abstractmethod
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from paceline.optim.scaling import Scaling, scale
 from paceline.registry import Family
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+"""Of an exponential average."""
 
 
 class Optimizer(Family):
@@ -18,16 +24,30 @@ class Optimizer(Family):
     """Base learning rate, before the schedule's factor."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decay of matrices and larger tensors; vectors (biases, norms) have none."""
+    scaling: Scaling = "none"
+    """How the learning rate follows the global batch: not at all, in proportion, or by the square root."""
+    base_batch: int = Field(default=256, ge=1)
+    """Global batch that `learning_rate` is meant for, where it is scaled."""
 
     @abstractmethod
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer of torch's over the parameters of `module`."""
 
+    def rate(self, global_batch: int) -> float:
+        """Return the learning rate for steps of `global_batch` samples, before the schedule's factor."""
+        return self.learning_rate * scale(self.scaling, global_batch, self.base_batch)
+
     def group_parameters(self, module: nn.Module) -> list[dict[str, object]]:
-        """Return parameter groups in which only tensors of two dims or more decay."""
+        """Return parameter groups in which only tensors of two dims or more decay.
+
+        DTensors of different meshes, and those that are none, are in groups apart: torch's fused rules take no mixture.
+        """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+        for parameter in sorted(parameters, key=lambda parameter: parameter.dim() < 2):
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
+        return [
+            {"params": params, "weight_decay": self.weight_decay if decays else 0.0}
+            for (decays, _), params in groups.items()
         ]
-        return [group for group in groups if group["params"]]

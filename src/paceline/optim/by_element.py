@@ -15,4 +15,8 @@ BY_ELEMENT = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers that update each element by its own gradient. A subclass may do otherwise: these classes only."""
+"""Optimizers that update each element by its own gradient. A subclass may do otherwise: these classes only.
+
+LARS, LAMB and Adafactor are not among them, since they need norms of whole parameters, nor is AdamW in 8 bits, whose
+elements share their blocks' scales.
+"""

@@ -1,15 +1,14 @@
 """The update rules that torch has."""
 
-from typing import Annotated, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from paceline.optim.base import Optimizer
+from paceline.optim.base import DecayRate, Optimizer
 from paceline.registry import register
-
-_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @register("sgd")
@@ -34,7 +33,8 @@ class SGD(Optimizer):
             lr=self.learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            fused=True,
+            # Torch's fused SGD, unlike its fused Adam, knows no DTensors.
+            fused=not any(isinstance(parameter, DTensor) for parameter in module.parameters()),
         )
 
 
@@ -46,13 +46,34 @@ class AdamW(Optimizer):
     """Base learning rate, before the schedule's factor."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices and larger tensors; vectors (biases, norms) have none."""
-    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return torch.optim.AdamW."""
         return torch.optim.AdamW(
+            self.group_parameters(module),
+            lr=self.learning_rate,
+            betas=self.betas,
+            eps=self.epsilon,
+            fused=True,
+        )
+
+
+@register("adam")
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015), whose weight decay is added to the gradient."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Base learning rate, before the schedule's factor."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return torch.optim.Adam."""
+        return torch.optim.Adam(
             self.group_parameters(module),
             lr=self.learning_rate,
             betas=self.betas,

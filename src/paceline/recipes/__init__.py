@@ -7,7 +7,9 @@ from paceline.training.model import find_function
 from paceline.training.run import Run
 
 RECIPES = {
+    "bert": "paceline.recipes.bert:run",
     "resnet": "paceline.recipes.resnet:run",
+    "rnn": "paceline.recipes.rnn:run",
     "transformer_lm": "paceline.recipes.transformer_lm:run",
 }
 

@@ -14,12 +14,14 @@ class LearningRate(Family):
     family = "learning-rate schedule"
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the factor rises linearly to 1 (Goyal 2017); the first step has 1 / warmup_steps."""
+    """Steps over which the factor rises linearly to 1 (Goyal 2017), one part in `warmup_steps` with each."""
+    warmup_from: float = Field(default=0.0, ge=0, le=1)
+    """Factor that warm-up rises from, before the first step."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the factor for the update number `step` (from 0) of `total_steps`."""
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            return self.warmup_from + (1 - self.warmup_from) * (step + 1) / self.warmup_steps
         left = total_steps - self.warmup_steps
         return self.decay(min(1.0, (step - self.warmup_steps) / left) if left > 0 else 1.0)
 
@@ -59,3 +61,17 @@ class Cosine(LearningRate):
     def decay(self, progress: float) -> float:
         """Return the point on the cosine."""
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@register("polynomial")
+class Polynomial(LearningRate):
+    """A power of what is left of the training, from 1 to `final_factor`: squared for LARS (You 2017), 1 for LAMB."""
+
+    power: float = Field(default=2.0, gt=0)
+    """Of the part that is left; 1 is a straight line."""
+    final_factor: float = Field(default=0.0, ge=0)
+    """Factor at the end, after the last step."""
+
+    def decay(self, progress: float) -> float:
+        """Return the point on the curve."""
+        return self.final_factor + (1 - self.final_factor) * math.pow(1 - progress, self.power)

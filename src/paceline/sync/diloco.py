@@ -4,18 +4,19 @@ from pydantic import Field
 
 from paceline.registry import register
 from paceline.sync.outer_sgd import OuterSGD
-from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
+from paceline.sync.periodic import Calendar, LocalRule, PeriodicSynchroniser
 from paceline.sync.synchroniser import Site, Synchroniser
 
 
 @register("diloco")
-class DiLoCo(PeriodicRule):
+class DiLoCo(LocalRule):
     """Distributed low-communication training (Douillard et al. 2023, arXiv:2311.08105).
 
     After `period` steps of each worker's own optimizer (AdamW in the paper) the outer gradient is the mean of
     x_before - x_i over workers, by the mass of the samples that each has used, and SGD with Nesterov momentum
     steps along it from x_before; all workers go on from there. With an outer learning rate of 1 and no momentum it is
-    local_sgd. The outer momentum is the same on all workers, and travels with the checkpoint.
+    local_sgd. The first `synchronous_steps` are those of every_step: the paper starts from a model that was trained
+    so for 24,000 of 88,000 steps. The outer momentum is the same on all workers, and travels with the checkpoint.
 
     Momentum begins as torch's and optax's does: the first outer step is 1 + `outer_momentum` times the learning rate,
     by default 1.33 times the mean difference, and a constant one leads to 7 times it.
@@ -37,4 +38,4 @@ class DiLoCo(PeriodicRule):
     def start_synchroniser(self, site: Site) -> Synchroniser:
         """Return what takes the outer steps."""
         outer = OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov)
-        return PeriodicSynchroniser(site, self, Calendar(self.period), outer)
+        return PeriodicSynchroniser(site, self, Calendar(self.period, self.synchronous_steps), outer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.errors import SettingsError
@@ -135,7 +135,7 @@ class FlatParameters:
         parameters: By name.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = list(parameters.values())
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self.num_elements = sum(self._sizes)

@@ -1,18 +1,19 @@
 """Local SGD: workers step alone, and average their parameters once in a period."""
 
 from paceline.registry import register
-from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
+from paceline.sync.periodic import Calendar, LocalRule, PeriodicSynchroniser
 from paceline.sync.synchroniser import Site, Synchroniser
 
 
 @register("local_sgd")
-class LocalSGD(PeriodicRule):
+class LocalSGD(LocalRule):
     """Local SGD (Stich 2019, arXiv:1805.09767), which with uneven shares is federated averaging (McMahan et al. 2017).
 
     After `period` steps x <- sum_i m_i x_i / sum_i m_i, where m_i is the mass of the samples that worker i has used
     since they last met; who has used none takes on the others' mean. Steps that fp16 skips count with their samples.
     With a period of 1 and SGD, also with momentum where masses do not change, it is every_step; with Adam it is not,
-    whose second moments are each worker's own. Optimizer state stays with its worker.
+    whose second moments are each worker's own. Optimizer state stays with its worker. The first `synchronous_steps`
+    are those of every_step, bit for bit.
 
     On the wire is one all-reduce of the parameters a period, 1 / `period` of what every_step sends. Clipping bounds
     each worker's own gradient. BatchNorm's statistics are pooled by second moments at each meeting.
@@ -24,4 +25,4 @@ class LocalSGD(PeriodicRule):
         """Return what averages; a worker alone has nobody to meet."""
         if site.group.size == 1:
             return None
-        return PeriodicSynchroniser(site, self, Calendar(self.period))
+        return PeriodicSynchroniser(site, self, Calendar(self.period, self.synchronous_steps))

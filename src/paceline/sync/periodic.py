@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -66,6 +67,42 @@ class PeriodicRule(Rule):
         return (Traffic("all_reduce", num_bytes, wire_bytes, self.period),)
 
 
+class LocalRule(PeriodicRule):
+    """Settings of a periodic rule whose workers may keep together at first."""
+
+    synchronous_steps: int = Field(default=0, ge=0)
+    """Steps at the beginning in which gradients are averaged at every step, as every_step does it without a codec: it
+    is where workers drift apart most (Lin et al. 2020, arXiv:1808.07217; DiLoCo's paper starts from a model that was
+    trained so). Then each worker has the same parameters and the same optimizer state. Best it covers the warm-up of
+    the learning rate."""
+
+    def near(self, group: Group, step: int) -> Sequence[int]:
+        """Return all workers in the synchronous steps, then the worker itself."""
+        return range(group.size) if step < self.synchronous_steps else super().near(group, step)
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """One all-reduce of gradients in each synchronous step, then what workers that step alone exchange."""
+        start = self.synchronous_steps
+        local = tuple(replace(each, first_step=start) for each in self.local_traffic(shapes, num_workers))
+        if not start:
+            return local
+        gradients = (replace(each, end_step=start) for each in EveryStep().traffic(shapes, num_workers))
+        return (*gradients, *local)
+
+    def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """Return what workers that step alone exchange: by default one all-reduce a period."""
+        return super().traffic(shapes, num_workers)
+
+
+def check_start(is_local: bool, number: int, synchronous_steps: int) -> None:
+    """Raise SettingsError where workers, by their checkpoint, step alone already and here do not yet."""
+    if is_local and number < synchronous_steps:
+        raise SettingsError(
+            f"synchronous_steps must be as in the checkpoint, whose workers step alone in step {number} already, but "
+            f"got {synchronous_steps}; resume with the same settings of sync"
+        )
+
+
 class Calendar:
     """When workers meet: in the last step of each period.
 
@@ -119,11 +156,7 @@ class PeriodicSynchroniser(Synchroniser):
         Raises:
             SettingsError: A checkpoint of workers that stepped alone was loaded, but they do not step alone here.
         """
-        if self._anchor is not None and step.number < self._calendar.start:
-            raise SettingsError(
-                f"start must be as in the checkpoint, whose workers step alone in step {step.number} already, but got "
-                f"{self._calendar.start}; resume with the same settings of sync"
-            )
+        check_start(self._anchor is not None, step.number, self._calendar.start)
         if self._anchor is None and step.number >= self._calendar.start:
             self._anchor = self._make_anchor()
 

@@ -29,6 +29,8 @@ class Traffic:
         wire_bytes: What a worker sends in one.
         period: Steps from one to the next.
         peers: With whom.
+        first_step: The step that the first period begins with.
+        end_step: The step from which on it does not happen any more; None where it goes on.
     """
 
     collective: str
@@ -36,6 +38,13 @@ class Traffic:
     wire_bytes: int
     period: int = 1
     peers: Literal["all", "host", "neighbours", "servers"] = "all"
+    first_step: int = 0
+    end_step: int | None = None
+
+    def count(self, num_steps: int) -> float:
+        """Return how often it happens in the first `num_steps` of a training; parts of a period count as such."""
+        end_step = num_steps if self.end_step is None else min(num_steps, self.end_step)
+        return max(end_step - self.first_step, 0) / self.period
 
 
 class Rule(Family):
@@ -57,6 +66,11 @@ class Rule(Family):
     def runs_optimizer(self) -> bool:
         """Whether each worker's optimizer takes its step; else a server's does."""
         return True
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it needs gradients as well as parameters, whole ones: ranks cannot share a model then."""
+        return False
 
     @property
     def is_asynchronous(self) -> bool:
@@ -84,13 +98,18 @@ class Rule(Family):
         """Return the ranks, this one among them, over whose gradients this worker's are summed in a step."""
         return range(group.size)
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False) -> Exchanger:
+    def phase(self, step: int) -> int:
+        """Return which part of the training a step is in; with each, what sums gradients is started anew."""
+        return 0
+
+    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False, step: int = 0) -> Exchanger:
         """Return what sums gradients among the workers of `group`, which are near each other. Each of them calls it.
 
         Args:
             group: The workers.
             seed: Of what codecs draw.
             in_order: Whether parcels must be exchanged one after another, so that the first arrives soonest.
+            step: The first step that it is for; the last one is that of its `phase`.
         """
         return DenseExchanger(group, None, in_order)
 

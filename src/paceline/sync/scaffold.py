@@ -31,6 +31,11 @@ class Scaffold(PeriodicRule):
     paper samples workers that count alike; its outer learning rate is 1 here.
     """
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Yes: variates correct them."""
+        return True
+
     def start_synchroniser(self, site: Site) -> Synchroniser | None:
         """Return what corrects and averages; a worker alone has nothing to correct."""
         return ScaffoldSynchroniser(site, self) if site.group.size > 1 else None

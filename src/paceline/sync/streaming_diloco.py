@@ -15,7 +15,7 @@ from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.fragments import cut_into_fragments
 from paceline.sync.outer_sgd import OuterSGD
-from paceline.sync.periodic import Feedback
+from paceline.sync.periodic import Feedback, check_start
 from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 
@@ -61,7 +61,7 @@ class StreamingDiLoCo(DiLoCo):
         """Return what exchanges the fragments."""
         return StreamingSynchroniser(site, self)
 
-    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+    def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a fragment and period."""
         tensors = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
         fragments = cut_into_fragments(tensors, self.num_fragments)
@@ -103,15 +103,18 @@ class StreamingSynchroniser(Synchroniser):
 
     def meets(self, number: int) -> bool:
         """Meet in each turn."""
-        return (number + 1) % self._rule.period in self._rule.turns
+        return number >= self._rule.synchronous_steps and self._turn(number) in self._rule.turns
 
     def before_update(self, step: LocalStep) -> None:
-        """Note what workers have in common before the first step."""
-        if not self._fragments:
+        """Note what workers have in common before the first step that each takes alone."""
+        check_start(bool(self._fragments), step.number, self._rule.synchronous_steps)
+        if not self._fragments and step.number >= self._rule.synchronous_steps:
             self._make_fragments()
 
     def after_update(self, step: LocalStep) -> Outcome:
         """Land what is due, then send what is due."""
+        if not self._fragments:
+            return Outcome()
         waited_s = self._land(step.number)
         self._mass = step.mass
         if not self.meets(step.number):
@@ -169,6 +172,10 @@ class StreamingSynchroniser(Synchroniser):
         if self._group is not self._site.group:
             self._group.close()
 
+    def _turn(self, number: int) -> int:
+        """Return the place in the period of the end of step `number`."""
+        return (number + 1 - self._rule.synchronous_steps) % self._rule.period
+
     def _make_fragments(self) -> None:
         self._fragments = [
             Anchor(f"fragment {place}", blocks, self._group, self._exchanger)
@@ -177,7 +184,7 @@ class StreamingSynchroniser(Synchroniser):
 
     def _send(self, number: int) -> int:
         """Send the fragment whose turn it is, unless nobody had a sample, and return the bytes on the wire."""
-        turn = (number + 1) % self._rule.period
+        turn = self._turn(number)
         place = self._rule.turns.index(turn)
         mass, total_mass = self._masses[place], self._total_masses[place]
         self._masses[place] = self._total_masses[place] = 0.0
@@ -193,7 +200,7 @@ class StreamingSynchroniser(Synchroniser):
         """Land the fragments that are due, and return the seconds waited."""
         waited_s = 0.0
         for fragment, turn in zip(self._fragments, self._rule.turns, strict=True):
-            if fragment.is_sent and (number + 1 - turn) % self._rule.period == self._rule.delay:
+            if fragment.is_sent and (self._turn(number) - turn) % self._rule.period == self._rule.delay:
                 waited_s += fragment.arrive()
                 fragment.land(self._outer, self._rule.mixing)
         return waited_s

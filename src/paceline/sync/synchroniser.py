@@ -22,6 +22,7 @@ class Site:
         group: All workers.
         seed: Of what is drawn at random.
         world: All processes, the workers first, where servers have some of their own.
+        held: What this rank holds of each parameter, where ranks share them.
     """
 
     module: nn.Module
@@ -29,11 +30,12 @@ class Site:
     group: Group
     seed: int = 0
     world: Group | None = None
+    held: Mapping[str, Tensor] | None = None
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, by name."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that are trained, by name; their tensors here, which may be changed in place."""
+        return dict(self.held or {name: p for name, p in self.module.named_parameters() if p.requires_grad})
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ def _load(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
+    sys.path.insert(0, str(Path(place).parent))  # so that the file may import its neighbours, as under pytest
     spec.loader.exec_module(module)
     return module
 

@@ -17,8 +17,9 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm.local_group import LocalGroup
 from paceline.registry import list_variants
 from paceline.sync import Rule
-from paceline.training.replica import Replica, StepResult
+from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
+from paceline.training.step_result import StepResult
 
 Check = Callable[[Rule], None]
 
@@ -30,10 +31,13 @@ def every_rule() -> dict[str, Rule]:
     """Return each registered rule, exchanging often."""
     rules: dict[str, Rule] = {}
     for name, variant in list_variants(Rule).items():  # type: ignore[type-abstract]
-        often = {key: value for key, value in {"period": 4, "start": 0}.items() if key in variant.model_fields}
+        soon = {"period": 4, "synchronous_steps": 0}
+        often = {key: value for key, value in soon.items() if key in variant.model_fields}
         rules[name] = variant.model_validate(often)
         if "asynchronous" in variant.model_fields:
             rules[f"{name} asynchronous"] = variant.model_validate({**often, "asynchronous": True})
+        if "synchronous_steps" in variant.model_fields:
+            rules[f"{name} after synchronous steps"] = variant.model_validate({**often, "synchronous_steps": 5})
     return rules
 
 
@@ -116,8 +120,8 @@ def prices_are_stated(rule: Rule) -> None:
     traffic = rule.traffic(shapes, 4)
     assert traffic, "a rule must state its traffic"
     assert all(each.wire_bytes > 0 and each.period >= 1 for each in traffic), f"got {traffic}"
-    num_steps = math.lcm(*(each.period for each in traffic)) * 4
-    stated = sum(each.wire_bytes * num_steps / each.period for each in traffic)
+    num_steps = max(each.first_step for each in traffic) + math.lcm(*(each.period for each in traffic)) * 4
+    stated = sum(each.wire_bytes * each.count(num_steps) for each in traffic)
     sent = LocalGroup.run(4, lambda group: sum(_run(group, rule, num_steps)[1]))
     mean = sum(sent) / len(sent)
     assert math.isclose(mean, stated, rel_tol=0.05), f"{stated:.0f} bytes stated for {num_steps} steps, {mean:.0f} sent"

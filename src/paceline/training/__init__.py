@@ -3,15 +3,17 @@
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.loop import train
 from paceline.training.model import FunctionModel, Model
-from paceline.training.objective import Classification, Loss, NextToken, Objective
-from paceline.training.replica import Replica, StepResult
+from paceline.training.objective import Classification, Loss, MaskedLM, NextToken, Objective
+from paceline.training.replica import Replica
 from paceline.training.run import Run, RunFile
+from paceline.training.step_result import StepResult
 
 __all__ = [
     "Classification",
     "Evaluation",
     "FunctionModel",
     "Loss",
+    "MaskedLM",
     "Model",
     "NextToken",
     "Objective",

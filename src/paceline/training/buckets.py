@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
+from paceline.parallel.local import local, wrap
+from paceline.parallel.part import summed_gradient
 from paceline.sync.exchanger import Parcel
 
 Layout = list[list[str]]
@@ -21,7 +23,7 @@ def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bu
     open_buckets: dict[torch.dtype, list[str]] = {}
     filled: dict[torch.dtype, int] = {}
     for name in order:
-        dtype, size = parameters[name].dtype, parameters[name].nbytes
+        dtype, size = parameters[name].dtype, local(parameters[name]).nbytes
         if dtype not in open_buckets or filled[dtype] + size > bucket_bytes:
             open_buckets[dtype] = []
             layout.append(open_buckets[dtype])
@@ -38,7 +40,9 @@ class Slot:
     name: str
     parameter: nn.Parameter
     view: Tensor
-    """The part of the buffer that is the parameter's ``.grad``."""
+    """The part of the buffer that is the parameter's gradient here."""
+    gradient: Tensor
+    """The view as the parameter's ``.grad``: the same, but for a parameter that ranks share."""
     bucket: "Bucket"
     used: bool = False
     """Whether it has had a gradient since the last update."""
@@ -47,18 +51,18 @@ class Slot:
 
     def attach(self) -> None:
         """Make the gradient that autograd left the view, whatever ``zero_grad`` did to it."""
-        gradient = self.parameter.grad
         self.used = True
-        if gradient is self.view:
+        if self.parameter.grad is self.gradient:
             return
+        gradient = summed_gradient(self.parameter)
         assert gradient is not None
         if gradient.layout != torch.strided:
             raise GradientError(
                 f"the gradient of {self.name} must be dense, but got {gradient.layout}; "
                 "build its embedding with sparse=False"
             )
-        self.view.copy_(gradient)
-        self.parameter.grad = self.view
+        self.view.copy_(local(gradient))
+        self.parameter.grad = self.gradient
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Bucket:
         all_used = all(slot.used for slot in self.slots)
         flags = [1.0] * len(self.slots) if all_used else self.parcel.flags.tolist()
         for slot, flag in zip(self.slots, flags, strict=True):
-            slot.parameter.grad = slot.view if flag else None
+            slot.parameter.grad = slot.gradient if flag else None
             if not flag:
                 unused.append(slot.name)
         return unused
@@ -120,13 +124,14 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: 
     """Return buckets of the given `layout`; their buffers are the group's, so that it need not copy them."""
     buckets = []
     for index, names in enumerate(layout):
-        sizes = [parameters[name].numel() for name in names]
+        sizes = [local(parameters[name]).numel() for name in names]
         buffer = group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype)
         pieces = buffer[: sum(sizes)].split(sizes)
         # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
-        views = {name: _view_as(piece, parameters[name]) for name, piece in zip(names, pieces, strict=True)}
+        views = {name: _view_as(piece, local(parameters[name])) for name, piece in zip(names, pieces, strict=True)}
         bucket = Bucket(index, Parcel(f"bucket {index}", buffer, views))
-        bucket.slots += [Slot(name, parameters[name], view, bucket) for name, view in views.items()]
+        for name, view in views.items():
+            bucket.slots.append(Slot(name, parameters[name], view, wrap(parameters[name], view), bucket))
         buckets.append(bucket)
     return buckets
 

@@ -11,6 +11,7 @@ from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
 from paceline.optim.by_element import BY_ELEMENT
 from paceline.sync.rule import Rule
+from paceline.topology.layout import Layout
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -76,6 +77,22 @@ def check_rule(rule: Rule, precision: str, landing: str) -> None:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
     if not rule.runs_optimizer and precision == "fp16":
         raise SettingsError(f"precision must be fp32 or bf16 with sync {rule.name}, but got {precision}; take bf16")
+
+
+def check_layout(layout: Layout, rule: Rule, landing: str) -> None:
+    """Refuse what cannot be right where ranks share a model."""
+    if layout.is_plain:
+        return
+    reason = ""
+    if landing == "next_forward":
+        reason = f"landing {landing}; leave it out"
+    elif rule.is_asynchronous or not rule.runs_optimizer or rule.num_server_processes or rule.reads_gradients:
+        reason = f"sync {rule.name}; take every_step, or a rule of the local family such as diloco"
+    elif not rule.keeps_replicas_equal and (layout.context > 1 or layout.shares_optimizer):
+        axis = "context" if layout.context > 1 else "sharded with zero_stage 1"
+        reason = f"sync {rule.name} along {axis}, whose ranks must sum every gradient; take every_step"
+    if reason:
+        raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
 def check_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:

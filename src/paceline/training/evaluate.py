@@ -11,7 +11,7 @@ from paceline.comm.group import Group
 from paceline.data.base import Batch, Source
 from paceline.data.order import Interval, apportion
 from paceline.sync.batch_statistics import pooled_over_workers
-from paceline.training.objective import Objective
+from paceline.training.objective import Loss, Objective
 from paceline.training.replica import Replica
 
 
@@ -41,34 +41,54 @@ def evaluate(
     worker that one ends early, and the result is None on all.
     """
     began_s = time.perf_counter()
-    group = replica.group
+    part = replica.part
+    rank, num_readers = part.readers.rank, part.readers.size
     num_samples = min(len(source), max_samples or len(source))
-    shares = apportion(num_samples, [1.0] * group.size)
-    start = sum(shares[: group.rank])
+    shares = apportion(num_samples, [1.0] * num_readers)
+    start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
+    # Ranks that share a model run it together: as often as who has most samples needs, and to the end.
+    length = shares[rank] if part.is_whole else shares[0]
     was_training = {module: module.training for module in replica.module.modules()}
     replica.module.eval()
     sums: dict[str, float] = {}
-    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, group):
-        for first in range(start, start + shares[group.rank], batch_size):
+    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, replica.group):
+        for first in range(start, start + length, batch_size):
             if is_stopped():
                 sums["stopped"] = 1.0
-                break
-            interval = Interval(first, min(first + batch_size, start + shares[group.rank]))
-            inputs, targets = source.read(np.arange(*interval, dtype=np.int64))
-            batch = Batch(inputs, targets, interval.num_samples, interval).to(group.device)
-            loss = objective.loss(replica, batch)
+                if part.is_whole:
+                    break
+            interval = Interval(min(first, stop), min(first + batch_size, stop))
+            places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
+            batch = Batch(*source.read(places), interval.num_samples, interval).to(replica.group.device)
+            loss = _loss(replica, objective, part.cut(batch))
+            if loss is None or not loss.weight:
+                continue
             parts = {"loss": float(loss.mean) * loss.weight, "weight": loss.weight}
             parts |= {f"metric {name}": float(total) for name, total in loss.totals.items()}
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value
     for module, training in was_training.items():
         module.training = training
-    totals = _add_over_workers(sums, group)
+    totals = _add_over_workers(sums, part.world)
     if "stopped" in totals:
         return None
     weight = totals.pop("weight")
     metrics = {name.removeprefix("metric "): total / weight for name, total in totals.items() if name != "loss"}
     return Evaluation(totals["loss"] / weight, metrics, num_samples, time.perf_counter() - began_s)
+
+
+def _loss(replica: Replica, objective: Objective, batch: Batch) -> Loss | None:
+    """Return the loss where it counts, and None on other ranks that take part in it."""
+    pipeline = replica.part.pipeline
+    if pipeline is None:
+        loss = objective.loss(replica, batch)
+    else:
+        with replica.autocast():
+            output = pipeline.evaluate(batch.inputs)
+        if output is None:
+            return None
+        loss = objective.loss(lambda _: output, batch)
+    return loss if replica.part.counts_loss else None
 
 
 def _add_over_workers(sums: dict[str, float], group: Group) -> dict[str, float]:

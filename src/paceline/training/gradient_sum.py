@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError
+from paceline.parallel.local import local
+from paceline.parallel.part import Part, summed_gradient
 from paceline.sync.rule import Rule
 from paceline.training.control import Control, Verdict
 from paceline.training.deferred import ForwardLanding
@@ -27,7 +29,7 @@ class GradientSum:
         module: The model.
         parameters: Those that require gradients, by name.
         optimizer: Lands gradients in the next forward, where they do.
-        group: All workers.
+        part: What this rank holds; its group are all workers.
         rule: Says which of them are near.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
@@ -40,18 +42,19 @@ class GradientSum:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         *,
-        group: Group,
+        part: Part,
         rule: Rule,
         bucket_bytes: int | Literal["tuned"] | None,
         landing: Literal["update", "next_forward"],
         seed: int,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer
-        self._all, self._rule = group, rule
+        self._part, self._all, self._rule = part, part.group, rule
         self._bucket_bytes, self._in_order, self._seed = bucket_bytes, landing == "next_forward", seed
         self._ranks: list[int] = []
+        self._phase = 0
         self._end: weakref.finalize[Any, GradientSum] | None = None
-        self.near = group
+        self.near = part.group
         """The workers that gradients are summed over."""
         self.gradients: Gradients | None = None
         """None where this worker is alone: its gradients stay where autograd puts them."""
@@ -76,16 +79,17 @@ class GradientSum:
         return self.deferred is not None and self.deferred.is_possible
 
     def use(self, step: int) -> None:
-        """Sum over the workers that are near in `step`, from now on."""
-        ranks = list(self._rule.near(self._all, step))
-        if ranks == self._ranks:
+        """Sum over the workers that are near in `step`, as the rule does then, from now on."""
+        ranks, phase = list(self._rule.near(self._all, step)), self._rule.phase(step)
+        if (ranks, phase) == (self._ranks, self._phase):
             return
+        self.flush()
         self.close()
         self._end = self.gradients = self.deferred = None
-        self._ranks, self.near = ranks, self._find_near(ranks, step)
+        self._ranks, self._phase, self.near = ranks, phase, self._find_near(ranks, step)
         if self.near.size == 1:
             return
-        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=self._in_order)
+        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=self._in_order, step=step)
         suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.near.device.type]
         chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
         self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
@@ -97,7 +101,8 @@ class GradientSum:
 
     def agree_first_mass(self, weight: float) -> float:
         """Return the sum of what the workers near weigh in the first step."""
-        first = torch.tensor([weight], dtype=torch.float64, device=self.near.device)
+        mine = self._part.agree(weight, torch.zeros(()), False)[0]
+        first = torch.tensor([mine], dtype=torch.float64, device=self.near.device)
         self.near.all_reduce(first, name="first mass").wait()
         return float(first) or 1.0
 
@@ -129,7 +134,9 @@ class GradientSum:
     def land(self, divisor: float, step: int, *, may_skip: bool) -> float:
         """Wait for each bucket, divide it by the mass, and return the seconds waited."""
         if self.gradients is None:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            for parameter in self._parameters.values():
+                parameter.grad = summed_gradient(parameter)
+            gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             if divisor != 1.0 and gradients:
                 torch._foreach_div_(gradients, divisor)
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]

@@ -69,6 +69,13 @@ class Gradients:
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
         self._reducer.arm()
 
+    def collect(self) -> None:
+        """Take in gradients that were made without the hooks, as pipeline stages make them."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    slot.attach()
+
     def finish(self) -> None:
         """Launch what the backward pass left."""
         self._reducer.finish()

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field, JsonValue, ModelWrapValidatorHandler, field_validator, model_validator
 from torch import nn
@@ -16,6 +16,16 @@ from torch import nn
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
 from paceline.registry import Family, register
+
+
+class Depth(NamedTuple):
+    """Where the layers of a model are that can be built with any number of them."""
+
+    num_layers: int
+    path: str
+    """Name of their `nn.ModuleList`: layer 2's parameters are called ``<path>.2.<rest>``."""
+    branch_ends: tuple[str, ...]
+    """How names of parameters end that are the last on each branch: with zeros there, a layer hands its input on."""
 
 
 class Model(Family):
@@ -33,6 +43,15 @@ class Model(Family):
     @abstractmethod
     def build(self, spec: Spec) -> nn.Module:
         """Return a new module with random weights for data of the given `spec`."""
+
+    @property
+    def layer_stack(self) -> Depth | None:
+        """Its layers, where it can become deeper while it is trained; else None."""
+        return None
+
+    def with_depth(self, num_layers: int) -> Self:
+        """Return the same settings for another number of layers; only where there is a `layer_stack`."""
+        raise AssertionError(f"model {self.name} has no depth")
 
 
 @register("function")

@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.base import Batch, Source
+from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.registry import Family, register
+
+NUM_BYTES = 256
+BLOT = "▯".encode()
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class NextToken(Objective):
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Continue the start of the held-out text."""
-        if not self.sample_tokens or held_out.spec.num_classes != 256:
+        if not self.sample_tokens or held_out.spec.num_classes != NUM_BYTES:
             return None
         device = next(module.parameters()).device
         context_length = held_out[0][0].shape[-1]
@@ -80,6 +84,40 @@ class NextToken(Objective):
             for part in (tokens[0, :prompt_length], tokens[0, prompt_length:])
         ]
         return f"{as_text[0]}▸{as_text[1]}"
+
+
+@register("masked_lm")
+class MaskedLM(Objective):
+    """Cross entropy of the tokens that were drawn, a mean over these (Devlin et al. 2019).
+
+    Targets x_BT are `NOT_ASKED` but at those; the model's output is logits x_BTV, or an object that holds them as
+    ``logits``.
+    """
+
+    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+        """Return the mean over tokens that are asked for, weighted by their number, and how many were right."""
+        # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
+        num_asked = int((batch.targets != NOT_ASKED).sum()) if batch.num_samples else 0
+        logits = _logits(model(batch.inputs))
+        total = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
+        correct = (logits.detach().argmax(-1) == batch.targets).sum() * min(num_asked, 1)
+        return Loss(total / max(num_asked, 1), num_asked, {"accuracy": correct})
+
+    def showcase(self, module: nn.Module, held_out: Source) -> str | None:
+        """Show a held-out text with its drawn bytes blotted out, and with what the module puts there."""
+        if held_out.spec.num_classes != NUM_BYTES + NUM_SPECIAL_TOKENS:
+            return None
+        tokens, targets = held_out[0]
+        is_asked = targets != NOT_ASKED
+        training = module.training
+        module.eval()
+        with torch.no_grad():
+            logits = _logits(module(tokens[None].to(next(module.parameters()).device)))
+        module.train(training)
+        guessed = torch.where(is_asked, logits[0, :, :NUM_BYTES].argmax(-1).cpu(), tokens)
+        blotted = [BLOT if asked else bytes([token]) for token, asked in zip(guessed.tolist(), is_asked, strict=True)]
+        as_text = [part.decode("utf-8", errors="replace") for part in (b"".join(blotted), bytes(guessed.tolist()))]
+        return f"{as_text[0]}\n▸\n{as_text[1]}"
 
 
 @register("classification")

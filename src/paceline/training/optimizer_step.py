@@ -1,6 +1,6 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from paceline.errors import NonFiniteError
+from paceline.parallel.local import local
+from paceline.parallel.part import Part
 from paceline.training.checks import Precision
 
 
@@ -27,12 +29,17 @@ class OptimizerStep:
     Args:
         precision: Of forward; fp16 scales the loss.
         clip_norm: Largest gradient norm; None for no bound.
-        device: Kind of device.
+        part: What this rank holds of the model.
+        parameters: Those that are trained, by name.
     """
 
-    def __init__(self, precision: Precision, clip_norm: float | None, device: str) -> None:
+    def __init__(
+        self, precision: Precision, clip_norm: float | None, part: Part, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
         self.clip_norm = clip_norm
-        self._scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
+        self._part = part
+        self._parameters = parameters
+        self._scaler = torch.amp.GradScaler(part.world.device.type, enabled=precision == "fp16")
 
     @property
     def is_scaled(self) -> bool:
@@ -69,6 +76,7 @@ class OptimizerStep:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
         """
         if is_optimizer_run:
+            self._agree_on_overflow()
             self._scaler.unscale_(optimizer)
         gradient_norm = self._clip(optimizer, number) if self.clip_norm is not None else None
         before()
@@ -87,13 +95,34 @@ class OptimizerStep:
         if state:
             self._scaler.load_state_dict(state)
 
+    def _agree_on_overflow(self) -> None:
+        """Show an overflow that one rank of a worker sees to all of them, or some would step and others not."""
+        if not self.is_scaled or self._part.inside.size == 1:
+            return
+        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        num_bad = torch.tensor([sum(not gradient.isfinite().all() for gradient in gradients)], dtype=torch.float64)
+        num_bad = num_bad.to(self._part.world.device)
+        self._part.sum_inside(num_bad, "overflow")
+        if num_bad:
+            for gradient in gradients:
+                gradient.fill_(torch.inf)
+
     def _clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
         assert self.clip_norm is not None
-        held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
+        if self._part.is_whole:
+            held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
+        else:
+            norm = self._part.norm(self._parameters)
+            gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, float((self.clip_norm / (norm + _TINY)).clamp(max=1.0)))
         if not torch.isfinite(norm) and not self.is_scaled:
             raise NonFiniteError(
                 f"the gradient norm must be finite, but at step {number} it is {float(norm)} "
                 "while the loss is finite; look at that step's data or lower the learning rate"
             )
         return float(norm)
+
+
+_TINY = 1e-6
+"""What torch adds to a norm that it divides by."""

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.checkpoint import TensorSpec
 from paceline.comm.group import Group
-from paceline.training.start import broadcast_tensors
+from paceline.parallel.start import broadcast_tensors
 
 Shapes = Mapping[str, tuple[list[int], str]]
 """Shape and dtype of tensors, by name, as they travel in JSON."""
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+def shapes_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> Shapes:
     """Return the shape and dtype of each tensor."""
     return {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
 
@@ -36,6 +37,22 @@ def gather_own(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
             tensor = mine[name] if group.rank == rank else None
             if (moved := _move(tensor, spec, rank, 0, tag, f"own {name}", group)) is not None:
                 gathered[f"own{rank}/{name}"] = moved
+    return gathered
+
+
+def gather_whole(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Return, on rank 0, all tensors that some rank has: those of the lowest rank that has each."""
+    everybody: list[Shapes] = group.gather_documents(dict(shapes_of(mine)), name="shapes of the state")
+    gathered = {name: tensor for name, tensor in mine.items() if group.rank == 0}
+    known = set(everybody[0])
+    for rank in range(1, group.size):
+        for tag, (name, spec) in enumerate(sorted(everybody[rank].items())):
+            if name in known:
+                continue
+            known.add(name)
+            moved = _move(mine.get(name) if group.rank == rank else None, spec, rank, 0, tag, name, group)
+            if moved is not None:
+                gathered[name] = moved
     return gathered
 
 

@@ -2,9 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -14,12 +13,18 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError
+from paceline.parallel.local import local
+from paceline.parallel.part import Part
+from paceline.parallel.start import broadcast_module, check_same_model
+from paceline.parallel.tensor import whole
+from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
 from paceline.training.checks import (
     Precision,
     check_backward,
     check_deferrable,
+    check_layout,
     check_momentum,
     check_optimizer,
     check_placement,
@@ -31,37 +36,11 @@ from paceline.training.gradient_sum import GradientSum
 from paceline.training.hashing import check_equal
 from paceline.training.meetings import Meetings
 from paceline.training.optimizer_step import OptimizerStep, Stepped
-from paceline.training.start import broadcast_module, check_same_model
+from paceline.training.step_result import StepResult, UnusedParametersWarning
 from paceline.training.times import StepTimes
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update did. Where gradients are summed over all workers it is the same on each, but for the times."""
-
-    loss: float
-    """Mean over the samples of all workers whose gradients were summed, or that met, in this step."""
-    weight: float
-    """Mass of those samples, or tokens."""
-    gradient_norm: float | None
-    """Global norm before clipping; None where nothing is clipped."""
-    communication_s: float
-    """Time this worker waited for the exchange; what backward hid is not in it."""
-    skipped: bool
-    """Whether fp16 overflowed and parameters stayed as they were."""
-    stop: bool
-    """Whether some worker has asked to stop here."""
-    newly_unused: list[str]
-    """Parameters that no worker used, and that were not told of before; found a step later where gradients land in
-    the next forward."""
-    wire_bytes: int = 0
-    """What this worker sent, by the price of the exchanges."""
-    times: StepTimes = field(default_factory=StepTimes)
-    """When its parts happened; buckets that land in the next forward are those of the step before."""
-
-
-class UnusedParametersWarning(UserWarning):
-    """Parameters had no gradient on any rank."""
+LossOfPart = Callable[[Tensor, Tensor], tuple[Tensor, float]]
+"""Mean loss and weight of a micro-batch's outputs and targets."""
 
 
 class Replica:
@@ -87,6 +66,7 @@ class Replica:
         hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
         seed: Of what codecs draw.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
+        part: What this rank holds of the model, where ranks share it (`paceline.parallel.apply`); in place of `group`.
 
     Raises:
         SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
@@ -107,10 +87,13 @@ class Replica:
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
+        part: Part | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self.group = group or LocalGroup(device=next((p.device for p in module.parameters()), None))
+        alone = LocalGroup(device=next((p.device for p in module.parameters()), None))
+        self.part = part or Part(group or alone)
+        self.group = self.part.group
         self.sync = Rule.model_validate(sync)
         self.num_updates = 0
         self._precision = precision
@@ -121,11 +104,12 @@ class Replica:
         check_placement(self._parameters, self.group)
         check_optimizer(optimizer, module)
         check_rule(self.sync, precision, landing)
+        check_layout(self.part.layout, self.sync, landing)
         if self.sync.carries_momentum:
-            check_momentum(optimizer)
+            check_momentum(own_part(optimizer))
         if landing == "next_forward":
             check_deferrable(optimizer, precision, clip_norm)
-        self._optimizer_step = OptimizerStep(precision, clip_norm, self.group.device.type)
+        self._optimizer_step = OptimizerStep(precision, clip_norm, self.part, self._parameters)
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
         self._mass_unit: float | None = None
@@ -136,20 +120,21 @@ class Replica:
         self._control: Control | None = None
         self._times = StepTimes()
         self._last_loss = 0.0
-        if self.group.size > 1:
+        if self.group.size > 1 and self.part.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
         self._sum = GradientSum(
             module,
             self._parameters,
             optimizer,
-            group=self.group,
+            part=self.part,
             rule=self.sync,
             bucket_bytes=bucket_bytes,
             landing=landing,
             seed=seed,
         )
-        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed, world))
+        held = None if self.part.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
+        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed, world, held))
         self._meetings: Meetings | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._meetings = Meetings(self.group, self._synchroniser)
@@ -177,8 +162,8 @@ class Replica:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this worker sends for a step's gradients, by the price of the exchange."""
-        return self._sum.wire_bytes
+        """Bytes that this rank sends for a step's gradients, by the price of the exchange."""
+        return self._sum.wire_bytes + (self.part.coded.wire_bytes if self.part.coded is not None else 0)
 
     @property
     def desk(self) -> Desk | None:
@@ -215,32 +200,60 @@ class Replica:
                 parameter unfrozen after the replica was made, or used before it had landed; or `update` was not
                 called after the last backward.
         """
+        loss = whole(loss)
         check_backward(loss, weight, self._control is not None, self._frozen)
-        if self._sum.deferred is not None:
-            self._sum.deferred.begin_backward()
-        self._times.backward_began_s = time.perf_counter()
-        self._times.began_s = self._times.began_s or self._times.backward_began_s
+        self._begin_backward(weight, last=last)
+        assert self._mass_unit is not None
         factor = weight if reduction == "mean" else 1.0
-        if self._mass_unit is None:
-            self._mass_unit = self._sum.agree_first_mass(weight)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
-            self._control = Control(self._sum.near, self._weight + weight, numerator, self._stop_requested)
-            if self._meetings is not None:
-                self._meetings.begin(self.num_updates, self._weight + weight, numerator, self._stop_requested)
-            if self._sum.gradients is not None:
-                divisor = partial(_divisor, self._control, self._mass_unit)
-                self._sum.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
-        if weight:  # a loss that counts for nothing may be NaN, and NaN times 0 is NaN
+            self._announce(self._weight + weight, numerator)
+        # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
+        if weight or not self.part.is_whole:
             scale = factor / self._mass_unit
             self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
             # Only now, so that a backward that failed leaves no mass behind.
             self._weight += weight
-            self._loss = self._loss + loss.detach().double() * factor
+            self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
         if self._sum.deferred is not None:
             self._sum.deferred.check_backward()
         if last and self._sum.gradients is not None:
             self._sum.gradients.finish()
+        self._times.backward_ended_s = time.perf_counter()
+
+    def backward_through(
+        self, inputs: Tensor, targets: Tensor, loss: LossOfPart, *, last: bool = True, timed: bool = False
+    ) -> None:
+        """Run micro-batches forward and backward through the stages of a pipeline, in place of a call and `backward`.
+
+        Every rank of a worker gives the same samples. Gradients are exchanged once all micro-batches are done.
+
+        Args:
+            inputs: Of this worker's samples.
+            targets: Theirs.
+            loss: Returns the mean loss of a micro-batch's outputs and targets, and its weight.
+            last: See `backward`.
+            timed: Whether the pipeline notes when it computed what (`Pipeline.times`).
+        """
+        assert self.part.pipeline is not None
+        self._begin_backward(float(len(inputs)), last=last)
+        unit = self._mass_unit
+        assert unit is not None
+
+        def numerator(output: Tensor, chunk: Tensor) -> Tensor:
+            mean, weight = loss(output, chunk)
+            self._weight += weight
+            self._loss = self._loss + mean.detach().double() * weight
+            return self._optimizer_step.scale(mean * (weight / unit))
+
+        with self.autocast():
+            self.part.pipeline.run(inputs, targets, numerator, timed=timed)
+        if last:
+            self.part.complete(self._parameters)
+            self._announce(self._weight, self._loss)
+            if self._sum.gradients is not None:
+                self._sum.gradients.collect()
+                self._sum.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
 
     def update(self) -> StepResult:
@@ -279,14 +292,14 @@ class Replica:
         self._sum.learn(self._times)
         if self._is_hash_due():
             self.flush()
-            check_equal(self._parameters, self.group, self.num_updates)
+            self._check_equal()
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
         self._control = None
         times, self._times = self._times, StepTimes()
         said = met or verdict
         self._last_loss = said.loss / said.weight if said.weight else self._last_loss
-        wire_bytes = outcome.wire_bytes + self._sum.wire_bytes
+        wire_bytes = outcome.wire_bytes + self.wire_bytes
         self._sum.use(self.num_updates)
         return StepResult(
             loss=self._last_loss,
@@ -370,7 +383,7 @@ class Replica:
     def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
         """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
         if self._sum.gradients is not None:
-            shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+            shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
             self._sum.gradients.exchanger.load_state(saved, shapes)
 
     def close(self) -> None:
@@ -381,6 +394,29 @@ class Replica:
             self._sum.close()
             if self._synchroniser is not None:
                 self._synchroniser.close()
+            self.part.close()
+
+    def _begin_backward(self, weight: float, *, last: bool) -> None:
+        if self._sum.deferred is not None:
+            self._sum.deferred.begin_backward()
+        self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
+        self._times.began_s = self._times.began_s or self._times.backward_began_s
+        if self._mass_unit is None:
+            self._mass_unit = self._sum.agree_first_mass(weight)
+        self.part.begin_backward(last=last)
+
+    def _announce(self, weight: float, numerator: Tensor) -> None:
+        """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
+        assert self._mass_unit is not None
+        weight, numerator, stop = self.part.agree(weight, numerator, self._stop_requested)
+        self._control = Control(self._sum.near, weight, numerator, stop)
+        if self._meetings is not None:
+            self._meetings.begin(self.num_updates, weight, numerator, stop)
+        divisor = partial(_divisor, self._control, self._mass_unit)
+        if self.part.coded is not None:
+            self.part.coded.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+        if self._sum.gradients is not None:
+            self._sum.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
 
     def _meet(self) -> tuple[Verdict | None, bool]:
         """Return what all workers said, if they met in this step beyond summing gradients, and whether all stop."""
@@ -400,6 +436,8 @@ class Replica:
         )
         self._times.optimizer_ended_s = time.perf_counter()
         self._times.buckets = self._sum.finish(skipped=stepped.skipped)
+        if self.part.coded is not None:
+            self.part.coded.roll_back() if stepped.skipped else self.part.coded.commit()
         outcome = sync.after_update(step) if sync is not None else Outcome()
         if self._meetings is not None and (met or self._sum.is_of_all):
             self._meetings.mass = 0.0
@@ -419,11 +457,18 @@ class Replica:
 
     def _is_hash_due(self) -> bool:
         return (
-            self.group.size > 1
+            self.part.world.size > 1
             and self._hash_interval > 0
             and self.sync.keeps_replicas_equal
             and self.num_updates % self._hash_interval == 0
         )
+
+    def _check_equal(self) -> None:
+        """Compare what several ranks hold the same of: replicas, and what the ranks of one worker have in common."""
+        locals_ = {name: local(parameter) for name, parameter in self._parameters.items()}
+        for group, names in ((self.group, list(locals_)), *self.part.list_common(self._parameters)):
+            if group.size > 1 and names:
+                check_equal({name: locals_[name] for name in names}, group, self.num_updates)
 
 
 def _divisor(control: Control, mass_unit: float) -> float:

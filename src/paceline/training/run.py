@@ -8,14 +8,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
+from paceline.compression.codec import Codec
 from paceline.data.base import Data
 from paceline.errors import SettingsError
+from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
+from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
-from paceline.schedules import Cosine, LearningRate
+from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
-from paceline.training.checks import Precision, check_rule
+from paceline.topology.layout import Layout
+from paceline.training.checks import Precision, check_layout, check_rule
+from paceline.training.growth import Growth, check_growth
 from paceline.training.model import Model
+from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective
 
 
@@ -29,7 +35,7 @@ class Run(Settings):
     objective: Objective
     """What it minimises."""
     global_batch: int = Field(ge=1)
-    """Samples in a step, over all workers."""
+    """Samples in a step, over all workers; in the first one, where `batch_schedule` changes it."""
     num_steps: int = Field(ge=1)
     """Optimizer updates."""
     num_micro_batches: int = Field(default=1, ge=1)
@@ -38,8 +44,24 @@ class Run(Settings):
     """Update rule."""
     schedule: LearningRate = Cosine(warmup_steps=20)
     """How the learning rate changes from step to step."""
+    batch_schedule: BatchSchedule = ConstantBatch()
+    """How the global batch changes from step to step."""
+    noise_scale_interval: int = Field(default=0, ge=0)
+    """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
+    growth: Growth = Growth()
+    """When the model becomes deeper while it is trained, and how; by default it stays as it is."""
     sync: Rule = EveryStep()
     """How workers are kept in step."""
+    layout: Layout = Layout()
+    """How the model and its samples are laid over ranks; by default each has a whole model."""
+    sharded_codec: Codec | None = None
+    """Makes gradients smaller that the sharded axis sums; that of `sync` is for those between replicas."""
+    tensor_plan: dict[str, str] | None = None
+    """How modules are split over the tensor axis, by patterns of their names; by default by their types."""
+    pipeline: PipelineSettings = PipelineSettings()
+    """How layers are cut into stages, and in which order stages run micro-batches."""
+    memory: Memory = Memory()
+    """How memory is saved, and whether it is checked that it is enough."""
     precision: Precision = "fp32"
     """fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
     clip_norm: float | None = Field(default=1.0, gt=0)
@@ -82,6 +104,11 @@ class Run(Settings):
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
         check_rule(self.sync, self.precision, self.landing)
+        check_layout(self.layout, self.sync, self.landing)
+        if self.shares == "measured" and not self.layout.is_plain:
+            raise ValueError(
+                f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -93,10 +120,44 @@ class Run(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_changes(self) -> Self:
+        self.batch_schedule.check(self.global_batch)
+        if self.sync.is_asynchronous and not isinstance(self.batch_schedule, ConstantBatch):
+            raise ValueError(
+                f"batch_schedule must be constant with sync {self.sync.name}, whose workers step at their own pace, "
+                f"but got {self.batch_schedule.name}; leave it out"
+            )
+        wanted = self.batch_schedule.noise_interval
+        if wanted and self.noise_scale_interval not in (0, wanted):
+            raise ValueError(
+                f"noise_scale_interval must be that of batch_schedule, {wanted}, but got {self.noise_scale_interval}; "
+                "give one of them"
+            )
+        if self.noise_interval:
+            check_noise(self.sync, self.layout, self.landing)
+        if self.growth.steps:
+            check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
+        return self
+
+    @property
+    def noise_interval(self) -> int:
+        """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
+        return self.noise_scale_interval or self.batch_schedule.noise_interval
+
     @property
     def fixed_shares(self) -> tuple[float, ...] | None:
         """The shares that the run begins with; None for even ones."""
         return None if self.shares == "measured" else self.shares
+
+    def count_workers(self, num_processes: int) -> int:
+        """Return how many workers as many processes are.
+
+        Raises:
+            SettingsError: They do not fit the layout; the message shows the arithmetic.
+        """
+        axes = self.layout.resolve(num_processes - self.sync.num_server_processes)
+        return axes.size("data", "sharded")
 
 
 class RunFile(Settings):
@@ -113,8 +174,9 @@ class RunFile(Settings):
 
     @property
     def num_processes(self) -> int:
-        """Workers, and servers that have processes of their own."""
-        return self.num_workers + Rule.model_validate(self.run["sync"]).num_server_processes
+        """All ranks of workers, and servers that have processes of their own."""
+        num_servers = Rule.model_validate(self.run["sync"]).num_server_processes
+        return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
 
     def save(self, directory: Path) -> None:
         """Write it; an older one is kept beside it under a number."""

@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
+from paceline.parallel.start import broadcast_tensors
+from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.batch_statistics import find_statistics, pool_moments, set_moments
 from paceline.training.hashing import hash_tensor
+from paceline.training.optimizer_state import load_optimizer, model_tensors, optimizer_state
 from paceline.training.own_state import Shapes, gather_own, hand_out_own, is_own, mean_of, of_kind, shapes_of
+from paceline.training.part_state import capture_parts, restore_parts
 from paceline.training.replica import Replica
-from paceline.training.start import broadcast_tensors
 
 Document = dict[str, Any]
 
@@ -35,13 +38,15 @@ class FeedbackDroppedWarning(UserWarning):
 
 def capture(replica: Replica) -> tuple[dict[str, Tensor], Document]:
     """Return the tensors and the document of a replica. Every rank calls it; rank 0's is complete."""
+    if replica.part.mesh is not None:
+        return capture_parts(replica)
     replica.flush()
     module, group = replica.module, replica.group
     own = {f"feedback/{name}": tensor for name, tensor in replica.feedback().items()}
-    optimizer_tensors, scalars = _optimizer_state(module, replica.optimizer)
+    optimizer_tensors, scalars = optimizer_state(module, replica.optimizer)
     shared: dict[str, Tensor] = {}
     if replica.sync.keeps_replicas_equal:
-        model = _model_tensors(module)
+        model = model_tensors(module)
     else:
         own_sync, shared_sync = replica.sync_state()
         own |= {f"sync/{name}": tensor for name, tensor in own_sync.items()}
@@ -50,7 +55,7 @@ def capture(replica: Replica) -> tuple[dict[str, Tensor], Document]:
         own |= optimizer_tensors
         optimizer_tensors = {}
         with replica.consensus():
-            model = {name: tensor.clone() for name, tensor in _model_tensors(module).items()}
+            model = {name: tensor.clone() for name, tensor in model_tensors(module).items()}
     tensors = {f"model/{name}": tensor for name, tensor in model.items()} | optimizer_tensors
     buffers = _capture_worker_buffers(module, group)
     tensors |= buffers | shared | gather_own(own, group)
@@ -74,24 +79,29 @@ def restore(checkpoint: Checkpoint | None, replica: Replica) -> Document | None:
     """
     replica.flush()  # or it would land on what is loaded
     module, optimizer, group = replica.module, replica.optimizer, replica.group
-    read = _read(checkpoint, module, optimizer) if checkpoint is not None else None
-    header = {"document": read[0], "shapes": read[1]} if read else None
-    header = group.gather_documents(header, name="checkpoint")[0]
+    header = _read_header(checkpoint, own_part(optimizer)) if checkpoint is not None else None
+    header = replica.part.world.gather_documents(header, name="checkpoint")[0]
     if header is None:
         return None
+    if replica.part.mesh is not None:
+        return restore_parts(checkpoint, replica, header)
     document: Document = header["document"]
+    if document.get("layout"):  # what a rank kept of its part of a model is of no use to whole ones
+        header["shapes"] = {name: spec for name, spec in header["shapes"].items() if not is_own(name)}
+    is_all = not document.get("layout")
+    read = _read(checkpoint, module, header["shapes"], strict=is_all) if checkpoint is not None else None
     extra = (
-        read[2]
-        if read
+        read
+        if read is not None
         else {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
             for name, (shape, dtype) in header["shapes"].items()
-            if not is_own(name)
+            if not is_own(name) and not name.startswith("model/")
         }
     )
     mine = {name: extra.pop(name) for name in list(extra) if is_own(name)}
     if group.size > 1:
-        broadcast_tensors(_model_tensors(module).values(), group)
+        broadcast_tensors(model_tensors(module).values(), group)
         broadcast_tensors((extra[name] for name in sorted(extra)), group)
     _load_worker_buffers(module, extra, document["num_workers"], group)
     shapes = {name: spec for name, spec in header["shapes"].items() if is_own(name)}
@@ -99,14 +109,15 @@ def restore(checkpoint: Checkpoint | None, replica: Replica) -> Document | None:
     theirs = [of_kind(tensors, "optimizer") for tensors in own]
     states = theirs[group.rank] if _is_same(document, replica) else mean_of(theirs)
     extra |= {f"optimizer/{name}": tensor for name, tensor in states.items()}
-    _load_optimizer(module, optimizer, extra, document["optimizer"]["scalars"])
+    load_optimizer(module, optimizer, extra, document["optimizer"]["scalars"])
     _load_replica(replica, document, own, of_kind(extra, "sync"))
     return document
 
 
 def _is_same(document: Document, replica: Replica) -> bool:
     """Whether as many workers of the same rule saved the checkpoint."""
-    return (document["replicas"][0]["sync"], document["num_workers"]) == (replica.sync.name, replica.group.size)
+    saved = (document["replicas"][0]["sync"], document["num_workers"], document.get("layout"))
+    return saved == (replica.sync.name, replica.group.size, None)
 
 
 def _load_replica(
@@ -120,13 +131,12 @@ def _load_replica(
             for name, tensor in of_kind(own[rank], "model").items():
                 parameters[name].copy_(tensor)
     replica.load_state_dict(saved[rank if is_same and len(saved) > 1 else 0], is_own=is_same)
-    is_same_rule = saved[0]["sync"] == replica.sync.name
-    if is_same_rule:
+    if saved[0]["sync"] == replica.sync.name and not document.get("layout"):
         replica.load_sync_state([of_kind(tensors, "sync") for tensors in own], shared)
     else:
         replica.load_sync_state([], {})
     feedback = [of_kind(tensors, "feedback") for tensors in own]
-    if saved[0]["codec"] == replica.codec:
+    if saved[0]["codec"] == replica.codec and not document.get("layout"):
         replica.load_feedback(feedback)
     elif document["has_feedback"]:
         _tell_dropped(saved[0]["codec"], document["num_workers"], replica)
@@ -138,9 +148,8 @@ def _gather_documents(replica: Replica) -> list[dict[str, Any]]:
     return [mine] if replica.sync.keeps_replicas_equal else replica.group.gather_documents(mine, name="replicas")
 
 
-def _read(
-    checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Document, Shapes, dict[str, Tensor]]:
+def _read_header(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a checkpoint's document, and the shapes of its tensors."""
     document = checkpoint.read_document()
     if "replicas" not in document:
         raise CheckpointError(
@@ -152,60 +161,19 @@ def _read(
             f"the optimizer must be the checkpoint's {document['optimizer']['type']}, but got "
             f"{type(optimizer).__name__}; resume with the same optimizer, or start a new run"
         )
-    into: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in _model_tensors(module).items()}
+    return {"document": document, "shapes": shapes_of(checkpoint.list_tensors())}
+
+
+def _read(checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, *, strict: bool) -> dict[str, Tensor]:
+    """Load the model's tensors, and return the others."""
+    into: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in model_tensors(module).items()}
     extra = {
-        name: torch.empty(spec.shape, dtype=spec.dtype)
-        for name, spec in checkpoint.list_tensors().items()
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in shapes.items()
         if not name.startswith("model/")
     }
-    checkpoint.load(into | extra)
-    return document, shapes_of(extra), extra
-
-
-def _model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters (a tied one once) and persistent buffers, by name."""
-    persistent = module.state_dict().keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-    return {name: parameter.detach() for name, parameter in module.named_parameters()} | buffers
-
-
-def _optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors, and what else it keeps of each parameter."""
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    names = _names_by_index(module, optimizer)
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{names[index]}/{key}"] = value
-            else:
-                scalars.setdefault(names[index], {})[key] = value
-    return tensors, scalars
-
-
-def _names_by_index(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the name of the optimizer's i-th parameter at place i."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _load_optimizer(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    scalars: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Load per-parameter state; hyper-parameters stay those of the run's settings."""
-    by_parameter: dict[str, dict[str, Any]] = {name: dict(state) for name, state in scalars.items()}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer/"):
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-            by_parameter.setdefault(parameter, {})[key] = tensor
-    indices = {name: index for index, name in enumerate(_names_by_index(module, optimizer))}
-    state = {indices[name]: values for name, values in by_parameter.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    checkpoint.load(into | extra, strict=strict)
+    return extra
 
 
 def _capture_worker_buffers(module: nn.Module, group: Group) -> dict[str, Tensor]:

@@ -2,9 +2,10 @@
 
 from paceline.benchmarks.reproductions.base import Reproduction
 from paceline.benchmarks.reproductions.language_model_sync import LanguageModelSync
+from paceline.benchmarks.reproductions.large_batch import LargeBatch
 from paceline.registry import find_variant, list_variants
 
-__all__ = ["LanguageModelSync", "Reproduction", "find_reproduction", "list_reproductions"]
+__all__ = ["LanguageModelSync", "LargeBatch", "Reproduction", "find_reproduction", "list_reproductions"]
 
 
 def find_reproduction(name: str) -> type[Reproduction]:

@@ -65,7 +65,7 @@ class SharedMemoryGroup(Group):
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int = 0) -> None:
         super().__init__(rank, size, torch.device("cpu"), epoch)
         self.timeout_s = timeout_s
-        self._store = store
+        self.store: dist.Store = store
         control = open_control(dist.PrefixStore("control", store), rank, size, timeout_s)
         self._hub, self._ledger, self._small, self._large = control.hub, control.ledger, control.small, control.large
         self._buffers = Buffers(rank, size)
@@ -140,7 +140,7 @@ class SharedMemoryGroup(Group):
 
     def duplicate(self, name: str) -> Group:
         """Return a group with memory and connections of its own; without the memory where that is short."""
-        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self._store)
+        store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self.store)
         group: Group
         try:
             group = SharedMemoryGroup(store, self.rank, self.size, timeout_s=self.timeout_s, epoch=self.epoch)
@@ -154,7 +154,7 @@ class SharedMemoryGroup(Group):
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """Return a group with memory of its own among `ranks`."""
         place = self.place_in(ranks)
-        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self._store)
+        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
         subgroup = SharedMemoryGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch)
         self._subgroups.append(subgroup)
         return subgroup

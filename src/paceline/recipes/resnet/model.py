@@ -1,4 +1,4 @@
-"""Residual networks 18 and 50 for images of any size and number of channels.
+"""Residual networks of 18 to 152 layers for images of any size and number of channels.
 
 He et al. 2016, in the version called 1.5: the 3x3 convolution of a bottleneck strides, not the 1x1 before it.
 Goyal et al. 2017 (the last scale of each block starts at 0); Wu and He 2018 (group norm).
@@ -7,7 +7,7 @@ Shapes: B batch, C channels, H and W pixels.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, cast
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
+from paceline.parallel.pipeline import Piece
 from paceline.registry import register
 from paceline.training.model import Model
 
@@ -29,8 +30,8 @@ Norm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
 class ResNet(Model):
     """Settings of a residual network over images of ``spec.input_shape`` (channels, height, width)."""
 
-    depth: Literal[18, 50] = 18
-    """Layers: 18 of pairs of 3x3 convolutions, 50 of bottlenecks four times as wide at their ends."""
+    depth: Literal[18, 34, 50, 101, 152] = 18
+    """Layers: 18 and 34 of pairs of 3x3 convolutions, more of bottlenecks four times as wide at their ends."""
     width: int = Field(64, ge=1)
     """Channels of the stem and inside the first of four stages; each stage doubles them. 64 in the paper."""
     norm: Literal["batch", "group", "frozen_batch"] = "batch"
@@ -87,8 +88,25 @@ class ResidualNetwork(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return logits of shape (batch, classes)."""
+        return self._classify(self.stages(self._begin(images_BCHW)))
+
+    def pieces(self) -> list[Piece]:
+        """Return what a pipeline can cut the network into: stem, blocks, head."""
+        blocks = [
+            f"stages.{i}.{j}" for i, stage in enumerate(self.stages) for j in range(len(cast(nn.Sequential, stage)))
+        ]
+        return [
+            Piece("stem", ("stem",), self._begin),
+            *(Piece.child(self, name) for name in blocks),
+            Piece("head", ("head",), self._classify),
+        ]
+
+    def _begin(self, images_BCHW: Tensor) -> Tensor:
         # Never channels_last: torch 2.13's backward then corrupts the heap on two CPU threads (see docs/LOG.md).
-        x_BCHW = self.stages(self.stem(images_BCHW.contiguous()))
+        x_BCHW: Tensor = self.stem(images_BCHW.contiguous())
+        return x_BCHW
+
+    def _classify(self, x_BCHW: Tensor) -> Tensor:
         logits: Tensor = self.head(x_BCHW.mean(dim=(2, 3)))
         return logits
 
@@ -187,7 +205,10 @@ def _group_norm(channels: int) -> nn.GroupNorm:
 NORMS: dict[str, Norm] = {"batch": BatchNorm, "group": _group_norm, "frozen_batch": FrozenBatchNorm}
 BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
 }
 
 

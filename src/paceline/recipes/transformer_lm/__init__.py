@@ -3,17 +3,31 @@
 from paceline.data.text import Text
 from paceline.optim import AdamW
 from paceline.recipes.transformer_lm.model import TransformerLM
+from paceline.recipes.transformer_lm.sizes import (
+    TransformerLM1B,
+    TransformerLM124M,
+    TransformerLM350M,
+    TransformerLM760M,
+)
 from paceline.schedules import Cosine
 from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
-__all__ = ["TransformerLM", "run"]
+__all__ = [
+    "TransformerLM",
+    "TransformerLM1B",
+    "TransformerLM124M",
+    "TransformerLM350M",
+    "TransformerLM760M",
+    "run",
+]
 
 
 def run() -> Run:
     """A byte-level language model; by default it learns Python from the standard library's source files.
 
     Any text will do: `--data.path my/texts` takes a file, a folder, or a memory-mapped token file.
+    Larger models by name: `--model transformer_lm_124m`, `_350m`, `_760m` and `_1b`.
     """
     return Run(
         model=TransformerLM(width=128, num_layers=4, num_heads=4),

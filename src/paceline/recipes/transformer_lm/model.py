@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
+from paceline.parallel.context import Contextual
+from paceline.parallel.pipeline import Piece
+from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.registry import register
-from paceline.training.model import Model
+from paceline.training.model import Depth, Model
 
 INITIAL_STD = 0.02
 HIDDEN_STEP = 8
@@ -62,8 +65,17 @@ class TransformerLM(Model):
         """Return a new transformer with a vocabulary of ``spec.num_classes``, for any number of tokens."""
         return Transformer(self, vocab_size=spec.num_classes)
 
+    @property
+    def layer_stack(self) -> Depth:
+        """Its layers, each of two branches."""
+        return Depth(self.num_layers, "layers", ("attention.project.weight", "mlp.project.weight"))
 
-class Transformer(nn.Module):
+    def with_depth(self, num_layers: int) -> Self:
+        """Return the same settings for another number of layers."""
+        return self.model_copy(update={"num_layers": num_layers})
+
+
+class Transformer(Contextual):
     """Tokens to the logits of the token after each."""
 
     def __init__(self, settings: TransformerLM, vocab_size: int):
@@ -74,6 +86,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
         self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.num_layers))
         self.norm = nn.LayerNorm(settings.width, bias=False)
+        self.head = TiedHead()
         self._initialise()
 
     def _initialise(self) -> None:
@@ -88,11 +101,28 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV; those at t depend on tokens up to t only."""
         # Made anew each time: 1/1000 of a step, and nothing to save, move between devices or outgrow.
-        rotary = rotary_tables(tokens_BT.shape[1], self.head_dim, self.rotary_base, tokens_BT.device)
-        x_BTW = self.dropout(self.embedding(tokens_BT))
+        position_T = self.context.positions(tokens_BT.shape[1], tokens_BT.device)
+        rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
+        x_BTW = self._embed(tokens_BT)
         for layer in self.layers:
             x_BTW = layer(x_BTW, rotary)
-        return F.linear(self.norm(x_BTW), self.embedding.weight)
+        return self._finish(x_BTW)
+
+    def pieces(self) -> list[Piece]:
+        """Return what a pipeline can cut the model into: embedding, layers, head."""
+        return [
+            Piece("embedding", ("embedding",), self._embed),
+            *(Piece.child(self, f"layers.{i}") for i in range(len(self.layers))),
+            Piece("head", ("norm", "head", "embedding"), self._finish),
+        ]
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        x_BTW: Tensor = self.dropout(self.embedding(tokens_BT))
+        return x_BTW
+
+    def _finish(self, x_BTW: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.head(self.norm(x_BTW), self.embedding.weight)
+        return logits_BTV
 
 
 class Layer(nn.Module):
@@ -101,37 +131,42 @@ class Layer(nn.Module):
     def __init__(self, settings: TransformerLM):
         super().__init__()
         self.attention_norm = nn.LayerNorm(settings.width, bias=False)
-        self.attention = Attention(settings.width, settings.num_heads)
+        self.attention = Attention(settings.width, settings.num_heads, settings.rotary_base)
         self.mlp_norm = nn.LayerNorm(settings.width, bias=False)
         self.mlp = MLP(settings.width, settings.feedforward_multiple)
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Return x_BTW with what attention and MLP add."""
+    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return x_BTW with what attention and MLP add; tables that are not given are made."""
         x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary))
         mapped_BTW: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + mapped_BTW
 
 
-class Attention(nn.Module):
+class Attention(Contextual):
     """Causal attention of several heads, one matrix for queries, keys and values.
 
     Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
     rows keeps heads whole.
     """
 
-    def __init__(self, width: int, num_heads: int):
+    def __init__(self, width: int, num_heads: int, rotary_base: float):
         super().__init__()
+        self.num_heads = num_heads
         self.head_dim = width // num_heads
+        self.rotary_base = rotary_base
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Return what each token takes from those before it and from itself."""
+    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return what each token takes from those before it and from itself; tables that are not given are made."""
+        if rotary is None:
+            position_T = self.context.positions(x_BTW.shape[1], x_BTW.device)
+            rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
         heads_BTH3D = self.query_key_value(x_BTW).unflatten(-1, (-1, 3, self.head_dim))
         query_BHTD, key_BHTD, value_BHTD = heads_BTH3D.permute(3, 0, 2, 1, 4).unbind(0)
         query_BHTD, key_BHTD = rotate(query_BHTD, rotary), rotate(key_BHTD, rotary)
-        mixed_BHTD = F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=True)
+        mixed_BHTD = self.context.attend(query_BHTD, key_BHTD, value_BHTD, is_causal=True)
         projected_BTW: Tensor = self.project(mixed_BHTD.transpose(1, 2).flatten(-2))
         return projected_BTW
 
@@ -152,11 +187,10 @@ class MLP(nn.Module):
         return mapped_BTW
 
 
-def rotary_tables(num_tokens: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(position_T: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each position's angles, float32, each of shape (T, D / 2)."""
-    position_T = torch.arange(num_tokens, dtype=torch.float32, device=device)
-    exponent_D = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angle_TD = position_T[:, None] * base**-exponent_D
+    exponent_D = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_T.device) / head_dim
+    angle_TD = position_T.float()[:, None] * base**-exponent_D
     return angle_TD.cos(), angle_TD.sin()
 
 
@@ -169,3 +203,13 @@ def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     first, second = x_BHTD.chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x_BHTD.dtype)  # under autocast the tables are float32 and the vectors bfloat16
+
+
+register_styles(Transformer, {"embedding": "vocabulary", "norm": "sequence"})
+register_styles(Layer, {"attention_norm": "sequence", "attention": "gather", "mlp_norm": "sequence", "mlp": "gather"})
+register_styles(
+    Attention,
+    {"query_key_value": "columns", "project": "rows"},
+    counts=lambda attention: {"num_heads": attention.num_heads},
+)
+register_styles(MLP, {"gate": "columns", "expand": "columns", "project": "rows"})

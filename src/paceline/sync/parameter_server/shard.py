@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class Shard:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+        self, pieces: Sequence[Piece], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         self.pieces = list(pieces)
         self.values = Pack(pieces)

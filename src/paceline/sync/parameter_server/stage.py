@@ -57,7 +57,7 @@ class Stage:
     def make_server(self, number: int) -> Server:
         """Return the server of that number; its parameters are the site's."""
         rule, site = self._rule, self._site
-        shard = Shard(self.shares[number], dict(site.parameters), site.optimizer)
+        shard = Shard(self.shares[number], site.parameters, site.optimizer)
         landing = rule.start_landing(self.num_workers, site.optimizer)
         return Server(shard, landing, range(self.num_workers), rule.codec, rule.pull_codec, site.seed)
 

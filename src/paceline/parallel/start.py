@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
+from paceline.parallel.local import local
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -64,5 +65,5 @@ def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters = [(name, parameter.data) for name, parameter in module.named_parameters()]
-    return parameters + list(module.named_buffers())
+    parameters = [(name, local(parameter.detach())) for name, parameter in module.named_parameters()]
+    return parameters + [(name, local(buffer)) for name, buffer in module.named_buffers()]

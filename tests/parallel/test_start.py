@@ -4,9 +4,9 @@ from torch import nn
 
 from paceline.comm import LocalGroup, join
 from paceline.errors import SettingsError
+from paceline.parallel import start
+from paceline.parallel.start import broadcast_module, broadcast_tensors, check_same_model
 from paceline.testing import run_processes
-from paceline.training import start
-from paceline.training.start import broadcast_module, broadcast_tensors, check_same_model
 
 
 def make_tensors(rank):

@@ -1,0 +1,52 @@
+"""Batches read in the background, ahead of their use."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Self
+
+from paceline.data.base import Batch
+
+
+class ReadAhead:
+    """Runs an iterator in a background thread, at most `depth` items ahead; its errors surface in order."""
+
+    def __init__(self, items: Iterator[list[Batch]], depth: int) -> None:
+        self._items = items
+        self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-loader", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join(timeout=10)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        while (item := self._ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item):
+                    return
+            self._put(None)
+        except BaseException as error:  # handed on to the reader
+            self._put(error)
+
+    def _put(self, item: list[Batch] | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False

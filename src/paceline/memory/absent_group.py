@@ -1,0 +1,54 @@
+"""A group in which nobody else is there: for rehearsals, in which nothing is computed either."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.comm.group import DoneWork, Group, Work
+
+
+class AbsentGroup(Group):
+    """Rank 0 of a group of any size, whose operations do nothing; what others would say is what this rank says."""
+
+    def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
+        """Leave `tensor` as it is."""
+        return DoneWork()
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
+        """Leave `tensor` as it is."""
+        return DoneWork()
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Leave `output` as it is."""
+        return DoneWork()
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
+        """Leave `output` as it is."""
+        return DoneWork()
+
+    def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
+        """Send nothing."""
+        return DoneWork()
+
+    def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
+        """Leave `tensor` as it is."""
+        return DoneWork()
+
+    def duplicate(self, name: str) -> "AbsentGroup":
+        """Return another one."""
+        return AbsentGroup(self.rank, self.size, self.device)
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> "AbsentGroup":
+        """Return another one, of as many ranks."""
+        return AbsentGroup(self.place_in(ranks), len(ranks), self.device)
+
+    def gather_documents(self, document: Any, *, name: str) -> list[Any]:
+        """Return this rank's own document for every rank."""
+        return [document] * self.size
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Return at once."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Do nothing."""

@@ -1,0 +1,83 @@
+"""Activations that wait in CPU memory from forward to backward."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+SMALLEST_BYTES = 1 << 20
+"""Smaller tensors stay: to send one costs more time than its memory is worth."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor that waits elsewhere."""
+
+    device: torch.device
+    """Where it came from."""
+    copy: Tensor
+
+
+class ActivationOffload:
+    """Sends what forward saves for backward to another device's memory, and brings it back when backward asks.
+
+    Parameters and tensors below `smallest_bytes` stay, and what is saved twice is sent once. Together with
+    recomputation, the inputs of recomputed blocks are what is sent. What the loss itself saves stays, for it is needed
+    first. Each tensor crosses the bus twice a step; copies are queued on the stream that computes, as those of
+    `torch.autograd.graph.save_on_cpu` are.
+
+    Args:
+        module: What is run forward; hooks on it begin and end.
+        device: Where activations wait.
+        smallest_bytes: What is worth sending.
+    """
+
+    def __init__(self, module: nn.Module, device: str = "cpu", smallest_bytes: int = SMALLEST_BYTES) -> None:
+        self._device = torch.device(device)
+        self._smallest_bytes = smallest_bytes
+        self._resident: set[int] = set()
+        self._open: list[Any] = []
+        self._sent = WeakIdKeyDictionary()
+        self.num_sent = 0
+        """Tensors sent so far."""
+        module.register_forward_pre_hook(self._begin, prepend=True)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        # Anew each time: a parameter may get another storage between steps.
+        self._resident = {_storage(parameter)._cdata for parameter in module.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._send, _bring_back)
+        hooks.__enter__()
+        self._open.append(hooks)
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def _send(self, tensor: Tensor) -> _Sent | Tensor:
+        storage = _storage(tensor)
+        if tensor.nbytes < self._smallest_bytes or storage._cdata in self._resident:
+            return tensor
+        views = self._sent.setdefault(storage, weakref.WeakValueDictionary())
+        view = (tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        sent: _Sent | None = views.get(view)
+        if sent is None:
+            is_pinned = tensor.device.type == "cuda" and self._device.type == "cpu"
+            copy = torch.empty_like(tensor, device=self._device, pin_memory=is_pinned)
+            copy.copy_(tensor, non_blocking=is_pinned)
+            sent = views[view] = _Sent(tensor.device, copy)
+            self.num_sent += 1
+        return sent
+
+
+def _bring_back(sent: _Sent | Tensor) -> Tensor:
+    if isinstance(sent, Tensor):
+        return sent
+    return sent.copy.to(sent.device, non_blocking=sent.copy.is_pinned())
+
+
+def _storage(tensor: Tensor) -> UntypedStorage:
+    return tensor.untyped_storage()

@@ -1,0 +1,85 @@
+"""Optimizer state that lives in CPU memory, where the CPU updates the parameters (ZeRO-Offload, Ren et al. 2021)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import SettingsError
+
+
+class OffloadedOptimizer:
+    """Lets an optimizer take its steps on copies of parameters and gradients in another device's memory.
+
+    The optimizer stays what it is: its groups hold the model's parameters, its learning rates may change from step to
+    step, its state is saved under the parameters' names and loads into a run without offloading. Only while a step runs
+    do copies stand in the parameters' places, so all it makes for them is where they are.
+
+    It frees the state's bytes on the device, and needs there none; on the host it takes state, parameters and
+    gradients. A step sends each parameter's gradient and the parameter over and the parameter back: 12 bytes an element
+    in fp32. Parameters go over because whatever else changes them (a checkpoint, an average of workers) does so on the
+    device.
+
+    Args:
+        optimizer: One that has not stepped yet, or has just been loaded.
+        device: Where state lives.
+
+    Raises:
+        SettingsError: A parameter is shared by ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
+        self._optimizer = optimizer
+        self._device = torch.device(device)
+        self._copies: dict[Tensor, Tensor] = {}
+        for parameter in self._parameters():
+            if isinstance(parameter, DTensor):
+                raise SettingsError(
+                    "memory.offload must be none or activations where ranks share parameters, but got optimizer state; "
+                    "a sharded layout divides that state already"
+                )
+            is_pinned = parameter.device.type == "cuda" and self._device.type == "cpu"
+            self._copies[parameter] = torch.empty_like(
+                parameter, device=self._device, requires_grad=False, pin_memory=is_pinned
+            )
+        self._moved_out: list[list[Tensor]] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._stand_in),
+            optimizer.register_step_post_hook(self._stand_back),
+            optimizer.register_load_state_dict_post_hook(self._move_state),
+        ]
+
+    @torch.no_grad()
+    def _stand_in(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Put copies in the places of parameters; what has no gradient is not updated, so it is not copied."""
+        self._moved_out = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [self._copies[parameter] for parameter in group["params"]]
+        for parameter, copy in self._copies.items():
+            if parameter.grad is not None:
+                copy.copy_(parameter, non_blocking=copy.is_pinned())
+                copy.grad = parameter.grad.to(self._device)
+            if parameter in optimizer.state:
+                optimizer.state[copy] = optimizer.state.pop(parameter)
+
+    @torch.no_grad()
+    def _stand_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._moved_out, strict=True):
+            group["params"] = parameters
+        for parameter, copy in self._copies.items():
+            if copy in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(copy)
+            if copy.grad is not None:
+                parameter.copy_(copy)
+                copy.grad = None
+
+    def _move_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move state that was loaded, which torch puts beside the parameters."""
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to(self._device)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

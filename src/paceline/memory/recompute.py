@@ -1,0 +1,61 @@
+"""Activation checkpointing: backward computes again what forward did not keep.
+
+Chen et al. 2016. A block that is recomputed in full keeps its input only; its forward runs a second time in backward,
+which makes a step of which all blocks are recomputed about a third longer. A block that is recomputed selectively
+(Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again what lies
+between them, which costs little. Losses and gradients are those without it: random numbers are drawn again as they
+were. Nothing on the wire changes, nor does any parameter's name.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Choice = Literal["full", "selective"]
+
+_aten = torch.ops.aten
+KEPT = frozenset(
+    operation
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if (packet := getattr(_aten, name, None)) is not None
+    for operation in [packet.default]
+)
+"""Operations whose results selective recomputation keeps: those that take most of the time."""
+
+
+def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
+    """Let blocks of `module` be recomputed in backward, in place.
+
+    Hooks do it (torch's composable checkpoint), so that the model's structure and names stay as they are. It comes
+    before a model is sharded or compiled.
+
+    Args:
+        module: The model.
+        choices: How, by the block's name; blocks that are left out keep all.
+    """
+    for name, choice in choices.items():
+        block = module.get_submodule(name)
+        if choice == "full":
+            checkpoint(block)
+        else:
+            checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,223 @@
+"""A step of training, rehearsed on tensors that have shapes and devices but no contents."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from paceline.memory.measure import counting
+from paceline.memory.recompute import KEPT, Choice
+from paceline.memory.tracker import Category, StorageTracker
+
+_ELEMENT_FLOPS = 16
+"""What an element that is written costs, in the arithmetic that a device does meanwhile: where only bytes move."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is rehearsed: one step of a worker.
+
+    Args:
+        build: Makes the module, on whichever device is the default, with the blocks given recomputed in backward; and
+            its optimizer.
+        loss: Returns the loss of one micro-batch.
+        device: Where it is trained.
+        num_micro_batches: In a step.
+        is_exchanged: Whether gradients go to other workers, from flat buffers of their own.
+        clip_norm: Largest gradient norm; None for no clipping.
+    """
+
+    build: Callable[[Mapping[str, Choice]], tuple[nn.Module, torch.optim.Optimizer]]
+    loss: Callable[[nn.Module], Tensor]
+    device: torch.device
+    num_micro_batches: int = 1
+    is_exchanged: bool = False
+    clip_norm: float | None = None
+
+
+@dataclass
+class BlockUse:
+    """What a block's forward needed, in all its calls."""
+
+    kept_bytes: int = 0
+    """Activations that it left behind."""
+    cost: float = 0.0
+    """Floating-point operations of its forward; moving bytes counts as such."""
+    cost_of_kept: float = 0.0
+    """Those of operations whose results selective recomputation keeps."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsed step needed."""
+
+    peak: Mapping[Category, int]
+    """At the moment of most bytes on the device, by what they were for."""
+    host: Mapping[Category, int]
+    """The same of the host's memory, where the device is not the host."""
+    most_activations: int
+    """Most bytes of activations at once."""
+    blocks: Mapping[str, BlockUse] = field(default_factory=dict)
+    """Of the blocks that were watched, in the order in which they ran."""
+    before_bytes: int = 0
+    """Activations when the first block began."""
+    after_bytes: int = 0
+    """Most activations beyond those when the last block ended."""
+
+
+def rehearse(act: Act, choices: Mapping[str, Choice] | None = None, watched: Sequence[str] = ()) -> Rehearsed:
+    """Run a step that others came before on tensors without contents (torch's `FakeTensorMode`).
+
+    It allocates nothing, and takes a millisecond for a few operations of the model, whatever their size. Where the
+    model asks for a value, which nobody knows, it is 1.
+
+    Args:
+        act: The step.
+        choices: What is recomputed of which blocks.
+        watched: Blocks whose forward is measured.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
+        with act.device:
+            module, optimizer = act.build(choices or {})
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        views = _make_buckets(parameters) if act.is_exchanged else []
+        _make_state(optimizer, parameters)
+        if act.is_exchanged:
+            _attach(parameters, views)
+        on_host: AbstractContextManager[StorageTracker | None] = nullcontext()
+        if act.device.type != "cpu":
+            on_host = counting(module, optimizer, "cpu")
+        with on_host as host, counting(module, optimizer, act.device.type) as tracker:
+            tracker.label("gradients", views)
+            tracker.reset_peak()
+            watch = _Watch(tracker, {name: module.get_submodule(name) for name in watched})
+            for _ in range(min(act.num_micro_batches, 2)):  # the second finds gradients there, as all later ones do
+                with watch.forward():
+                    loss = act.loss(module)
+                loss.backward()
+                del loss
+            if act.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, act.clip_norm)
+            optimizer.step()
+        return Rehearsed(
+            peak=tracker.peak,
+            host=host.peak if host is not None else {},
+            most_activations=tracker.most_activations,
+            blocks=watch.uses,
+            before_bytes=watch.before_bytes,
+            after_bytes=watch.most_forward - watch.ended_at,
+        )
+
+
+class UnknownValues(TorchDispatchMode):
+    """Inside it, a value that is read from a tensor without contents is 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Measures the forward of blocks: what they leave behind, and what they compute."""
+
+    def __init__(self, tracker: StorageTracker, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracker = tracker
+        self._is_open = self._is_done = False
+        self._began: dict[str, tuple[int, float, float]] = {}
+        self._cost = self._cost_of_kept = 0.0
+        self.uses: dict[str, BlockUse] = {}
+        self.before_bytes = self.ended_at = self.most_forward = 0
+        for name, block in blocks.items():
+            block.register_forward_pre_hook(self._begin(name))
+            block.register_forward_hook(self._end(name))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, a micro-batch runs forward; the first is measured."""
+        if self._is_done:
+            yield
+            return
+        self._is_open = True
+        with self:
+            yield
+        self._is_open, self._is_done = False, True
+        self.most_forward = self._tracker.most_activations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            cost = float(formula(*args, **(kwargs or {}), out_val=result))
+        else:
+            cost = _ELEMENT_FLOPS * sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self._cost += cost
+        self._cost_of_kept += cost if func in KEPT else 0.0
+        return result
+
+    def _begin(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if self._is_open:
+                held = self._tracker.now["activations"]
+                self.before_bytes = self.before_bytes if self.uses else held
+                self._began[name] = held, self._cost, self._cost_of_kept
+
+        return hook
+
+    def _end(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._is_open:
+                self.ended_at = self._tracker.now["activations"]
+                held, cost, cost_of_kept = self._began.pop(name)
+                use = self.uses.setdefault(name, BlockUse())
+                use.kept_bytes += self.ended_at - held
+                use.cost += self._cost - cost
+                use.cost_of_kept += self._cost_of_kept - cost_of_kept
+
+        return hook
+
+
+def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Let the optimizer have the state that it has after a step."""
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return views of one flat buffer a dtype, by parameter."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    device = parameters[0].device
+    buffers = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    views = []
+    for parameter in parameters:
+        end = sizes[parameter.dtype]
+        sizes[parameter.dtype] -= parameter.numel()
+        views.append(buffers[parameter.dtype][sizes[parameter.dtype] : end].view(parameter.shape))
+    return views
+
+
+def _attach(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+    """Let gradients go into their places in the buffers as backward makes them, as a replica does."""
+    places = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
+
+    def move(parameter: Tensor) -> None:
+        view = places[id(parameter)]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(move)

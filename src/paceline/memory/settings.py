@@ -1,0 +1,49 @@
+"""What a person chooses about memory."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from paceline.errors import SettingsError
+from paceline.registry import Settings
+from paceline.topology import parse_size
+
+Recompute = Literal["none", "full", "selective"]
+"""How much of a block's activations is computed again in backward: nothing, all but its input, or all but what matrix
+products, convolutions and attention make."""
+
+
+def _parse_budget(value: Any) -> Any:
+    try:
+        return int(parse_size(value))
+    except SettingsError as error:
+        raise ValueError(
+            f"must be none, full, selective or a budget such as 500MB or 2GiB, but got {value!r}; choose one"
+        ) from error
+
+
+Budget = Annotated[int, Field(gt=0), BeforeValidator(_parse_budget)]
+"""Bytes; as text it has a unit."""
+
+
+class Memory(Settings):
+    """How memory is saved, and whether it is checked that a run fits before it starts."""
+
+    recompute: Recompute | Budget = "none"
+    """Activations that backward computes again: none; full, of every block; selective, all but the results of matrix
+    products, convolutions and attention; or a budget in bytes (500MB), within which as little as can be is."""
+    offload: Literal["none", "activations", "optimizer", "both"] = "none"
+    """What waits in CPU memory until it is needed: activations, from forward to backward; optimizer state, which the
+    CPU then updates. For GPUs."""
+    check: bool = True
+    """Whether a run that needs more memory than there is gets refused before it starts."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in CPU memory."""
+        return self.offload in ("activations", "both")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state lives in CPU memory."""
+        return self.offload in ("optimizer", "both")

@@ -1,0 +1,150 @@
+"""What a report says of a pipeline: how long its ranks stood idle, beside what the order of work must cost."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.monitor.events import PipelineMeasured, Record
+from paceline.monitor.markup import Pictures, picture, safe, section, table
+from paceline.monitor.timeline import covered_s
+from paceline.monitor.wording import duration, share
+
+_LARGEST_S = 1e12
+"""A moment beyond it is none: no axis could hold it."""
+_WORKS = ("forward", "backward", "inputs", "weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStep:
+    """One sampled step of one pipeline, as all of its ranks told it."""
+
+    epoch: int
+    step: int
+    events: tuple[PipelineMeasured, ...]
+    """By place on the pipeline."""
+
+    @property
+    def began_unix_s(self) -> float:
+        """When the first rank began to work."""
+        return min(event.began_unix_s + event.began_s[0] for event in self.events)
+
+    @property
+    def duration_s(self) -> float:
+        """Until the last rank had no more to do."""
+        return max(event.began_unix_s + max(event.ended_s) for event in self.events) - self.began_unix_s
+
+    @property
+    def busy_s(self) -> list[float]:
+        """How long each rank worked."""
+        return [covered_s(zip(event.began_s, event.ended_s, strict=True)) for event in self.events]
+
+    @property
+    def bubble(self) -> float:
+        """Idle part of the step, over all ranks."""
+        return 1 - sum(self.busy_s) / (len(self.events) * self.duration_s)
+
+    @property
+    def formula(self) -> float | None:
+        """What the order's own formula says of stages and passes of equal cost."""
+        return self.events[0].formula
+
+    @property
+    def description(self) -> str:
+        """In a few words."""
+        event = self.events[0]
+        stages = f"{event.stages_per_rank} stages each, " if event.stages_per_rank > 1 else ""
+        batches = "1 micro-batch" if event.num_micro_batches == 1 else f"{event.num_micro_batches} micro-batches"
+        return f"{len(event.ranks)} ranks, {stages}{batches}, order {event.order}"
+
+
+def find_pipeline_steps(records: Iterable[Record]) -> Iterator[PipelineStep]:
+    """Yield the sampled steps that all ranks of a pipeline have told of, as their records come.
+
+    A step with a rank missing, or with moments that are none, is left out.
+    """
+    told: dict[tuple[int, int, tuple[int, ...]], dict[int, PipelineMeasured]] = {}
+    for record in records:
+        event = record.event
+        if isinstance(event, PipelineMeasured) and record.rank in event.ranks and _is_sound(event):
+            key = (record.epoch, record.step, tuple(event.ranks))
+            told.setdefault(key, {})[event.ranks.index(record.rank)] = event
+            if len(told[key]) == len(event.ranks):
+                by_place = told.pop(key)
+                events = tuple(by_place[place] for place in sorted(by_place))
+                step = PipelineStep(epoch=record.epoch, step=record.step, events=events)
+                if step.duration_s > 0:
+                    yield step
+
+
+def typical_pipeline_step(steps: Sequence[PipelineStep]) -> PipelineStep | None:
+    """Return the step whose bubble is the median of those that ran as the newest did; None where none was sampled."""
+    if not steps:
+        return None
+    last = steps[-1]
+    alike = [one for one in steps if one.epoch == last.epoch and one.description == last.description]
+    return sorted(alike, key=lambda one: one.bubble)[(len(alike) - 1) // 2]
+
+
+def describe_pipeline(steps: Sequence[PipelineStep]) -> str:
+    """Return the bubble of a typical step beside theory, as a sentence; nothing where none was sampled."""
+    step = typical_pipeline_step(steps)
+    if step is None:
+        return ""
+    if step.formula is None:
+        theory = "no formula is known for so few micro-batches"
+    else:
+        theory = f"{share(step.formula)} by the formula for equal stages"
+    return (
+        f"Pipeline of {step.description}: ranks stand idle for {share(step.bubble)} of a typical step of "
+        f"{duration(step.duration_s)} ({theory})."
+    )
+
+
+def render_pipeline(steps: Sequence[PipelineStep], gantt: Pictures | None) -> str:
+    """Return the section of a report's page; nothing where no step was sampled.
+
+    Args:
+        steps: Those that were sampled.
+        gantt: The typical one in time.
+    """
+    step = typical_pipeline_step(steps)
+    if step is None or gantt is None:
+        return ""
+    sampled = "1 step was sampled" if len(steps) == 1 else f"{len(steps):,} steps were sampled"
+    parts = [
+        f"<p>{safe(describe_pipeline(steps))} ({sampled}; the median is shown.)</p>",
+        picture(gantt, "A step in time: what each rank of the pipeline computed, and when it stood idle"),
+        _render_ranks(step),
+    ]
+    return section("Pipeline", "".join(parts))
+
+
+def _render_ranks(step: PipelineStep) -> str:
+    used = [work for work in _WORKS if any(work in event.works for event in step.events)]
+    rows = [
+        [
+            str(rank),
+            f"{1e3 * busy_s:,.2f}",
+            share(1 - busy_s / step.duration_s),
+            *(_typical_ms(event, work) for work in used),
+            ", ".join(str(stage) for stage in sorted(set(event.stages))),
+        ]
+        for rank, busy_s, event in zip(step.events[0].ranks, step.busy_s, step.events, strict=True)
+    ]
+    headings = ["rank", "busy, ms", "idle", *(f"{work}, ms" for work in used)]
+    return table([*headings, "stages"], rows, num_numeric=len(headings))
+
+
+def _typical_ms(event: PipelineMeasured, work: str) -> str:
+    """Return how long a piece of that work takes, in the middle."""
+    spans = zip(event.works, event.began_s, event.ended_s, strict=True)
+    times_s = [ended_s - began_s for kind, began_s, ended_s in spans if kind == work]
+    return f"{1e3 * median(times_s):,.2f}" if times_s else "–"
+
+
+def _is_sound(event: PipelineMeasured) -> bool:
+    lists = (event.works, event.stages, event.micro_batches, event.began_s, event.ended_s)
+    if not event.works or len({len(one) for one in lists}) > 1:
+        return False
+    spans = zip(event.began_s, event.ended_s, strict=True)
+    return abs(event.began_unix_s) < _LARGEST_S and all(0 <= began <= ended < _LARGEST_S for began, ended in spans)

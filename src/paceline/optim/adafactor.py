@@ -1,0 +1,102 @@
+"""Adafactor (Shazeer and Stern 2018)."""
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from paceline.optim.base import Optimizer
+from paceline.optim.trust_ratio import global_norms
+from paceline.optim.update_rule import UpdateRule, local
+from paceline.registry import register
+
+
+@register("adafactor")
+class Adafactor(Optimizer):
+    """Adaptive rates from second moments that are kept by row and by column (Shazeer and Stern 2018).
+
+    Each step moves a parameter by `learning_rate` (or 1 / sqrt(step) where that is less) times its own root mean
+    square. In memory: of a matrix of m rows and n columns m + n numbers instead of Adam's 2 m n; vectors have one each,
+    and of larger tensors (convolutions) only the last two dims are factored. As torch's, and unlike
+    the paper's, it has no first moment. On the wire: means over what ranks share of a parameter, and two norms of it.
+    """
+
+    learning_rate: float = Field(default=1e-2, gt=0)
+    """Largest relative step, before the schedule's factor."""
+    beta2_decay: float = Field(default=-0.8, lt=0)
+    """The second moment forgets with rate step ** beta2_decay."""
+    epsilon: float = Field(default=1e-3, gt=0)
+    """Smallest root mean square that steps are relative to."""
+    clip_threshold: float = Field(default=1.0, ge=1)
+    """Largest root mean square of an update before the learning rate."""
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return the rule over the parameters of `module`."""
+        return AdafactorRule(
+            self.group_parameters(module),
+            {
+                "lr": self.learning_rate,
+                "beta2_decay": self.beta2_decay,
+                "eps": self.epsilon,
+                "clip_threshold": self.clip_threshold,
+            },
+        )
+
+
+class AdafactorRule(UpdateRule):
+    """Adafactor as an optimizer; its state is that of torch's, which it equals and which knows no DTensors."""
+
+    def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Update the parameters of a group, one at a time."""
+        for parameter in parameters:
+            assert parameter.grad is not None
+            gradient = _settle(parameter.grad, parameter)
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+            state["step"] += 1
+            step = float(state["step"])
+            epsilon = torch.finfo(parameter.dtype).eps
+            update = self._estimate(state, gradient, step ** group["beta2_decay"], epsilon)
+            update = _settle(update.clamp(min=epsilon**2).rsqrt() * gradient, parameter)
+            root = parameter.numel() ** 0.5
+            size = max(group["eps"], _norm(parameter) / root)
+            excess = max(1.0, _norm(update) / (root * group["clip_threshold"]))
+            weights = local(parameter)
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(local(update), alpha=-size * min(group["lr"], step**-0.5) / excess)
+
+    def _estimate(self, state: dict[str, Any], gradient: Tensor, forgotten: float, epsilon: float) -> Tensor:
+        """Return the second moment after taking in a gradient."""
+        if gradient.dim() < 2:
+            return self._average(state, "variance", gradient.square(), forgotten)
+        squares = gradient.square()
+        rows = self._average(state, "row_var", squares.mean(dim=-1, keepdim=True), forgotten)
+        columns = self._average(state, "col_var", squares.mean(dim=-2, keepdim=True), forgotten)
+        return rows * columns / _settle(rows.mean(dim=-2, keepdim=True)).clamp(min=epsilon)
+
+    def _average(self, state: dict[str, Any], name: str, new: Tensor, forgotten: float) -> Tensor:
+        """Return an average after taking in something new, which takes the place of the part that is forgotten."""
+        new = _settle(new)
+        kept: Tensor = state.get(name, torch.zeros_like(new))
+        if isinstance(new, DTensor) and not (isinstance(kept, DTensor) and kept.placements == new.placements):
+            # Out of a checkpoint it comes whole.
+            whole = kept.full_tensor() if isinstance(kept, DTensor) else kept
+            kept = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
+        state[name] = kept.lerp_(new, forgotten)
+        return kept
+
+
+def _settle(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor of which no rank holds summands only, laid out as another is, if that is given."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor):
+        return tensor.redistribute(placements=like.placements)
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(global_norms([tensor], [local(tensor)]))

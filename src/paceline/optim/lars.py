@@ -1,0 +1,78 @@
+"""Layer-wise adaptive rate scaling (You, Gitman and Ginsburg 2017)."""
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from paceline.optim.base import Optimizer
+from paceline.optim.trust_ratio import RatioBounds, global_norms, trust_ratios
+from paceline.optim.update_rule import UpdateRule, local, local_gradient
+from paceline.registry import register
+
+
+@register("lars")
+class LARS(Optimizer):
+    """SGD with momentum whose every matrix moves by the same part of its own norm (You, Gitman and Ginsburg 2017).
+
+    The gradient of each, with weight decay d, is scaled by ratio = trust_coefficient * |w| / (|g| + d |w|). Where
+    `ratio_bounds` force it to 1 this is SGD with momentum. Vectors (biases, norms) have ratio 1 and no decay, as in
+    later work with it; in the paper they have a ratio too. The learning rate stands outside of the momentum, as in
+    torch's SGD, and in the paper inside: it is the same while the rate stays the same.
+
+    In memory: one buffer of the parameters' size. On the wire: nothing but two norms of each sharded parameter.
+    """
+
+    learning_rate: float = Field(default=0.1, gt=0)
+    """Base learning rate, before the schedule's factor; vectors take it as it is, as in SGD."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    trust_coefficient: float = Field(default=0.02, gt=0)
+    """How far a matrix moves at learning rate 1 without momentum: this part of its norm. 0.001 in the paper, with
+    learning rates as much larger."""
+    ratio_bounds: RatioBounds | None = None
+    """Smallest and largest ratio."""
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return the rule over the parameters of `module`."""
+        return LARSRule(
+            self.group_parameters(module),
+            {
+                "lr": self.learning_rate,
+                "momentum": self.momentum,
+                "trust_coefficient": self.trust_coefficient,
+                "ratio_bounds": self.ratio_bounds,
+            },
+        )
+
+
+class LARSRule(UpdateRule):
+    """LARS as an optimizer; its state is ``momentum_buffer``."""
+
+    def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Update the parameters of a group."""
+        weights = [local(parameter) for parameter in parameters]
+        gradients = [local_gradient(parameter) for parameter in parameters]
+        adapted = [index for index, parameter in enumerate(parameters) if parameter.dim() >= 2]
+        decay: float = group["weight_decay"]
+        updates = list(torch._foreach_add(gradients, weights, alpha=decay))
+        if adapted:
+            laid_out = [parameters[index] for index in adapted]
+            measured = [weights[index] for index in adapted] + [gradients[index] for index in adapted]
+            weight_norms, gradient_norms = global_norms(laid_out * 2, measured).chunk(2)
+            ratios = trust_ratios(
+                weight_norms,
+                gradient_norms + decay * weight_norms,
+                group["trust_coefficient"],
+                group["ratio_bounds"],
+            )
+            torch._foreach_mul_([updates[index] for index in adapted], ratios)
+        if group["momentum"]:
+            for parameter in parameters:
+                if "momentum_buffer" not in self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            updates = buffers
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])

@@ -1,0 +1,93 @@
+"""A layout applied to a model: which rank holds what, in the one order in which the axes fit into each other."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.compression.codec import Codec
+from paceline.errors import SettingsError
+from paceline.parallel import zero_redundancy
+from paceline.parallel.context import check_length, cut_attention
+from paceline.parallel.fully_sharded import shard
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.part import Part
+from paceline.parallel.pipeline import Pipeline, PipelineSettings
+from paceline.parallel.reduce_scatter import CodedReduceScatter
+from paceline.parallel.start import broadcast_module, check_same_model
+from paceline.parallel.tensor import TensorSplit, split
+from paceline.parallel.tensor_plan import make_plan
+from paceline.topology.layout import Layout
+
+
+def lay_out(
+    module: nn.Module,
+    world: Group,
+    layout: Layout,
+    *,
+    tensor_plan: Mapping[str, str] | None = None,
+    pipeline: PipelineSettings | None = None,
+    sharded_codec: Codec | None = None,
+    sample: Tensor | None = None,
+) -> Part:
+    """Let each rank of `world` keep its part of a model, and return that part; its `module` is what a rank trains.
+
+    Layers are cut into stages first, what is left of each is split over the tensor axis, and what is left then is
+    sharded. Build the optimizer from the part's module afterwards, and hand both to a `Replica`.
+
+    Args:
+        module: Built whole on every rank; rank 0's values are taken.
+        world: All ranks; processes, where they share a model.
+        layout: Its axes multiply to the size of `world`.
+        tensor_plan: How modules are split over the tensor axis, by patterns of their names; by their types without it.
+        pipeline: How stages are cut and scheduled; needed for a pipeline only.
+        sharded_codec: Makes smaller what the sharded axis sends of gradients; none for as they are.
+        sample: Inputs of one sample or more, by which a pipeline measures layers.
+
+    Raises:
+        SettingsError: The layout does not fit the ranks or the model.
+    """
+    axes = layout.resolve(world.size)
+    if layout.shares_parameters and layout.pipeline > 1:
+        raise SettingsError(
+            f"zero_stage must be 1 beside a pipeline, whose stages are no modules that FSDP could gather, but got "
+            f"{layout.zero_stage}; give --layout.zero_stage 1"
+        )
+    if sharded_codec is not None and not (layout.shares_parameters and layout.pipeline * layout.tensor == 1):
+        raise SettingsError(
+            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
+            f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
+        )
+    if layout.is_plain:
+        return Part(world, layout, module=module)
+    mesh = Mesh(world, axes)
+    check_same_model(module, world)
+    broadcast_module(module, world)
+    if layout.tensor > 1:
+        make_plan(module, tensor_plan or {}, layout.tensor)  # while names of the whole model are known
+    driver: Pipeline | None = None
+    tensor_split: TensorSplit | None = None
+    if layout.pipeline > 1:
+        assert sample is not None
+        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample)
+        module = driver.module
+    if layout.tensor > 1:
+        tensor_split = split(module, mesh, tensor_plan)
+    if layout.context > 1:
+        cut_attention(module, mesh)
+    if layout.context > 1 and sample is not None:
+        cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
+        check_length(sample.shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1)
+    if layout.shares_parameters:
+        shard(module, mesh, zero_stage=3 if layout.zero_stage == 3 else 2)
+    coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
+    group = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
+    return Part(group, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded)
+
+
+def share_optimizer(optimizer: torch.optim.Optimizer, part: Part) -> torch.optim.Optimizer:
+    """Return the optimizer, its state shared among the ranks of the sharded axis where they share only that."""
+    if part.mesh is None or not part.layout.shares_optimizer:
+        return optimizer
+    return zero_redundancy.share_optimizer(optimizer, part.mesh)

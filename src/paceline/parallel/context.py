@@ -1,0 +1,176 @@
+"""Long sequences, each shared by the ranks of the context axis."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from paceline.errors import SettingsError
+from paceline.parallel.mesh import Mesh
+
+
+class WholeContext:
+    """How a model looks at its sequences: every token is here."""
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the place in the sequence of each token that is here, of shape (num_tokens,)."""
+        return torch.arange(num_tokens, device=device)
+
+    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
+        """Return what each token here takes from all tokens; where `is_causal`, from itself and those before it."""
+        return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=is_causal)
+
+
+WHOLE = WholeContext()
+
+
+class Contextual(nn.Module):
+    """A module that asks for positions or attends: through `context`, so that its sequences can be cut."""
+
+    context: WholeContext = WHOLE
+
+
+class CutContext(WholeContext):
+    """How a model looks at sequences of which this rank has a part; keys and values of the others are gathered.
+
+    As in the training of Llama 3 (Dubey et al. 2024, section 3.3.2): a sequence is cut into 2n chunks, and rank i of n
+    has chunks i and 2n - 1 - i, so that all ranks have as many pairs to compute where attention is causal. It is exact,
+    and needs no sums of softmaxes as a ring (Liu et al. 2023) does, but the memory of all keys and values of a layer.
+    On the wire each rank sends its keys and values n - 1 times in forward, and as much gradient in backward.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self._device_mesh = device_mesh
+        self._size = device_mesh.size()
+        self._place = device_mesh.get_local_rank()
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the place in the sequence of each token that is here."""
+        chunk = torch.arange(num_tokens // 2, device=device)
+        return torch.cat([place * len(chunk) + chunk for place in self._chunks(self._place)])
+
+    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
+        """Return what each token here takes from all tokens, wherever they are."""
+        keys_BHTD, values_BHTD = self._gather(torch.stack([key_BHTD, value_BHTD])).unbind(0)
+        if not is_causal:
+            return F.scaled_dot_product_attention(query_BHTD, keys_BHTD, values_BHTD)
+        queries = query_BHTD.chunk(2, dim=-2)
+        return torch.cat(
+            [
+                _attend_to_prefix(query, keys_BHTD, values_BHTD, chunk * query.shape[-2])
+                for query, chunk in zip(queries, self._chunks(self._place), strict=True)
+            ],
+            dim=-2,
+        )
+
+    def _chunks(self, place: int) -> tuple[int, int]:
+        return place, 2 * self._size - 1 - place
+
+    def _gather(self, part_2BHTD: Tensor) -> Tensor:
+        """Return keys and values of the whole sequence, in its order; their gradients are summed on the way back."""
+        part = DTensor.from_local(part_2BHTD[None], self._device_mesh, [Shard(0)], run_check=False)
+        parts = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        chunks = parts.movedim(0, 3).unflatten(4, (2, -1)).flatten(3, 4)
+        lies_at = {chunk: i for i, chunk in enumerate(c for rank in range(self._size) for c in self._chunks(rank))}
+        order = torch.tensor([lies_at[chunk] for chunk in range(2 * self._size)], device=chunks.device)
+        whole_2BHTD: Tensor = chunks.index_select(3, order).flatten(3, 4)
+        return whole_2BHTD
+
+
+def _attend_to_prefix(query: Tensor, keys: Tensor, values: Tensor, begin: int) -> Tensor:
+    """Return what queries at positions `begin` and on take from themselves and all before."""
+    num_queries = query.shape[-2]
+    end = begin + num_queries
+    keys, values = keys[..., :end, :], values[..., :end, :]
+    if begin == 0:
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    mask = torch.ones(num_queries, end, dtype=torch.bool, device=query.device).tril(begin)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+
+def cut_attention(module: nn.Module, mesh: Mesh) -> None:
+    """Let a module, in place, run on batches of which each rank of the context axis has a part (`cut_sequences`).
+
+    With one rank along the axis nothing is changed.
+
+    Raises:
+        SettingsError: Something in it attends otherwise than through `Contextual.context`.
+    """
+    if mesh.size("context") == 1:
+        return
+    parts = _list_contextual(module)
+    own = [name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention | nn.RNNBase)]
+    if own or not parts:
+        what = f"{own[0]} does not" if own else f"no module of the {type(module).__name__} does"
+        raise SettingsError(
+            f"what looks at other tokens must do so through paceline.parallel.context.Contextual for "
+            f"context({mesh.size('context')}), but {what}; derive it from that and call self.context.attend, or set "
+            "layout.context 1"
+        )
+    context = CutContext(mesh.device_mesh["context"])
+    for part in parts:
+        part.context = context
+
+
+@contextmanager
+def whole_sequences(module: nn.Module) -> Iterator[None]:
+    """Inside, a module takes whole sequences, the same on every rank: for generation, or short texts."""
+    contexts = [(part, part.context) for part in _list_contextual(module)]
+    for part, _ in contexts:
+        part.context = WHOLE
+    try:
+        yield
+    finally:
+        for part, context in contexts:
+            part.context = context
+
+
+def cut_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Return the tokens of a batch that are this rank's, of dim 1: chunks i and 2n - 1 - i of 2n.
+
+    Inputs and targets are cut alike. A loss over them, weighted by their number, is this rank's summand of the whole.
+
+    Raises:
+        SettingsError: Sequences cannot be cut evenly.
+    """
+    size, place = mesh.size("context"), mesh.coordinate("context")
+    if size == 1:
+        return tensor
+    if tensor.dim() < 2:
+        raise SettingsError(
+            f"inputs and targets for context({size}) must have a token dim after the batch dim, but got the shape "
+            f"{tuple(tensor.shape)}; set layout.context 1"
+        )
+    check_length(tensor.shape[1], context=size)
+    chunks = tensor.chunk(2 * size, dim=1)
+    return torch.cat([chunks[place], chunks[2 * size - 1 - place]], dim=1)
+
+
+def check_length(num_tokens: int, *, context: int, tensor: int = 1) -> None:
+    """Raise `SettingsError` where sequences of `num_tokens` cannot be cut evenly.
+
+    Args:
+        num_tokens: Of a whole sequence.
+        context: Ranks along the context axis.
+        tensor: Ranks along the tensor axis, where tokens are cut over them too (`TensorSplit.cuts_tokens`), else 1.
+    """
+    chunks = 2 * context if context > 1 else 1
+    step = context * tensor
+    while step % chunks:
+        step += context * tensor
+    if num_tokens % step:
+        axes = " and ".join(f"{axis}({size})" for axis, size in (("context", context), ("tensor", tensor)) if size > 1)
+        below = num_tokens // step * step
+        choice = f"{below} or {below + step}" if below else str(step)
+        raise SettingsError(
+            f"a sequence for {axes} must be a multiple of {step} tokens, but got {num_tokens} = {step} * "
+            f"{num_tokens // step} + {num_tokens % step}; choose {choice}"
+        )
+
+
+def _list_contextual(module: nn.Module) -> list[Contextual]:
+    return [part for part in module.modules() if isinstance(part, Contextual)]

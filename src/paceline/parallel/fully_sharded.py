@@ -1,0 +1,184 @@
+"""Gradients and parameters that the ranks of the sharded axis hold one part of each: ZeRO's stages 2 and 3."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from paceline.errors import SettingsError
+from paceline.parallel.mesh import Mesh
+
+
+def shard(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    zero_stage: Literal[2, 3] = 3,
+    blocks: Sequence[str] | None = None,
+    gather_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Let each rank along the sharded axis hold one part of every parameter, in place, and return the module.
+
+    ZeRO (Rajbhandari 2020) by torch's FSDP2. Each block's parameters are gathered before its forward, and the sum of
+    its gradients scattered after its backward, while other blocks compute; every parameter becomes a DTensor, cut along
+    its first dim as `torch.chunk` does. A parameter's hooks run once its part of the sum is in its gradient. With one
+    rank along the axis it is plain training, and nothing is done.
+
+    In memory, of n ranks: 1/n of parameters, gradients and optimizer state, and one block's parameters and gradients
+    whole; in stage 2 all parameters whole from forward to backward. On the wire each rank sends, by (n-1)/n: parameters
+    twice and gradients once in stage 3, each once in stage 2, as a sum of gradients alone would send.
+
+    Unlike torch's default, gradients are summed, never averaged: losses are numerators, whose mass travels beside them.
+    After a forward without gradients all parameters are let go of again, so that the next sees what became of them.
+
+    Forward and backward are collective: every rank along the axis runs as many of them. Tensor parallelism comes before
+    this.
+
+    Args:
+        module: The same on every rank along the axis.
+        mesh: The layout.
+        zero_stage: 2 keeps gathered parameters from forward to backward; 3 gathers them twice.
+        blocks: Names of the modules that are gathered each by itself; by default those of `find_blocks`.
+        gather_dtype: Of parameters on the wire and in forward; by default their own. Sums are of their own always.
+
+    Raises:
+        SettingsError: A parameter cannot be cut, or there is no such block.
+    """
+    if mesh.size("sharded") == 1:
+        return module
+    _check_parameters(module)
+    policy = MixedPrecisionPolicy(gather_dtype, reduce_dtype=_dtype_of(module), cast_forward_inputs=False)
+    found = _list_blocks(module, find_blocks(module) if blocks is None else blocks)
+    device_mesh = mesh.device_mesh["sharded"]
+    # Torch's None: let go after forward, but for the root, with whose end backward begins.
+    reshard_after_forward = None if zero_stage == 3 else False
+    for block in [*found, module]:
+        fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    for part in _sharded_modules(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        # Or ranks that used different parameters of a block would sum messages of different sizes.
+        part.set_reduce_scatter_unused_params(True)
+    module.register_forward_hook(_let_go_after_evaluation)
+    return module
+
+
+def find_blocks(module: nn.Module) -> list[str]:
+    """Return the names of the modules that are gathered each by itself.
+
+    They are the children of the outermost `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`, where they have
+    parameters and share none with the rest of the model. All else (embeddings, heads, whatever is tied across blocks)
+    is gathered with the root.
+    """
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return [name for name, block in _candidates(module, "") if _is_closed(block, uses)]
+
+
+def set_gradient_sync(module: nn.Module, is_on: bool, *, keep_gathered: bool = False) -> None:
+    """Say whether backward passes that come sum gradients over the sharded axis.
+
+    While they do not, each rank adds up whole gradients, which needs their memory, and parameters have none; the next
+    pass that does sums them all. A module that is not sharded stays as it is.
+
+    Args:
+        module: What `shard` returned.
+        is_on: Whether they do; the same on every rank.
+        keep_gathered: Whether parameters stay gathered after passes that do not sum, as suits stage 2.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_on)
+        module.set_reshard_after_backward(is_on or not keep_gathered)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters, so that those of the module are this rank's parts.
+
+    Needed after a forward with gradients that no backward followed, and after a pass that failed, whose gradients are
+    dropped. A module that is not sharded stays as it is.
+    """
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
+        for part in _sharded_modules(module):
+            part.reshard()
+
+
+def set_reduce_scatter(module: nn.Module, name: str, program: ReduceScatter) -> None:
+    """Let the gradients of one block (the root: an empty name) be summed by `program`."""
+    part = module.get_submodule(name)
+    if not isinstance(part, FSDPModule):
+        raise SettingsError(f"a block must be one that is gathered by itself, but got {name!r}; see find_blocks")
+    part.set_custom_reduce_scatter(program)
+
+
+def list_blocks(module: nn.Module) -> dict[str, list[str]]:
+    """Return which gradients of a sharded module are summed together, by block, in their order on the wire."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    blocks = {}
+    for block, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            # Torch tells of its order nowhere else.
+            held = [p.sharded_param for group in part._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+            blocks[block] = [names[id(parameter)] for parameter in held if parameter.requires_grad]
+    return {block: held for block, held in blocks.items() if held}
+
+
+def _candidates(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if is_container and type(child).forward is not nn.Module.forward:
+            yield name, child
+        else:
+            yield from _candidates(child, f"{name}.")
+
+
+def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
+    mine = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+    return len(mine) > 0 and all(uses[key] == count for key, count in mine.items())
+
+
+def _list_blocks(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    found = dict(module.named_modules())
+    if unknown := [name for name in names if name not in found or not name]:
+        known = ", ".join(name for name in found if name)
+        raise SettingsError(f"a block must be a module inside the model, but got {unknown[0]!r}; there are: {known}")
+    inner_first = sorted(names, key=lambda name: name.count("."), reverse=True)
+    return [found[name] for name in inner_first]
+
+
+def _check_parameters(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise SettingsError(
+                f"a sharded parameter must have at least one dim, but {name} has none; give it the shape (1,)"
+            )
+        if not parameter.is_contiguous():
+            raise SettingsError(
+                f"a sharded parameter must be contiguous, but {name} has strides {tuple(parameter.stride())}; "
+                "leave memory formats such as channels_last to inputs, or shard with zero_stage 1"
+            )
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    dtypes = {parameter.dtype: name for name, parameter in module.named_parameters()}
+    if len(dtypes) != 1:
+        named = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
+        raise SettingsError(
+            f"sharded parameters must be of one dtype, but there are {named or 'none'}; convert the module, or shard "
+            "with zero_stage 1"
+        )
+    return next(iter(dtypes))
+
+
+def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _let_go_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        for part in _sharded_modules(module):
+            part.reshard()

@@ -1,0 +1,120 @@
+"""One rank's place in a layout, and the groups that it belongs to."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.comm.group import Group
+from paceline.comm.local_group import LocalGroup
+from paceline.errors import SettingsError
+from paceline.topology.layout import AXES, Axes, Axis
+
+_num_meshes: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+"""Meshes made of each world so far, the same on each of its ranks: their groups must not be mixed up."""
+
+_users: set["Mesh"] = set()
+"""Meshes that use the default group that one of them made."""
+
+
+class Mesh:
+    """A rank's place on the axes of a layout.
+
+    Paceline's own exchanges run on `group`; what torch does along an axis (DTensor, FSDP2, pipelining) runs on
+    `device_mesh`, whose process groups hang on torch's default group, which is made here and ended by `close`.
+
+    Args:
+        world: All ranks; processes, unless there is but one.
+        axes: Those of the layout.
+
+    Raises:
+        SettingsError: The ranks are threads, which cannot share torch's default group.
+    """
+
+    def __init__(self, world: Group, axes: Axes) -> None:
+        self.world = world
+        self.axes = axes
+        self._number = _num_meshes.get(world, 0)
+        _num_meshes[world] = self._number + 1
+        self._groups: dict[tuple[Axis, ...], Group] = {}
+        self._device_mesh: DeviceMesh | None = None
+
+    def size(self, *axes: Axis) -> int:
+        """Return the number of ranks along `axes`."""
+        return self.axes.size(*axes)
+
+    def coordinate(self, axis: Axis) -> int:
+        """Return this rank's place on `axis`."""
+        return self.axes.coordinate(self.world.rank, axis)
+
+    def ranks(self, *axes: Axis) -> list[int]:
+        """Return the ranks of the world that stand where this one does but on `axes`, ascending."""
+        return self.axes.ranks_along(self.world.rank, *axes)
+
+    def group(self, *axes: Axis) -> Group:
+        """Return the group of the ranks along `axes`; every rank of the world asks for the same, in the same order."""
+        key = tuple(sorted(set(axes), key=AXES.index))
+        if key not in self._groups:
+            ranks = self.ranks(*key)
+            if len(ranks) == self.world.size:
+                self._groups[key] = self.world
+            elif len(ranks) == 1:
+                self._groups[key] = LocalGroup(device=self.world.device, epoch=self.world.epoch)
+            else:
+                self._groups[key] = self.subgroup(ranks, f"axes {' '.join(key)}")
+        return self._groups[key]
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """Return a group of some ranks of the world; see `Group.subgroup`."""
+        return self.world.subgroup(ranks, f"mesh {self._number}: {name}")
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's mesh of all five axes, by their names; ``device_mesh["tensor"]`` is that of one."""
+        if self._device_mesh is None:
+            self._open_default_group()
+            self._device_mesh = init_device_mesh(
+                self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
+            )
+        return self._device_mesh
+
+    def process_group(self, axis: Axis) -> dist.ProcessGroup:
+        """Return torch's process group along `axis`."""
+        return self.device_mesh.get_group(axis)
+
+    def close(self) -> None:
+        """End torch's default group with the last mesh that uses it. Paceline's groups are closed with the world."""
+        self._device_mesh = None
+        if self in _users:
+            _users.discard(self)
+            if not _users:
+                dist.destroy_process_group()
+
+    def _open_default_group(self) -> None:
+        if dist.is_initialized():
+            if _users:
+                _users.add(self)
+            if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size):
+                raise SettingsError(
+                    f"torch's default process group must be of the same {self.world.size} ranks, but this is its rank "
+                    f"{dist.get_rank()} of {dist.get_world_size()}; leave it to Paceline"
+                )
+            return
+        store = self.world.store
+        if store is None:
+            if self.world.size > 1:
+                raise SettingsError(
+                    f"the ranks of a layout must be processes, but got a {type(self.world).__name__}; start them with "
+                    "`paceline train` or torchrun"
+                )
+            store = dist.HashStore()
+        dist.init_process_group(
+            "gloo" if self.world.device.type == "cpu" else "nccl",
+            store=dist.PrefixStore(f"mesh {self._number}", store),
+            rank=self.world.rank,
+            world_size=self.world.size,
+            timeout=timedelta(seconds=self.world.timeout_s),
+        )
+        _users.add(self)

@@ -1,0 +1,221 @@
+"""What one rank holds of a worker's model, and how it joins the other ranks of that worker."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.group import Group
+from paceline.comm.local_group import LocalGroup
+from paceline.data.base import Batch
+from paceline.parallel.context import cut_sequences, whole_sequences
+from paceline.parallel.fully_sharded import set_gradient_sync
+from paceline.parallel.local import local
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.reduce_scatter import CodedReduceScatter
+from paceline.parallel.tensor import TensorSplit
+from paceline.topology.layout import Layout
+
+
+class Part:
+    """A rank's part of a worker's model: all of it, unless the ranks of a layout share it.
+
+    Ranks of one worker are *inside* it: they agree on loss, mass and overflow among themselves before the workers do,
+    and each element of a gradient counts once in a norm, on one of them. `sharded` ranks that hold parameters in common
+    (ZeRO stages 2 and 3) count as one worker here, whose samples are those of all.
+
+    Args:
+        group: The ranks that hold this same part, each for samples of its own: gradients are summed over them.
+        layout: How all ranks are laid out.
+        mesh: The same, with this rank's place; None where every rank holds a whole model.
+        module: What this rank holds.
+        pipeline: Runs the model, where its layers are on several ranks.
+        tensor_split: How matrices are split, where they are.
+        coded: Sums gradients over the sharded axis through a codec, where there is one.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout | None = None,
+        mesh: Mesh | None = None,
+        *,
+        module: nn.Module | None = None,
+        pipeline: Pipeline | None = None,
+        tensor_split: TensorSplit | None = None,
+        coded: CodedReduceScatter | None = None,
+    ) -> None:
+        self.group = group
+        self.mesh = mesh
+        self.module = module or nn.Module()
+        self.layout = layout or Layout()
+        self.pipeline = pipeline
+        self.coded = coded
+        self._tensor_split = tensor_split
+        self._sharers: dict[str, Group] = {}
+        self.world = mesh.world if mesh is not None else group
+        """All ranks."""
+        self.inside: Group = LocalGroup(device=group.device, epoch=group.epoch)
+        """The ranks of this worker."""
+        self.readers = group
+        """The ranks that take different samples."""
+        if mesh is not None:
+            sharded = ("sharded",) if self.layout.shares_parameters else ()
+            self.inside = mesh.group(*sharded, "tensor", "pipeline")
+            self.readers = mesh.group("data", "sharded")
+            self._sharers = self._find_sharers(mesh)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds a whole model, and needs no other to run it."""
+        return self.mesh is None or (self.inside.size == 1 and self.mesh.size("context") == 1)
+
+    @contextmanager
+    def running_alike(self) -> Iterator[bool]:
+        """Inside, every rank may call the module on the same whole samples; yields whether it can."""
+        with whole_sequences(self.module):
+            yield self.pipeline is None
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What tells this rank's random numbers from others': ranks that compute the same draw the same."""
+        if self.mesh is None:
+            return (self.readers.rank,)
+        cuts_tokens = self._tensor_split is not None and self._tensor_split.cuts_tokens
+        place = self.mesh.coordinate("tensor") if cuts_tokens else 0
+        stage = self.mesh.coordinate("pipeline")
+        return (self.readers.rank, self.mesh.coordinate("context"), place, stage)
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the loss that this rank computes counts: one rank of those that compute the same does."""
+        if self.mesh is None:
+            return True
+        is_last = self.pipeline is None or self.pipeline.place == self.pipeline.last_place
+        return is_last and self.mesh.coordinate("tensor") == 0
+
+    def counts(self, name: str, parameter: Tensor) -> bool:
+        """Return whether this rank's elements of a parameter are those that count in a norm."""
+        if self.mesh is None:
+            return True
+        holders = self.pipeline.shared.get(name) if self.pipeline is not None else None
+        if self.pipeline is not None and holders and self.pipeline.place != min(holders):
+            return False
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            return all(
+                # Not is_shard(): FSDP's parts of a part are of a placement for which torch denies it.
+                not placement.is_replicate() or parameter.device_mesh.get_local_rank(axis) == 0
+                for axis, placement in zip(names, parameter.placements, strict=True)
+            )
+        return self.mesh.coordinate("tensor") == 0
+
+    def agree(self, weight: float, loss: Tensor, stop: bool) -> tuple[float, Tensor, bool]:
+        """Return what the ranks of this worker weigh together, their loss, and whether one was asked to stop.
+
+        Args:
+            weight: Mass of this rank's samples.
+            loss: Sum of their losses, each times its weight; 0-dim.
+            stop: Whether this rank was asked to stop.
+        """
+        if self.inside.size == 1:
+            return weight, loss, stop
+        values = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        if self.counts_loss:
+            values[0], values[1] = weight, loss
+        values[2] = float(stop)
+        self.sum_inside(values, "step of a worker")
+        return float(values[0]), values[1], bool(values[2])
+
+    def cut(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch: of each sequence, where a context axis cuts them."""
+        if self.mesh is None or self.mesh.size("context") == 1:
+            return batch
+        inputs, targets = (cut_sequences(tensor, self.mesh) for tensor in (batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context that forward and backward run in; without it logits are gathered whole."""
+        is_split = self._tensor_split is not None and self.pipeline is None
+        return self._tensor_split.parallel_loss() if self._tensor_split and is_split else nullcontext()
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Make ready for a backward pass; gradients are summed over the sharded axis in the `last` of a step only."""
+        if self.layout.shares_parameters and self.pipeline is None:
+            set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
+
+    def list_common(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
+        """Return which ranks of this worker hold the same values, and of which parameters."""
+        if self.mesh is None or self.mesh.size("tensor") == 1:
+            return []
+        common = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
+        return [(self.mesh.group("tensor"), common)]
+
+    def sum_inside(self, values: Tensor, name: str) -> None:
+        """Replace `values` by their sum over the ranks of this worker."""
+        if self.inside.size > 1:
+            self.inside.all_reduce(values, name=name).wait()
+
+    def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients of the worker's model, 0-dim, float64."""
+        counted = [local(p.grad) for n, p in parameters.items() if p.grad is not None and self.counts(n, p)]
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if counted:
+            norms = torch._foreach_norm(counted)
+            squares = torch.stack([norm.double() for norm in norms]).square().sum()
+        self.sum_inside(squares, "squared norm")
+        return squares.sqrt()
+
+    def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients of what several stages of a pipeline hold a copy of; after backward, on all of them."""
+        for name, group in self._sharers.items():
+            if (gradient := parameters[name].grad) is None:
+                gradient = parameters[name].grad = torch.zeros_like(parameters[name])
+            group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
+
+    def close(self) -> None:
+        """Let go of what the parts run on."""
+        if self.coded is not None:
+            self.coded.close()
+        if self.mesh is not None:
+            self.mesh.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the axes, as JSON; the same on every rank."""
+        axes = list(self.mesh.axes.sizes) if self.mesh is not None else None
+        return {"axes": axes, "zero_stage": self.layout.zero_stage}
+
+    def _find_sharers(self, mesh: Mesh) -> dict[str, Group]:
+        """Return the ranks that hold copies of a parameter, by its name, where this is one of several."""
+        groups: dict[tuple[int, ...], Group] = {}
+        sharers = {}
+        shared = self.pipeline.shared if self.pipeline is not None else {}
+        trained = dict(self.module.named_parameters())
+        for name, places in shared.items():
+            if self.pipeline is None or self.pipeline.place not in places or name not in trained:
+                continue
+            ranks = tuple(mesh.ranks("pipeline")[place] for place in places)
+            if ranks not in groups:
+                groups[ranks] = mesh.subgroup(ranks, "stages that share parameters")
+            sharers[name] = groups[ranks]
+        return sharers
+
+
+def summed_gradient(parameter: Tensor) -> Tensor | None:
+    """Return a parameter's gradient; where ranks hold summands of it, as under sequence parallelism, their sum."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient
+
+
+def _is_split(parameter: Tensor, axis: str) -> bool:
+    """Whether the ranks of an axis hold different elements of a parameter."""
+    if not isinstance(parameter, DTensor) or axis not in (parameter.device_mesh.mesh_dim_names or ()):
+        return False
+    return not parameter.placements[(parameter.device_mesh.mesh_dim_names or ()).index(axis)].is_replicate()

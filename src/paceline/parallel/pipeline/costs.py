@@ -1,0 +1,129 @@
+"""What each piece of a model costs, estimated or measured, and where stages begin by it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.errors import SettingsError
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline.pieces import Piece, find_owned
+from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.topology.partition import partition
+
+_NUM_REPEATS = 3
+
+
+def cut(
+    model: nn.Module,
+    pieces: Sequence[Piece],
+    settings: PipelineSettings,
+    mesh: Mesh,
+    sample: Tensor,
+) -> list[range]:
+    """Return which pieces each stage holds; every rank of the world calls it, and they all get the same.
+
+    Args:
+        model: The whole.
+        pieces: Of it.
+        settings: Say where to cut, or by which costs.
+        mesh: The layout.
+        sample: Inputs of about one micro-batch.
+
+    Raises:
+        SettingsError: The pieces are too few, or `cuts` names what is none.
+    """
+    num_stages = settings.count_stages(mesh.size("pipeline"), len(pieces))
+    if isinstance(settings.cuts, tuple):
+        return _cut_at(settings.cuts, [piece.name for piece in pieces])
+    with undisturbed(model):
+        if settings.cuts == "estimated":
+            return partition(estimate(model, pieces, sample), num_stages)
+        measured = mesh.world.gather_documents(measure(model, pieces, sample), name="costs of pipeline stages")
+    return partition([median(one) for one in zip(*measured, strict=True)], num_stages)
+
+
+def estimate(model: nn.Module, pieces: Sequence[Piece], sample: Tensor) -> list[float]:
+    """Return each piece's flops of one forward, or where none has any, its number of parameters."""
+    flops: list[float] = []
+    value: Any = sample
+    with torch.no_grad():
+        for piece in pieces:
+            with FlopCounterMode(display=False) as counter:
+                value = piece.run(value)
+            flops.append(float(counter.get_total_flops()))
+    if any(flops):
+        return flops
+    return [float(sum(tensor.numel() for tensor in find_owned(model, [piece]))) for piece in pieces]
+
+
+def measure(model: nn.Module, pieces: Sequence[Piece], sample: Tensor) -> list[float]:
+    """Return the seconds that each piece takes for one forward and backward, as medians."""
+    if sample.is_meta or any(parameter.is_meta for parameter in model.parameters()):
+        raise SettingsError(
+            "a model must have values to be measured, but it is on the meta device; take cuts estimated"
+        )
+    costs_s = []
+    value: Any = sample
+    for piece in pieces:
+        weights = [one for one in find_owned(model, [piece]) if one.requires_grad]
+        times_s = []
+        for _ in range(1 + _NUM_REPEATS):
+            began_s = _now(sample.device)
+            output = _run_once(piece, value, weights)
+            times_s.append(_now(sample.device) - began_s)
+        costs_s.append(median(times_s[1:]))
+        value = output
+    return costs_s
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Leave buffers and random numbers as they were: what runs inside is a trial."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _run_once(piece: Piece, value: Any, weights: list[Tensor]) -> Any:
+    """Run a piece forward and backward on its own, and return its output; no `grad` is touched."""
+    given = value if isinstance(value, tuple) else (value,)
+    inputs = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in given)
+    output = piece.run(inputs if isinstance(value, tuple) else inputs[0])
+    outputs = [one for one in (output if isinstance(output, tuple) else (output,)) if one.requires_grad]
+    sources = [*weights, *(one for one in inputs if one.requires_grad)]
+    if outputs and sources:
+        torch.autograd.grad(outputs, sources, [torch.ones_like(one) for one in outputs], allow_unused=True)
+    return tuple(one.detach() for one in output) if isinstance(output, tuple) else output.detach()
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _cut_at(names: Sequence[str], known: Sequence[str]) -> list[range]:
+    for name in names:
+        if name not in known[1:]:
+            raise SettingsError(
+                f"cuts must name pieces of the model that a stage can begin with, but got {name!r}; they are: "
+                f"{', '.join(known[1:])}"
+            )
+    begins = [0, *(known.index(name) for name in names), len(known)]
+    if begins != sorted(set(begins)):
+        raise SettingsError(
+            f"cuts must be in the order of the pieces and each once, but got {', '.join(names)}; the pieces are: "
+            f"{', '.join(known)}"
+        )
+    return [range(begin, end) for begin, end in pairwise(begins)]

@@ -1,0 +1,215 @@
+"""A model run as a pipeline: the part of it that this rank holds, and the step of a worker through all ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import CommunicationError, SettingsError
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline.costs import cut, undisturbed
+from paceline.parallel.pipeline.forward import Description, ForwardPass
+from paceline.parallel.pipeline.orders import LossOfChunk, TorchSchedule
+from paceline.parallel.pipeline.pieces import Piece, find_owned, keep_only, list_pieces
+from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.parallel.pipeline.stages import Stage
+from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
+
+_MAX_KEPT = 4
+"""Shapes of micro-batches whose receive buffers are kept."""
+_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
+
+
+class Pipeline:
+    """Some stages of a model, on each rank along the pipeline axis.
+
+    A step's gradients are complete in each `grad` when `run` has returned, and are sums: nothing is averaged.
+    Hooks that fire when a gradient has accumulated do so once a micro-batch, or never where backward is split.
+
+    Args:
+        module: The whole model, with the same values on every rank. It is cut in place: tensors that this rank does
+            not hold leave it, all others keep their names.
+        mesh: The layout.
+        settings: Order of work and cuts.
+        sample: Inputs of about one micro-batch, by which costs are taken.
+
+    Raises:
+        SettingsError: The model cannot be cut so.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        settings: PipelineSettings,
+        sample: Tensor,
+    ) -> None:
+        self.settings = settings
+        self.num_ranks = mesh.size("pipeline")
+        self.place = mesh.coordinate("pipeline")
+        self._ranks = mesh.ranks("pipeline")
+        self._group = mesh.process_group("pipeline")
+        self._device = mesh.world.device
+        self._clock = Clock(self._device)
+        self._made: dict[tuple[torch.Size, torch.dtype, int], _Made] = {}
+        self._loss: LossOfChunk | None = None
+        self._num_losses = 0
+        pieces = list_pieces(module, settings.sequence)
+        self.pieces_of_stages = [[pieces[i] for i in places] for places in cut(module, pieces, settings, mesh, sample)]
+        """The pieces of each stage of the whole pipeline."""
+        self.num_stages = len(self.pieces_of_stages)
+        self.shared = self._find_shared(module)
+        """Names of the parameters and buffers that several ranks hold a copy of, with the places of these ranks on the
+        pipeline axis. Gradients of such a parameter must be summed over them."""
+        keep_only(module, find_owned(module, self._pieces_at(self.place)))
+        self.module = module
+        """What this rank holds of the model, under the names of the whole."""
+        self.stages = [
+            Stage(module, pieces, index, splits_backward=settings.behaviour.splits_backward)
+            for index, pieces in enumerate(self.pieces_of_stages)
+            if self._place_of(index) == self.place
+        ]
+        """The stages of this rank."""
+        self.times: PipelineTimes | None = None
+        """Of the last step that was timed."""
+
+    @property
+    def last_place(self) -> int:
+        """The place on the pipeline axis of the rank that holds the last stage, and so outputs and losses."""
+        return self._place_of(self.num_stages - 1)
+
+    def run(self, inputs: Tensor, targets: Tensor, loss: LossOfChunk, *, timed: bool = False) -> list[Tensor]:
+        """Run a worker's samples forward and backward, and return the loss of each micro-batch, if this rank has it.
+
+        Every rank of the pipeline calls it with the same samples. Gradients are added to what `grad` holds. Autocast
+        around it is that of forward and loss; backward runs without, in the dtypes of forward.
+
+        Args:
+            inputs: The model's input, samples first.
+            targets: As many.
+            loss: From the output and the targets of one micro-batch to what backward runs from: a sum, not a mean.
+            timed: Whether to fill `times`. On a GPU each piece of work is then waited for.
+
+        Raises:
+            CommunicationError: Another rank is gone, or did not answer in time.
+        """
+        made = self._make(inputs)
+        is_last = self.place == self.last_place
+        losses: list[Tensor] | None = [] if is_last else None
+        self._loss, self._num_losses = loss, 0
+        self._clock.is_running = timed
+        with self._explaining("a step"):
+            made.schedule.step(
+                *([inputs] if self.place == self._place_of(0) else []),
+                target=targets if is_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        self._loss, self._clock.is_running = None, False
+        if timed:
+            self.times = self._collect(made.num_micro_batches)
+        return [one.detach() for one in losses or []]
+
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Return the model's output for `inputs` on the rank of the last stage, None on others; no gradients.
+
+        Every rank of the pipeline calls it with the same samples. Whether modules train is left as it is.
+        """
+        num_micro_batches = self.settings.count_micro_batches(len(inputs), self.num_ranks)
+        with self._explaining("an evaluation"):
+            outputs = self._forward().run(inputs.chunk(num_micro_batches))
+        if not outputs:
+            return None
+        tensors = [one for one in outputs if isinstance(one, Tensor)]
+        if len(tensors) < len(outputs):
+            raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
+        return torch.cat(tensors)
+
+    def close(self) -> None:
+        """Let go of all buffers."""
+        self._made.clear()
+
+    def _place_of(self, stage: int) -> int:
+        return self.settings.behaviour.place(stage, self.num_ranks)
+
+    def _pieces_at(self, place: int) -> list[Piece]:
+        stages = enumerate(self.pieces_of_stages)
+        return [piece for index, pieces in stages if self._place_of(index) == place for piece in pieces]
+
+    def _find_shared(self, module: nn.Module) -> dict[str, list[int]]:
+        owned = [find_owned(module, self._pieces_at(place)) for place in range(self.num_ranks)]
+        named = [*module.named_parameters(), *module.named_buffers()]
+        places = {name: [i for i, tensors in enumerate(owned) if tensor in tensors] for name, tensor in named}
+        return {name: holders for name, holders in places.items() if len(holders) > 1}
+
+    def _forward(self) -> ForwardPass:
+        return ForwardPass(self.stages, self.num_stages, self.settings.behaviour, self._group)
+
+    def _make(self, inputs: Tensor) -> "_Made":
+        """Return torch's schedule for such inputs; the first time, a micro-batch goes forward to learn the shapes."""
+        num_micro_batches = self.settings.count_micro_batches(len(inputs), self.num_ranks)
+        chunk = inputs[: len(inputs) // num_micro_batches]
+        key = (chunk.shape, chunk.dtype, num_micro_batches)
+        made = self._made.pop(key, None)
+        if made is None:
+            trial = self._forward()
+            with self._explaining("a trial"), undisturbed(self.module):
+                trial.run([chunk])
+            while len(self._made) >= _MAX_KEPT:
+                del self._made[next(iter(self._made))]
+            stages = [self._make_stage(stage, *trial.descriptions[stage.index]) for stage in self.stages]
+            schedule = self.settings.behaviour.make(stages, num_micro_batches, self._compute_loss)
+            made = _Made(schedule, num_micro_batches)
+        self._made[key] = made  # the newest last
+        return made
+
+    def _make_stage(self, stage: Stage, takes: Description, gives: Description) -> TimedStage:
+        return TimedStage(
+            stage,
+            stage.index,
+            self.num_stages,
+            self._device,
+            input_args=takes,
+            output_args=gives,
+            group=self._group,
+            clock=self._clock,
+        )
+
+    def _compute_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        assert self._loss is not None
+        with self._clock.watch("forward", self.num_stages - 1, self._num_losses):
+            loss = self._loss(output, targets)
+        self._num_losses += 1
+        return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
+
+    def _collect(self, num_micro_batches: int) -> PipelineTimes:
+        spans, self._clock.spans = self._clock.spans, []
+        settings = self.settings
+        return PipelineTimes(
+            order=settings.order,
+            ranks=self._ranks,
+            num_micro_batches=num_micro_batches,
+            stages_per_rank=settings.num_local_stages,
+            formula=settings.behaviour.bubble(self.num_ranks, settings.num_local_stages, num_micro_batches),
+            spans=spans,
+        )
+
+    @contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+                raise
+            raise CommunicationError(
+                f"{what} of the pipeline lost a rank: place {self.place} of {self.num_ranks} heard of its neighbours: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Made:
+    schedule: TorchSchedule
+    num_micro_batches: int

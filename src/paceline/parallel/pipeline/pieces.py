@@ -1,0 +1,151 @@
+"""A model as a sequence of pieces, and what is left of it on a rank that holds some of them."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from paceline.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The smallest part of a model that a pipeline does not cut."""
+
+    name: str
+    """What cuts call it; the name of its submodule, where it is one."""
+    owns: tuple[str, ...]
+    """Names of the submodules, parameters and buffers of the model that it uses. Several pieces may own the same."""
+    run: Callable[[Any], Any]
+    """From what the piece before returned (the model's input, for the first) to its own output."""
+
+    @classmethod
+    def child(cls, module: nn.Module, name: str) -> "Piece":
+        """Return the piece that is a submodule, called with what the piece before returned."""
+        return cls(name, (name,), partial(_run_child, module, name))
+
+
+@runtime_checkable
+class HasPieces(Protocol):
+    """A model that says itself which pieces it is a sequence of: ``forward(x)`` runs them one after the other."""
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return them in the order in which they run; each between two tensors, or tuples of tensors."""
+        ...
+
+
+def list_pieces(module: nn.Module, sequence: Sequence[str] = ()) -> list[Piece]:
+    """Return the pieces of `module`.
+
+    Args:
+        module: One that has `pieces`, an `nn.Sequential` (those inside it are opened too), or any with a `sequence`.
+        sequence: Names of its children in the order in which they run; ``layers.*`` are all children of ``layers``.
+
+    Raises:
+        SettingsError: It cannot be seen what the pieces are, they leave parameters out, or a name is wrong.
+    """
+    if sequence:
+        pieces = [Piece.child(module, name) for pattern in sequence for name in _expand(module, pattern)]
+    elif isinstance(module, HasPieces):
+        pieces = list(module.pieces())
+    elif type(module) is nn.Sequential:
+        pieces = [Piece.child(module, name) for name in _open(module)]
+    else:
+        children = ", ".join(name for name, _ in module.named_children())
+        raise SettingsError(
+            f"a model must be a sequence of pieces to run as a pipeline, but got {type(module).__name__}; name its "
+            f"children in the order in which they run with --pipeline.sequence (it has: {children}), or give it a "
+            "method `pieces`"
+        )
+    _check(module, pieces)
+    return pieces
+
+
+def find_owned(module: nn.Module, pieces: Sequence[Piece]) -> set[Tensor]:
+    """Return the parameters and buffers that `pieces` use."""
+    owned: set[Tensor] = set()
+    for name in {name for piece in pieces for name in piece.owns}:
+        place, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(place)
+        child = holder.get_submodule(leaf) if leaf in dict(holder.named_children()) else None
+        if child is not None:
+            owned.update(child.parameters(), child.buffers())
+        else:
+            owned.add(getattr(holder, leaf))
+    return owned
+
+
+def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
+    """Take all parameters and buffers out of `module` but those `owned`, whose names stay what they are.
+
+    A submodule that has lost all it had becomes an `Elsewhere`.
+    """
+    kept = {id(tensor) for tensor in owned}
+    holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+    for holder in holders:
+        for name, tensor in holder.items():
+            if tensor is not None and id(tensor) not in kept:
+                holder[name] = None
+    for name, child in list(module._modules.items()):  # under all its names, should it have several
+        if child is None:
+            continue
+        tensors = [*child.parameters(), *child.buffers()]
+        if tensors and not any(id(tensor) in kept for tensor in tensors):
+            setattr(module, name, Elsewhere())
+        else:
+            keep_only(child, owned)
+
+
+class Elsewhere(nn.Module):
+    """What stands for a submodule that another rank of the pipeline holds."""
+
+    def forward(self, *_: Any) -> NoReturn:
+        """Raise: there is nothing to run here."""
+        raise SettingsError(
+            "a module cut into stages must be run by its pipeline, but it was called; this part is on another rank"
+        )
+
+
+def _run_child(module: nn.Module, name: str, value: Any) -> Any:
+    return module.get_submodule(name)(value)  # found anew each time: it may have been wrapped since
+
+
+def _expand(module: nn.Module, pattern: str) -> Iterator[str]:
+    place = pattern.removesuffix(".*")
+    try:
+        child = module.get_submodule(place)
+    except AttributeError as error:
+        known = ", ".join(name for name, _ in module.named_children())
+        raise SettingsError(
+            f"pipeline.sequence must name submodules of the model, but got {pattern!r}; it has: {known}"
+        ) from error
+    if pattern == place:
+        yield place
+    else:
+        yield from (f"{place}.{name}" for name, _ in child.named_children())
+
+
+def _open(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        if type(child) is nn.Sequential and len(child):
+            yield from _open(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _check(module: nn.Module, pieces: Sequence[Piece]) -> None:
+    names = [piece.name for piece in pieces]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise SettingsError(
+            f"the pieces of a model must have names of their own, but {', '.join(twice)} come twice; name each once"
+        )
+    owned = {id(tensor) for tensor in find_owned(module, pieces)}
+    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) not in owned]
+    if left:
+        raise SettingsError(
+            f"the pieces of a model must own all its parameters and buffers, but not {', '.join(left[:5])}; the pieces "
+            f"are: {', '.join(names)}"
+        )

@@ -1,0 +1,87 @@
+"""How a model runs as a pipeline: in which order, in how many micro-batches, and where it is cut."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from paceline.errors import SettingsError
+from paceline.parallel.pipeline.orders import ORDERS, Order, OrderName
+from paceline.registry import Settings
+
+
+class PipelineSettings(Settings):
+    """How the stages of a model work together; how many ranks hold them is the layout's to say."""
+
+    order: OrderName = "1f1b"
+    """In which order a rank works: layer_wise (one micro-batch, one rank at a time), gpipe, 1f1b, interleaved,
+    zero_bubble, zbv."""
+    num_micro_batches: int | None = Field(default=None, ge=1)
+    """Most micro-batches that a worker's samples are cut into, all of one size; by default twice as many as ranks."""
+    stages_per_rank: int | None = Field(default=None, ge=1)
+    """Stages that each rank holds; by default 2 where the order needs several, else 1."""
+    cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"
+    """Where stages begin: balanced by flops (estimated: the same at each start) or by time (measured); or the
+    names of the pieces that all stages but the first begin with."""
+    sequence: tuple[str, ...] = ()
+    """Children of the model in the order in which they run, each on what the one before returned; ``layers.*`` are all
+    children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pieces`."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.order == "layer_wise" and self.num_micro_batches not in (None, 1):
+            raise SettingsError(
+                f"num_micro_batches must be 1 with order layer_wise, but got {self.num_micro_batches}; leave it out, "
+                "or take order gpipe"
+            )
+        least, most = self.behaviour.stages_per_rank
+        if self.stages_per_rank is not None and not least <= self.stages_per_rank <= (most or self.stages_per_rank):
+            rule = f"{least}" if most == least else f"at least {least}"
+            others = ", ".join(name for name, order in ORDERS.items() if order.takes(self.stages_per_rank))
+            raise SettingsError(
+                f"stages_per_rank must be {rule} with order {self.order}, but got {self.stages_per_rank}; leave it "
+                f"out, or take an order that can: {others}"
+            )
+        return self
+
+    @property
+    def behaviour(self) -> Order:
+        """What `order` means."""
+        return ORDERS[self.order]
+
+    @property
+    def num_local_stages(self) -> int:
+        """Stages of each rank."""
+        return self.stages_per_rank or self.behaviour.stages_per_rank[0]
+
+    def most_micro_batches(self, num_ranks: int) -> int:
+        """Return the most micro-batches that a pipeline of `num_ranks` makes."""
+        return 1 if self.order == "layer_wise" else self.num_micro_batches or 2 * num_ranks
+
+    def count_micro_batches(self, num_samples: int, num_ranks: int) -> int:
+        """Return the number of equal micro-batches of `num_samples`: the largest allowed that divides it.
+
+        Samples that divide badly make few micro-batches (a prime number makes 1) and a large bubble.
+        """
+        most = min(num_samples, self.most_micro_batches(num_ranks))
+        fitting = (n for n in range(most, 0, -1) if num_samples % n == 0 and self.behaviour.can_run(n, num_ranks))
+        return next(fitting)
+
+    def count_stages(self, num_ranks: int, num_pieces: int) -> int:
+        """Return the number of stages of a model of `num_pieces`.
+
+        Raises:
+            SettingsError: There are fewer pieces than stages, or not as many `cuts` as they need.
+        """
+        num_stages = num_ranks * self.num_local_stages
+        product = f"pipeline({num_ranks}) * stages_per_rank({self.num_local_stages}) = {num_stages} stages"
+        if num_stages > num_pieces:
+            raise SettingsError(
+                f"each stage must have a piece of the model, but {product} and the model has {num_pieces} pieces; take "
+                "fewer ranks or stages, or name finer pieces with --pipeline.sequence"
+            )
+        if isinstance(self.cuts, tuple) and len(self.cuts) != num_stages - 1:
+            raise SettingsError(
+                f"cuts must name where each stage but the first begins, but {product} need {num_stages - 1} names and "
+                f"got {len(self.cuts)}: {', '.join(self.cuts)}; name as many, or take cuts estimated"
+            )
+        return num_stages

@@ -1,0 +1,121 @@
+"""When a rank of a pipeline computed what: the bubble of a step, measured."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from paceline.monitor.events import PipelineMeasured
+
+Work = Literal["forward", "backward", "inputs", "weights"]
+"""Backward: to inputs and weights at once; inputs and weights: to either, where the order parts them."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work of a rank, by `time.perf_counter`."""
+
+    work: Work
+    stage: int
+    micro_batch: int
+    began_s: float
+    ended_s: float
+
+
+@dataclass
+class Clock:
+    """Writes down spans while it runs."""
+
+    device: torch.device
+    is_running: bool = False
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def watch(self, work: Work, stage: int, micro_batch: int) -> Iterator[None]:
+        """Time what happens inside."""
+        if not self.is_running:
+            yield
+            return
+        began_s = self._now()
+        yield
+        self.spans.append(Span(work, stage, micro_batch, began_s, self._now()))
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What one rank computed in one step."""
+
+    order: str
+    ranks: list[int]
+    """Of the world, by their place on the pipeline."""
+    num_micro_batches: int
+    stages_per_rank: int
+    formula: float | None
+    """The bubble by the order's own formula."""
+    spans: list[Span]
+
+    @property
+    def busy_s(self) -> float:
+        """Time that the rank computed."""
+        return sum(span.ended_s - span.began_s for span in self.spans)
+
+    def tell(self) -> PipelineMeasured:
+        """Return the event of it."""
+        to_unix_s = time.time() - time.perf_counter()
+        first_s = min(span.began_s for span in self.spans)
+        return PipelineMeasured(
+            order=self.order,
+            ranks=self.ranks,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.stages_per_rank,
+            formula=self.formula,
+            began_unix_s=first_s + to_unix_s,
+            works=[span.work for span in self.spans],
+            stages=[span.stage for span in self.spans],
+            micro_batches=[span.micro_batch for span in self.spans],
+            began_s=[span.began_s - first_s for span in self.spans],
+            ended_s=[span.ended_s - first_s for span in self.spans],
+        )
+
+
+class TimedStage(PipelineStage):
+    """Torch's stage, whose work is timed, whose backward runs without autocast, and whose messages are contiguous."""
+
+    def __init__(self, *args: Any, clock: Clock, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = clock
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch forward."""
+        with self._clock.watch("forward", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run a micro-batch backward, to the inputs only where `full_backward` is false."""
+        work: Work = "backward" if full_backward else "inputs"
+        with self._clock.watch(work, self.stage_index, bwd_chunk_id), self._without_autocast():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                grad.contiguous() if isinstance(grad, Tensor) else grad for grad in self.bwd_cache[bwd_chunk_id]
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run a micro-batch backward to the weights."""
+        with self._clock.watch("weights", self.stage_index, bwd_chunk_id), self._without_autocast():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _without_autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, enabled=False)

@@ -1,0 +1,193 @@
+"""A codec inside the sharded axis: what the sum of sharded gradients sends, made smaller."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from paceline.compression.codec import Codec, State
+from paceline.compression.message import decode_blocks, encode_blocks, message_bytes
+from paceline.errors import SettingsError
+from paceline.parallel.fully_sharded import list_blocks, set_reduce_scatter
+from paceline.parallel.local import local
+from paceline.parallel.mesh import Mesh
+
+
+class CodedReduceScatter:
+    """Sums the gradients of a sharded module through a codec with error feedback, block by block, in backward.
+
+    In place of FSDP2's reduce-scatter each rank encodes, for each other rank, the piece of every gradient that is the
+    other's, sends it by an all-to-all, and adds up what it gets, in fp32, in the order of ranks. Its own piece it adds
+    as it is. There is one site: what the codec leaves out of a piece is kept by its sender, by parameter and
+    destination. With a codec that loses nothing it is the reduce-scatter, up to the order of summation.
+
+    On the wire: `wire_bytes`, in place of 4 (n-1)/n bytes a parameter among n ranks; rows for all are as long as the
+    longest. In memory: what a codec keeps is of whole gradients but for the own piece, 4 (n-1)/n bytes a parameter on
+    EVERY rank (twice that for codecs that encode at owners too, such as int8), and as much again between a backward and
+    its `commit`: much of what sharding saves. Prefer a codec between hosts, on sharded gradients: 4/n bytes.
+
+    A step that is skipped is rolled back by `roll_back`, as long as all backwards since the last `commit` belong to it.
+    Whatever some rank's gradients hide behind signs or largest elements, if they are not finite the sum is NaN.
+
+    Args:
+        module: What `shard` returned; its blocks keep to this codec from now on.
+        mesh: Its layout.
+        codec: Encodes each piece. It must carry no momentum, of which a rank's own piece would have none.
+        seed: Of what codecs draw.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, codec: Codec, *, seed: int = 0) -> None:
+        if codec.carries_momentum:
+            raise SettingsError(
+                f"the codec inside the sharded axis must carry no momentum, but got {codec.name}; take top_k"
+            )
+        self.codec = codec
+        self._seed = seed
+        self._states: dict[str, State] = {}
+        self._pending: dict[str, State] = {}
+        self._divisor: Callable[[], float] = lambda: 1.0
+        self._step, self._loss_scale = 0, 1.0
+        near = mesh.group("sharded")
+        blocks = list_blocks(module)
+        parameters = dict(module.named_parameters())
+        mine = {name: list(local(parameters[name]).shape) for names in blocks.values() for name in names}
+        shapes = near.gather_documents(mine, name="shapes of shards")
+        # Backward may run in another thread than what else uses the group.
+        self._group = near.duplicate("sharded codec")
+        self._blocks = {}
+        for block, names in blocks.items():
+            pieces = [{f"{name}/{rank}": Size(theirs[name]) for name in names} for rank, theirs in enumerate(shapes)]
+            self._blocks[block] = _OfBlock(self, pieces)
+            set_reduce_scatter(module, block, self._blocks[block])
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends in a backward pass that sums."""
+        return sum((self._group.size - 1) * block.row_bytes for block in self._blocks.values())
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that are kept of what was left out, by now."""
+        kept = [*self._states.values(), *self._pending.values()]
+        return sum(tensor.nbytes for state in kept for tensor in state.values())
+
+    def arm(self, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> None:
+        """Say, before each backward pass that sums, what its gradients are; on every rank alike.
+
+        Args:
+            divisor: Returns what numerators are divided by to become gradients, so that what is kept of one step has
+                the right weight in any other. Called in backward.
+            step: Updates done before.
+            loss_scale: What fp16's gradients are scaled by; they stay so.
+        """
+        self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
+
+    def commit(self) -> None:
+        """Keep what the backward passes since the last `commit` left out: their sums were landed."""
+        self._states |= self._pending
+        self._pending = {}
+
+    def roll_back(self) -> None:
+        """Forget what they left out: their sums were not landed."""
+        self._pending = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what this rank keeps, as ``<parameter>/<destination>/<site>``."""
+        return {f"{piece}/{site}": kept for piece, state in self._states.items() for site, kept in state.items()}
+
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Take on what this rank saved, in the same layout: other shards have other residuals."""
+        self._states = {}
+        for name, kept in saved.items():
+            piece, _, site = name.rpartition("/")
+            self._states[piece] = {**self._states.get(piece, {}), site: kept}
+
+    def close(self) -> None:
+        """Let go of the connections. The module must not run backward after it."""
+        self._group.close()
+
+    def reduce(self, block: "_OfBlock", output: Tensor, rows: Tensor) -> None:
+        """Fill `output` with this rank's piece of the sum of all ranks' gradients; row r of `rows` is for rank r."""
+        scale = self._divisor() * self._loss_scale
+        payload = torch.zeros(self._group.size, block.row_bytes, dtype=torch.uint8, device=rows.device)
+        is_finite = True
+        for rank in self._others():
+            values = {piece: value / scale for piece, value in block.cut(rows[rank], rank).items()}
+            states = self._states | self._pending
+            message, done = encode_blocks(
+                self.codec, values, states, step=self._step, seed=self._seed_of(self._group.rank)
+            )
+            payload[rank, : len(message)] = message
+            self._pending |= {piece: exchanged.state for piece, exchanged in done.items()}
+            is_finite = is_finite and all(exchanged.is_finite for exchanged in done.values())
+        payload[:, -1] = not is_finite
+        received = torch.empty_like(payload)
+        self._group.all_to_all(received, payload, name="coded gradients").wait()
+        self._add_up(block, output, rows[self._group.rank], received, scale)
+
+    def _add_up(self, block: "_OfBlock", output: Tensor, own: Tensor, received: Tensor, scale: float) -> None:
+        rank = self._group.rank
+        shapes = block.pieces[rank]
+        totals = {piece: torch.zeros(shape, device=output.device) for piece, shape in shapes.items()}
+        for sender in range(self._group.size):
+            if sender == rank:
+                values: Mapping[str, Tensor] = block.cut(own, rank)
+            else:
+                message = received[sender, : message_bytes(self.codec, shapes)]
+                decoded = decode_blocks(self.codec, message, shapes, step=self._step, seed=self._seed_of(sender))
+                values = {piece: value * scale for piece, value in decoded.items()}
+            for piece, total in totals.items():
+                total += values[piece]
+        output.zero_()
+        for piece, place in block.cut(output, rank).items():
+            place.copy_(totals[piece])
+        if bool(received[:, -1].any()):
+            output.fill_(torch.nan)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.size) if rank != self._group.rank]
+
+    def _seed_of(self, sender: int) -> int:
+        """Return what a sender draws from: they must not all round alike."""
+        return self._seed * self._group.size + sender
+
+
+class _OfBlock(ReduceScatter):
+    """The reduce-scatter of one block, as FSDP2 calls it.
+
+    Args:
+        owner: Does the work.
+        pieces: What each rank gets of each parameter, in the order in which gradients lie in a row.
+    """
+
+    def __init__(self, owner: CodedReduceScatter, pieces: Sequence[Mapping[str, Size]]) -> None:
+        self._owner = owner
+        self.pieces = pieces
+        # Rank 0 has as much of each parameter as any, and rows are filled up to that.
+        self._padded = [shape.numel() for shape in pieces[0].values()]
+        self.row_bytes = 1 + max(message_bytes(owner.codec, shapes) for shapes in pieces)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._owner.reduce(self, output_tensor, input_tensor.view(len(self.pieces), -1))
+        return None
+
+    def cut(self, row: Tensor, rank: int) -> dict[str, Tensor]:
+        """Return the pieces of a rank that lie in a row, as views."""
+        assert len(row) == sum(self._padded), "a row holds every parameter that requires a gradient"
+        parts = row.split(self._padded)
+        shapes = self.pieces[rank]
+        return {
+            piece: part[: shape.numel()].view(shape) for part, (piece, shape) in zip(parts, shapes.items(), strict=True)
+        }

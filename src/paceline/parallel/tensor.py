@@ -1,0 +1,145 @@
+"""Matrices, heads and vocabulary shared by the ranks of the tensor axis."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
+
+from paceline.errors import GradientError
+from paceline.parallel.activations import Activations
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.tensor_plan import TiedHead, cuts_tokens, list_blocks, make_plan, place, register_styles
+from paceline.parallel.tensor_styles import Style, apply
+
+__all__ = ["TensorSplit", "TiedHead", "register_styles", "split", "whole"]
+
+
+class TensorSplit:
+    """What `split` made of a module.
+
+    Args:
+        styles: That of each module that the plan named.
+        activations: How they move; None with one rank along the axis.
+    """
+
+    def __init__(self, styles: Mapping[str, Style], activations: Activations | None) -> None:
+        self.styles = styles
+        self._activations = activations
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether each rank has its own tokens between blocks, so that dropout must draw differently on each.
+
+        Where it has not, dropout must draw the same on all ranks along the axis.
+        """
+        return self._activations is not None and self._activations.cuts_tokens
+
+    @contextmanager
+    def parallel_loss(self) -> Iterator[None]:
+        """Inside, logits stay cut over the vocabulary, and cross entropy is computed from the parts (Shoeybi 2019).
+
+        Forward and backward are both run inside. Three numbers a token travel instead of its logits. Loss and metrics
+        are DTensors: see `whole`. Torch knows no label smoothing here. Outside, the module returns all logits as a
+        plain tensor on every rank, for any loss.
+        """
+        if self._activations is None:
+            yield
+            return
+        self._activations.keeps_logits_cut = True
+        try:
+            with loss_parallel(), implicit_replication():
+                yield
+        finally:
+            self._activations.keeps_logits_cut = False
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return all of a DTensor as a plain tensor; collective, differentiable. Another tensor is returned as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> TensorSplit:
+    """Let the ranks of the tensor axis share a module's matrices; it is changed in place.
+
+    Megatron-LM (Shoeybi 2019), with cut tokens between blocks where a style is ``sequence`` (Korthikanti 2022).
+    Parameters become DTensors on ``mesh.device_mesh["tensor"]``, cut or replicated, with the values of the axis' first
+    rank; modules see their part as a plain tensor, and compute as on one rank. Names of parameters stay. Gradients of
+    replicated ones that see a part of the activations are `Partial`: summands that have yet to be added over the axis.
+    With one rank it degenerates to the module as it was.
+
+    Per block of columns and rows each rank sends, by (n-1)/n, the activations ``(batch, tokens, width)`` twice in
+    forward and twice in backward. What is gathered for a block is kept until backward, as in DTensor's own styles;
+    Korthikanti gathers it once more.
+
+    Args:
+        module: The same on every rank of the axis; not yet given to an optimizer, compiled or sharded.
+        mesh: The layout.
+        plan: Patterns of module names (``layers.*.attention.project``) to styles (`Style`), the last that matches
+            counts; what none matches is replicated. Without it the types of modules decide (`register_styles`).
+
+    Raises:
+        SettingsError: A name or style is unknown, something cannot be dealt out evenly, or there is no plan for it.
+    """
+    size = mesh.size("tensor")
+    if plan is None and size == 1:
+        return TensorSplit({}, None)
+    styles = make_plan(module, plan, size)
+    placements = place(module, styles)
+    if size == 1:
+        return TensorSplit(styles, None)
+    activations = Activations(mesh.device_mesh["tensor"], cuts_tokens=cuts_tokens(module, plan))
+    _distribute(module, placements, activations.device_mesh)
+    blocks = list_blocks(styles)
+    for name, part in list(module.named_modules()):
+        apply(styles.get(name, "replicate"), part, activations, is_in_block=name.startswith(blocks))
+    for name, parameter in module.named_parameters():
+        _watch(name, parameter, activations)
+    return TensorSplit(styles, activations)
+
+
+def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:
+    """Replace all parameters by DTensors."""
+    distributed: dict[int, nn.Parameter] = {}
+    originals: list[nn.Parameter] = []  # their ids must not be given away while they are keys
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            key = id(parameter)
+            if key not in distributed:
+                tensor = distribute_tensor(
+                    parameter,
+                    device_mesh,
+                    [placements[key]],
+                    src_data_rank=None if parameter.is_meta else 0,
+                )
+                distributed[key] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                originals.append(parameter)
+            part.register_parameter(name, distributed[key])
+
+
+def _watch(name: str, parameter: nn.Parameter, activations: Activations) -> None:
+    """Compare the first gradient of a parameter over the ranks, where it must be the same on all."""
+    if not parameter.requires_grad:
+        return
+    is_done = False
+
+    def compare(parameter: Tensor) -> None:
+        nonlocal is_done
+        gradient = parameter.grad
+        if is_done or not isinstance(gradient, DTensor) or not gradient.placements[0].is_replicate():
+            return
+        is_done = True
+        norms = activations.list_values(gradient.to_local().norm())
+        # Equal up to what is not deterministic on GPUs; those of different heads are nowhere near.
+        if not torch.allclose(norms, norms[:1].expand_as(norms), rtol=1e-2, equal_nan=True):
+            raise GradientError(
+                f"the gradient of {name} must be the same on all ranks of the tensor axis, for the tensor plan "
+                f"replicates it, but its norms are {norms.tolist()}; name its module with style 'partial' if it "
+                "works on this rank's heads or columns"
+            )
+
+    parameter.register_post_accumulate_grad_hook(compare)

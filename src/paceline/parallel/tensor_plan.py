@@ -1,0 +1,185 @@
+"""Which module of a model is split how along the tensor axis, and whether it can be."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from paceline.errors import SettingsError, unknown_name
+from paceline.parallel.pipeline.pieces import Elsewhere
+from paceline.parallel.tensor_styles import STYLES, Style, check, check_multiple, placement_of
+
+
+class TiedHead(nn.Module):
+    """The last linear map, by the matrix of an embedding (Press and Wolf 2017). It is split as that embedding is.
+
+    Args:
+        bias: One number for each of the vocabulary, or None.
+    """
+
+    def __init__(self, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.bias: Tensor | None
+        self.register_parameter("bias", bias)
+
+    def forward(self, x_BTW: Tensor, weight_VW: Tensor) -> Tensor:
+        """Return logits_BTV."""
+        return F.linear(x_BTW, weight_VW, self.bias)
+
+
+@dataclass(frozen=True)
+class _KnownType:
+    """How modules of a type are split."""
+
+    styles: Mapping[str, Style]
+    counts: Callable[[Any], Mapping[str, int]] | None
+
+
+_known_types: dict[type[nn.Module], _KnownType] = {}
+
+
+def register_styles(
+    kind: type[nn.Module],
+    styles: Mapping[str, Style],
+    *,
+    counts: Callable[[Any], Mapping[str, int]] | None = None,
+) -> None:
+    """Say how modules of a type are split, so that models made of them need no plan.
+
+    Args:
+        kind: The type; not those derived from it.
+        styles: By name of the child; the empty name is the module itself.
+        counts: Returns what of a module must be dealt out evenly if it is split (heads), by name.
+    """
+    _known_types[kind] = _KnownType(styles, counts)
+
+
+def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) -> dict[str, Style]:
+    """Return the style of each module that has one, by name.
+
+    Args:
+        module: The model.
+        patterns: Patterns of module names to styles, the last that matches counts; or None: types decide.
+        size: Ranks along the tensor axis.
+
+    Raises:
+        SettingsError: A name or style is unknown, something cannot be dealt out evenly, or there is no plan for it.
+    """
+    styles = _plan_by_names(module, patterns) if patterns is not None else _plan_by_types(module)
+    _follow_embedding(module, styles)
+    modules = dict(module.named_modules())
+    for name, style in styles.items():
+        if not (style == "vocabulary" and isinstance(modules[name], TiedHead)):  # its embedding is checked
+            check(style, name, modules[name], size)
+    _check_counts(modules, styles, size)
+    _check_blocks(modules, styles)
+    return styles
+
+
+def place(module: nn.Module, styles: Mapping[str, Style]) -> dict[int, Placement]:
+    """Return where each parameter lies, by its id: tied ones in one place.
+
+    Raises:
+        SettingsError: Two modules that share it are split differently.
+    """
+    placements: dict[int, Placement] = {}
+    first_names: dict[int, str] = {}
+    for name, part in module.named_modules():
+        for parameter_name, parameter in part.named_parameters(recurse=False):
+            placement = placement_of(styles.get(name, "replicate"), parameter_name)
+            full_name = f"{name}.{parameter_name}".strip(".")
+            first = first_names.setdefault(id(parameter), full_name)
+            if placements.setdefault(id(parameter), placement) != placement:
+                raise SettingsError(
+                    f"tied parameters must be split alike, but {first} and {full_name} are one, and the tensor plan "
+                    f"makes them {placements[id(parameter)]} and {placement}; give both modules the same style"
+                )
+    return placements
+
+
+def _plan_by_types(module: nn.Module) -> dict[str, Style]:
+    styles: dict[str, Style] = {}
+    for name, part in module.named_modules():
+        known = _known_types.get(type(part))
+        children = dict(part.named_modules())
+        for child, style in known.styles.items() if known is not None else ():
+            if child in children and not isinstance(children[child], Elsewhere):
+                styles[f"{name}.{child}".strip(".")] = style
+    if not styles:
+        known_names = ", ".join(sorted(kind.__name__ for kind in _known_types)) or "none"
+        raise SettingsError(
+            f"a tensor plan must say how a {type(module).__name__} is split, for no module in it is of a known type "
+            f'({known_names}); give one: --tensor_plan \'{{"layers.*.expand": "columns", ...}}\''
+        )
+    return styles
+
+
+def _plan_by_names(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    names = [name for name, part in module.named_modules() if name and not isinstance(part, Elsewhere)]
+    is_stage = any(isinstance(part, Elsewhere) for part in module.modules())
+    styles: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise unknown_name(f"the style of {pattern!r} in the tensor plan", style, STYLES)
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched and not is_stage:  # those of other stages match nothing here
+            known = {".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names}
+            raise unknown_name("a pattern in the tensor plan", pattern, known)
+        styles |= dict.fromkeys(matched, style)
+    return styles
+
+
+def _follow_embedding(module: nn.Module, styles: dict[str, Style]) -> None:
+    """Give tied heads the style of their embedding."""
+    heads = [name for name, part in module.named_modules() if isinstance(part, TiedHead)]
+    is_cut = any(
+        style == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding) for name, style in styles.items()
+    )
+    for head in heads:
+        if is_cut:
+            styles[head] = "vocabulary"
+        elif styles.get(head) == "vocabulary":
+            raise SettingsError(
+                f"a tied head must be split as its embedding is, but the tensor plan names {head} alone; name the "
+                "embedding with style 'vocabulary' too"
+            )
+
+
+def _check_counts(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int) -> None:
+    for name, part in modules.items():
+        known = _known_types.get(type(part))
+        if known is None or known.counts is None:
+            continue
+        if any(styles.get(f"{name}.{child}".strip(".")) in ("columns", "rows") for child in known.styles):
+            for what, number in known.counts(part).items():
+                check_multiple(f"{what} of {name}", number, size)
+
+
+def cuts_tokens(module: nn.Module, patterns: Mapping[str, str] | None) -> bool:
+    """Return whether ranks keep their own tokens between blocks; the same for all stages of a pipeline."""
+    if patterns is not None:
+        return "sequence" in patterns.values()
+    known = [_known_types[type(part)] for part in module.modules() if type(part) in _known_types]
+    return any("sequence" in one.styles.values() for one in known)
+
+
+def list_blocks(styles: Mapping[str, Style]) -> tuple[str, ...]:
+    """Return what the names of all modules begin with that lie in a block of style ``gather``."""
+    return tuple(f"{name}." for name, style in styles.items() if style == "gather")
+
+
+def _check_blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> None:
+    blocks = list_blocks(styles)
+    for name, part in modules.items():
+        has_parameters = next(part.parameters(recurse=False), None) is not None
+        if has_parameters and name.startswith(blocks) and styles.get(name, "replicate") == "replicate":
+            block = next(block for block in blocks if name.startswith(block))[:-1]
+            raise SettingsError(
+                f"every module with parameters inside a block of style 'gather' must be split or partial, but {name} "
+                f"in {block} is not; name it 'partial' if it works on this rank's columns only, or let the columns "
+                f"gather by themselves: leave {block} out of the tensor plan"
+            )

@@ -1,0 +1,171 @@
+"""What a module does with its parameters and activations when ranks share matrices: the styles of a tensor plan."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from paceline.errors import SettingsError
+from paceline.parallel.activations import Activations
+
+Style = Literal["columns", "rows", "vocabulary", "gather", "sequence", "cut", "partial", "replicate"]
+"""How a module is split:
+
+- ``columns``: a linear map; each rank has some of the outputs. Takes whole inputs.
+- ``rows``: a linear map; each rank has some of the inputs, and the ranks' sums are added.
+- ``vocabulary``: an embedding or the last linear map; each rank has some of the vocabulary's rows.
+- ``gather``: a block whose first input is gathered from the ranks' tokens once, for all columns in it.
+- ``sequence``: a norm, or another map token by token, over this rank's tokens. One in a plan makes the tokens between
+  blocks be cut.
+- ``cut``: gives what every rank has whole (embedded positions); each keeps its tokens' part.
+- ``partial``: whole weights inside a block, used on this rank's heads or columns only.
+- ``replicate``: whole weights, on whatever lies between blocks. So is all that a plan does not name.
+"""
+
+STYLES: tuple[Style, ...] = get_args(Style)
+
+_Views = tuple[tuple[str, Placement, bool], ...]
+"""Of each parameter of a module: name, placement of its gradient, whether this rank's counts."""
+
+
+def placement_of(style: Style, parameter: str) -> Placement:
+    """Return where a module's parameter lies along the tensor axis."""
+    if style in ("columns", "vocabulary"):
+        return Shard(0)
+    if style == "rows" and parameter == "weight":
+        return Shard(1)
+    return Replicate()
+
+
+def check(style: Style, name: str, module: nn.Module, size: int) -> None:
+    """Raise `SettingsError` where a module cannot have a style on `size` ranks."""
+    kinds: dict[Style, tuple[type[nn.Module], ...]] = {
+        "columns": (nn.Linear,),
+        "rows": (nn.Linear,),
+        "vocabulary": (nn.Linear, nn.Embedding),
+    }
+    if style not in kinds:
+        return
+    if not isinstance(module, kinds[style]):
+        known = " or ".join(f"nn.{kind.__name__}" for kind in kinds[style])
+        raise SettingsError(
+            f"a module of style {style!r} must be an {known}, but {name} is a {type(module).__name__}; name one "
+            "inside it, or leave it out of the tensor plan"
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        raise SettingsError(
+            f"an embedding of style 'vocabulary' must have no max_norm, sparse or scale_grad_by_freq, but {name} has; "
+            "build it without, or leave it out of the tensor plan"
+        )
+    assert isinstance(module.weight, Tensor)
+    dim = 1 if style == "rows" else 0
+    number = module.weight.shape[dim]
+    what = "vocabulary" if style == "vocabulary" else "inputs" if style == "rows" else "outputs"
+    check_multiple(f"the {what} of {name}", number, size)
+
+
+def check_multiple(what: str, number: int, size: int) -> None:
+    """Raise `SettingsError` where `number` things cannot be dealt out evenly along the tensor axis."""
+    if number % size:
+        raise SettingsError(
+            f"{what} must be a multiple of tensor({size}), but got {number} = {size} * {number // size} + "
+            f"{number % size}; choose {number + size - number % size}, or another layout"
+        )
+
+
+def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_block: bool) -> None:
+    """Make a module, whose parameters are DTensors already, run on this rank's part of them.
+
+    Args:
+        style: What it shall do.
+        module: Changed in place: reading ``module.weight`` gives this rank's part of it as a plain tensor from now on,
+            ``module.named_parameters()`` still the DTensor.
+        activations: How they move.
+        is_in_block: Whether a block around it has gathered its input already.
+    """
+    is_partial = style == "partial" or (activations.cuts_tokens and style in ("sequence", "cut", "replicate"))
+    views = []
+    for name, parameter in module.named_parameters(recurse=False):
+        assert isinstance(parameter, DTensor)
+        lies = parameter.placements[0]
+        # Added once, not by every rank: a bias beside rows counts on the first.
+        is_bias_of_rows = style == "rows" and lies.is_replicate()
+        gradient = Partial() if lies.is_replicate() and (is_partial or is_bias_of_rows) else lies
+        views.append((name, gradient, not is_bias_of_rows or activations.place == 0))
+    if views:
+        kind: type[nn.Module] = type(module)
+        module.__class__ = _with_views(kind, tuple(views))  # type: ignore[arg-type]  # classes can be hashed
+    if style == "vocabulary" and isinstance(module, nn.Embedding):
+        _Rows(module, activations)
+    elif style in ("columns", "gather", "vocabulary"):
+        if not is_in_block:
+            module.register_forward_pre_hook(_on_first_input(activations.gather), with_kwargs=True)
+        if style == "vocabulary":
+            module.register_forward_hook(lambda module, args, output: activations.finish(output))
+    elif style == "rows":
+        module.register_forward_hook(lambda module, args, output: activations.add(output))
+    elif style == "cut":
+        module.register_forward_hook(lambda module, args, output: activations.cut(output))
+
+
+class _Rows:
+    """Some rows of an embedding's table: tokens of other ranks' rows give zeros here (Shoeybi 2019)."""
+
+    def __init__(self, module: nn.Embedding, activations: Activations) -> None:
+        self._activations = activations
+        self._num_rows = module.num_embeddings // activations.device_mesh.size()
+        self._begin = activations.place * self._num_rows
+        self._elsewhere: Tensor | None = None
+        if module.padding_idx is not None:
+            row = module.padding_idx - self._begin
+            module.padding_idx = row if 0 <= row < self._num_rows else None
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        rows = args[0] - self._begin
+        self._elsewhere = (rows < 0) | (rows >= self._num_rows)
+        return (rows.masked_fill(self._elsewhere, 0),)
+
+    def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        assert self._elsewhere is not None
+        here = output.masked_fill(self._elsewhere[..., None], 0)
+        self._elsewhere = None
+        return self._activations.add(here)
+
+
+def _on_first_input(move: Callable[[Tensor], Tensor]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return a hook that moves the first tensor among a module's arguments, be it positional or by name."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if args:
+            return (move(args[0]), *args[1:]), kwargs
+        first = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, {**kwargs, first: move(kwargs[first])}
+
+    return hook
+
+
+@cache
+def _with_views(kind: type[nn.Module], views: _Views) -> type[nn.Module]:
+    """Return a class whose modules show this rank's part of their parameters; all else stays as it was."""
+    members: dict[str, Any] = {name: _view(name, gradient, counts) for name, gradient, counts in views}
+    if issubclass(kind, nn.RNNBase):  # it keeps a list of its parameters, and runs on that
+        members["_flat_weights"] = property(
+            lambda module: [getattr(module, name) for name in module._flat_weights_names], lambda module, value: None
+        )
+    return type(kind.__name__, (kind,), members)
+
+
+def _view(name: str, gradient: Placement, counts: bool) -> property:
+    def read(module: nn.Module) -> Tensor:
+        parameter = module._parameters[name]
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh.ndim > 1:
+            return parameter  # FSDP's own part of a part, which it gathers before forward
+        part = parameter.to_local(grad_placements=(gradient,))
+        return part if counts else part * 0.0
+
+    return property(read)

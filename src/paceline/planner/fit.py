@@ -1,0 +1,128 @@
+"""Whether a run fits into memory, and what would make it fit."""
+
+import warnings
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+import torch
+
+from paceline.data.base import Splits
+from paceline.errors import SettingsError
+from paceline.monitor.wording import size
+from paceline.optim import Adafactor
+from paceline.planner.memory import Estimate, estimate
+from paceline.training.rehearsal import RehearsalError, guarded
+from paceline.training.run import Run
+
+_MARGIN = 4
+"""How many times a rough bound must fit for the estimate to be left out."""
+_COPIES = 8
+"""Of each output of a matrix at each position: more than any model keeps."""
+_MOST_ADVICE = 4
+
+
+def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:
+    """Refuse a run that needs more memory than each of its ranks has.
+
+    A run that fits by far is not rehearsed, for that takes a second or more: where a fourth of memory holds 8 times the
+    parameters and 8 times what every matrix of the model makes of every number of a micro-batch.
+
+    Args:
+        run: The run.
+        splits: What it learns from.
+        num_ranks: Of all.
+        device: Where each of them trains.
+        available: Bytes that each has.
+
+    Returns:
+        What it needs; None where that was not worth rehearsing.
+
+    Raises:
+        SettingsError: It does not fit; the message says which changes would, the cheapest first.
+    """
+    if not run.memory.check:
+        return None
+    try:
+        if guarded(lambda: _fits_by_far(run, splits, num_ranks, available)):
+            return None
+        needed = estimate(run, splits, num_ranks, device)
+    except RehearsalError as error:
+        warnings.warn(f"memory was not checked: {error}", stacklevel=2)
+        return None
+    if needed.peak_bytes <= available:
+        return needed
+    # In so many times as many micro-batches, activations alone would be more than there is.
+    least = run.num_micro_batches * needed.bytes_of["activations"] / max(available, 1)
+    found = list(_find_changes(run, splits, num_ranks, device, available, least))
+    advice = "; it would with " + ", or ".join(f"{change} ({size(num_bytes)})" for change, num_bytes in found)
+    raise SettingsError(
+        f"a rank's memory must hold a step, but it needs {size(needed.peak_bytes)} ({_list(needed)}) of "
+        f"{size(available)} there are{advice if found else '; take more ranks, or a smaller model'}; "
+        "--memory.check false starts it all the same"
+    )
+
+
+def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
+    if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
+        return False
+    with torch.device("meta"):
+        shapes = [tuple(parameter.shape) for parameter in run.model.build(splits.train.spec).parameters()]
+    depth = run.growth.depth_at(run.num_steps, 1) if run.growth.steps else 1
+    sample = splits.train.read(np.arange(1))[0][0].numel()
+    num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
+    positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))
+    outputs = sum(shape[0] if shape else 1 for shape in shapes)
+    num_bytes = 4 * _COPIES * depth * (sum(prod(shape) for shape in shapes) + positions * outputs)
+    return _MARGIN * num_bytes <= available
+
+
+def _find_changes(
+    run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int, least: float
+) -> Iterator[tuple[str, int]]:
+    """Yield changes that fit, with the bytes that they need; the ones that cost least come first."""
+    found: set[str] = set()
+    for setting, change, changed in _list_changes(run, num_ranks, device, least):
+        if setting in found or len(found) == _MOST_ADVICE:
+            continue
+        try:
+            num_bytes = estimate(changed, splits, num_ranks, device).peak_bytes
+        except SettingsError:  # not with this model
+            continue
+        if num_bytes <= available:
+            found.add(setting)
+            yield change, num_bytes
+
+
+def _list_changes(run: Run, num_ranks: int, device: torch.device, least: float) -> Iterator[tuple[str, str, Run]]:
+    """Yield changes: which setting, in which words, and the run with it. Of each setting the mildest comes first."""
+    most = max(1, run.global_batch // max(1, num_ranks // run.layout.ranks_of_worker))
+    num_micro = run.num_micro_batches * 2
+    while num_micro <= most:
+        if num_micro >= least:
+            change = f"--num_micro_batches {num_micro}"
+            yield "micro-batches", change, run.model_copy(update={"num_micro_batches": num_micro})
+        num_micro *= 2
+    if run.memory.recompute == "none":
+        for recompute in ("selective", "full"):
+            yield "recompute", f"--memory.recompute {recompute}", _with_memory(run, recompute=recompute)
+    if device.type != "cpu" and run.memory.offload == "none":
+        for offload in ("optimizer", "activations", "both"):
+            yield "offload", f"--memory.offload {offload}", _with_memory(run, offload=offload)
+    if run.optimizer.name != "adafactor":
+        lean = Adafactor()
+        yield "optimizer", "--optimizer adafactor", run.model_copy(update={"optimizer": lean})
+    if run.layout.is_plain and num_ranks > 1:
+        layout = run.layout.model_copy(update={"sharded": num_ranks})
+        yield "layout", f"--layout.sharded {num_ranks}", run.model_copy(update={"layout": layout})
+    leanest = _with_memory(run, recompute="full").model_copy(update={"num_micro_batches": most})
+    yield "both", f"--num_micro_batches {most} --memory.recompute full", leanest
+
+
+def _with_memory(run: Run, **changes: str) -> Run:
+    return run.model_copy(update={"memory": run.memory.model_copy(update=changes)})
+
+
+def _list(needed: Estimate) -> str:
+    parts = sorted(needed.bytes_of.items(), key=lambda part: -part[1])
+    return ", ".join(f"{category} {size(num_bytes)}" for category, num_bytes in parts if num_bytes)

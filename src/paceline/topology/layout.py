@@ -1,0 +1,122 @@
+"""How ranks are laid out: the axes of a mesh, how long each is, and where a rank stands on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from paceline.errors import SettingsError
+from paceline.registry import Settings
+
+Axis = Literal["pipeline", "data", "sharded", "context", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""Outermost first: ranks that differ on the last are neighbours, so that the busiest axes stay inside a host."""
+
+
+class Layout(Settings):
+    """How many ranks share which part of the work. The product of all axes is the number of ranks."""
+
+    data: int | None = Field(default=None, ge=1)
+    """Replicas of the model, each with samples of its own; by default as many as the other axes leave."""
+    sharded: int = Field(default=1, ge=1)
+    """Ranks that share parameters, gradients and optimizer state of one replica, each with samples of its own (ZeRO,
+    FSDP)."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What `sharded` ranks share (Rajbhandari 2020): 1 optimizer state, 2 gradients too, 3 parameters too."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share each sample's sequence."""
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that share each matrix."""
+    pipeline: int = Field(default=1, ge=1)
+    """Ranks that hold one part of the layers each."""
+
+    def resolve(self, num_ranks: int) -> "Axes":
+        """Return the axes of `num_ranks` ranks.
+
+        Raises:
+            SettingsError: The axes do not multiply to it; the message shows the arithmetic.
+        """
+        sizes: dict[Axis, int] = {axis: getattr(self, axis) or 1 for axis in AXES}
+        if self.data is None:
+            others = prod(sizes.values())
+            if num_ranks % others:
+                raise SettingsError(
+                    f"the ranks must be a multiple of {_product(sizes)}, but got {num_ranks}; start "
+                    f"{-(-num_ranks // others) * others}, or change the layout"
+                )
+            sizes["data"] = num_ranks // others
+        if prod(sizes.values()) != num_ranks:
+            raise SettingsError(
+                f"the axes of a layout must multiply to the number of ranks, but {_product(sizes, show_data=True)} and "
+                f"num_ranks={num_ranks}; start {prod(sizes.values())} ranks, or change the layout"
+            )
+        return Axes(tuple(sizes[axis] for axis in AXES))
+
+    @property
+    def ranks_of_worker(self) -> int:
+        """Ranks that one worker spans: those that see the same samples."""
+        return self.context * self.tensor * self.pipeline
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether ranks with whole parameters of their own share the optimizer's state."""
+        return self.sharded > 1 and self.zero_stage == 1
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether the sharded axis cuts gradients, or parameters too."""
+        return self.sharded > 1 and self.zero_stage > 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are only replicas."""
+        return self.sharded * self.ranks_of_worker == 1
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a layout, each with its length: `sizes` in the order of `AXES`."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole mesh."""
+        return prod(self.sizes)
+
+    def size(self, *axes: Axis) -> int:
+        """Return the number of ranks that `axes` together have."""
+        return prod(self.sizes[AXES.index(axis)] for axis in axes)
+
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Return where `rank` stands on `axis`."""
+        return self._coordinates(rank)[AXES.index(axis)]
+
+    def ranks_along(self, rank: int, *axes: Axis) -> list[int]:
+        """Return the ranks that stand where `rank` does but on `axes`, ascending."""
+        mine = self._coordinates(rank)
+        ranges = [
+            range(size) if axis in axes else [place] for axis, size, place in zip(AXES, self.sizes, mine, strict=True)
+        ]
+        return sorted(self._rank_at(place) for place in product(*ranges))
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        places = []
+        for size in reversed(self.sizes):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return tuple(reversed(places))
+
+    def _rank_at(self, places: Sequence[int]) -> int:
+        rank = 0
+        for size, place in zip(self.sizes, places, strict=True):
+            rank = rank * size + place
+        return rank
+
+
+def _product(sizes: dict[Axis, int], *, show_data: bool = False) -> str:
+    named = [(axis, size) for axis, size in sizes.items() if size > 1 or (show_data and axis == "data")]
+    return f"{' * '.join(f'{axis}({size})' for axis, size in named)} = {prod(size for _, size in named)}"

@@ -1,0 +1,137 @@
+"""Progressive training: a model that becomes deeper while it is trained.
+
+Gong et al. 2019, "Efficient training of BERT by progressively stacking": the first steps train a shallow model, which
+is as many times cheaper as it has fewer layers; what its layers have learnt is where the deeper model begins.
+With no steps to grow at it is the training of one model. It sends nothing: every worker grows alike. While it grows,
+old and new model are both in memory.
+"""
+
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import field_validator, model_validator
+from torch import Tensor, nn
+
+from paceline.errors import SettingsError
+from paceline.registry import Settings
+from paceline.sync import Rule
+from paceline.topology.layout import Layout
+from paceline.training.model import Depth
+
+
+class Growth(Settings):
+    """When a model becomes deeper, and what its new layers begin with."""
+
+    steps: tuple[int, ...] = ()
+    """Steps before which it grows; none for a model that stays as it is."""
+    method: Literal["stack", "identity"] = "stack"
+    """stack: the whole stack of layers is put on itself, with its optimizer state (Gong et al. 2019). identity: new
+    layers on top are copies whose branches end in zeros and whose optimizer state is new, so that the model computes
+    what it did before."""
+    depths: tuple[int, ...] = ()
+    """Layers that it has from each of the steps on; by default twice as many each time."""
+
+    @field_validator("steps", "depths")
+    @classmethod
+    def _must_ascend(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if any(later <= earlier for earlier, later in pairwise((0, *numbers))):
+            raise ValueError(f"numbers must ascend from 1 on, but got {numbers}; sort them, each once")
+        return numbers
+
+    @model_validator(mode="after")
+    def _must_match(self) -> Self:
+        if self.depths and len(self.depths) != len(self.steps):
+            raise ValueError(
+                f"there must be a depth for each step, but got {len(self.depths)} depths for {len(self.steps)} steps"
+            )
+        return self
+
+    def depth_at(self, step: int, first: int) -> int:
+        """Return how many layers the model has in `step`, where it began with `first`."""
+        num_growths = sum(start <= step for start in self.steps)
+        if not num_growths:
+            return first
+        return self.depths[num_growths - 1] if self.depths else first * 2**num_growths
+
+
+class Origin(NamedTuple):
+    """Where a tensor of the deeper model comes from."""
+
+    name: str
+    """The tensor of the shallower model."""
+    is_new: bool
+    """Whether it is of a new layer."""
+
+
+def find_origin(name: str, depth: Depth) -> Origin:
+    """Return where the tensor `name` of a deeper model comes from, in one of `depth`.
+
+    New layer i is a copy of old layer i modulo their number; all else stays itself.
+    """
+    prefix = f"{depth.path}."
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    if not name.startswith(prefix) or int(number) < depth.num_layers:
+        return Origin(name, is_new=False)
+    return Origin(f"{prefix}{int(number) % depth.num_layers}.{rest}", is_new=True)
+
+
+def grow_module(old: nn.Module, new: nn.Module, depth: Depth, method: str) -> None:
+    """Fill the deeper module `new` from `old`, which has `depth`.
+
+    Raises:
+        SettingsError: They differ in more than their number of layers.
+    """
+    source = old.state_dict()
+    with torch.no_grad():
+        for name, tensor in new.state_dict().items():
+            origin = find_origin(name, depth)
+            found = source.get(origin.name)
+            if found is None or found.shape != tensor.shape:
+                raise SettingsError(
+                    f"a model that grows must differ in its number of layers only, but {name} has shape "
+                    f"{tuple(tensor.shape)} and {origin.name} {'is missing' if found is None else tuple(found.shape)}"
+                )
+            if method == "identity" and origin.is_new and name.endswith(depth.branch_ends):
+                tensor.zero_()
+            else:
+                tensor.copy_(found)
+
+
+def grow_optimizer(
+    old: tuple[nn.Module, torch.optim.Optimizer],
+    new: tuple[nn.Module, torch.optim.Optimizer],
+    depth: Depth,
+    method: str,
+) -> None:
+    """Hand the optimizer state of each old layer on to the new model; stacked copies get a copy of it."""
+    (old_module, old_optimizer), (new_module, new_optimizer) = old, new
+    parameters = dict(old_module.named_parameters())
+    for name, parameter in new_module.named_parameters():
+        origin = find_origin(name, depth)
+        state = old_optimizer.state.get(parameters[origin.name])
+        if state and not (method == "identity" and origin.is_new):
+            new_optimizer.state[parameter] = {key: _copy(value) for key, value in state.items()}
+
+
+def check_growth(growth: Growth, depth: Depth | None, sync: Rule, layout: Layout) -> None:
+    """Refuse to grow what cannot grow.
+
+    Raises:
+        ValueError: It says what would do.
+    """
+    if depth is None:
+        raise ValueError("growth must be of a model that knows its depth, such as transformer_lm; leave it out")
+    depths = [depth.num_layers, *(growth.depth_at(step, depth.num_layers) for step in growth.steps)]
+    if any(later <= earlier for earlier, later in pairwise(depths)):
+        raise ValueError(f"growth.depths must ascend from the model's {depths[0]} layers, but got {depths[1:]}")
+    if not sync.keeps_replicas_equal or not sync.runs_optimizer:
+        raise ValueError(
+            f"growth must come with a sync that keeps replicas equal, but got {sync.name}; take every_step"
+        )
+    if not layout.is_plain:
+        raise ValueError(f"growth must come with a layout of data alone, but got {layout}; leave the other axes out")
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

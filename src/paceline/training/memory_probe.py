@@ -1,0 +1,58 @@
+"""What a step of a training needs, measured once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from paceline.data import Batch
+from paceline.memory import StorageTracker, counting
+from paceline.monitor.events import MemoryMeasured
+from paceline.training.replica import Replica
+
+MEASURED_STEP = 2
+"""Of a start, from 0 on: optimizer state and the layout of buckets are there by then."""
+
+
+class MemoryProbe:
+    """Measures the memory of one early step on the rank that tells it.
+
+    On CPUs the tensors of that step are counted, which makes it a little longer; on GPUs torch's allocator counts all
+    steps up to it.
+
+    Args:
+        is_on: Whether this rank measures.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._num_steps = 0
+        self._tracker: StorageTracker | None = None
+
+    @contextmanager
+    def watching(self, replica: Replica, batch: Batch) -> Iterator[None]:
+        """Inside, `replica` learns from a micro-batch."""
+        is_due = self._is_on and self._num_steps == MEASURED_STEP and replica.group.device.type == "cpu"
+        if not is_due:
+            yield
+            return
+        if self._tracker is None:
+            self._tracker = StorageTracker("cpu")
+        with counting(replica.module, replica.optimizer, "cpu", self._tracker):
+            # Samples may be views of a whole file in memory.
+            self._tracker.label("activations", [batch.inputs, batch.targets], is_part=True)
+            yield
+
+    def end_step(self, replica: Replica) -> MemoryMeasured | None:
+        """Return what was measured, if it was in the step that ends."""
+        is_done = self._is_on and self._num_steps == MEASURED_STEP
+        self._num_steps += 1
+        if not is_done:
+            return None
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            bytes_of: dict[str, float] = {category: float(num_bytes) for category, num_bytes in tracker.peak.items()}
+            return MemoryMeasured(peak_bytes=tracker.peak_bytes, bytes_of=bytes_of)
+        if replica.group.device.type != "cuda":
+            return None
+        return MemoryMeasured(peak_bytes=torch.cuda.max_memory_allocated(replica.group.device), bytes_of={})

@@ -1,0 +1,156 @@
+"""A run's step, as it is rehearsed to know its memory, and the savings of memory that the run asks for."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.base import Batch, Splits
+from paceline.data.order import Interval, apportion
+from paceline.data.shares import check_shares
+from paceline.errors import PacelineError, SettingsError
+from paceline.memory import (
+    Act,
+    ActivationOffload,
+    Choice,
+    OffloadedOptimizer,
+    find_recomputable,
+    plan,
+    recompute,
+)
+from paceline.memory.absent_group import AbsentGroup
+from paceline.optim import SGD
+from paceline.training.model import Model
+from paceline.training.run import Run
+
+T = TypeVar("T")
+
+
+class RehearsalError(SettingsError):
+    """A model cannot be run on tensors without contents."""
+
+
+def save_activations(run: Run, module: nn.Module, splits: Splits, num_workers: int, device: torch.device) -> None:
+    """Let `module` keep as much of its activations, and where, as the run's `memory` says.
+
+    Args:
+        run: The run.
+        module: Whole, before ranks share it.
+        splits: What it learns from.
+        num_workers: Among whom a global batch is divided.
+        device: Where it is trained.
+
+    Raises:
+        SettingsError: It cannot be done with that model, or on that device, or within that budget.
+    """
+    check_device(run, device)
+    recompute(module, choose_blocks(run, splits, num_workers, device))
+    if run.memory.offloads_activations:
+        ActivationOffload(module)
+
+
+def save_optimizer(run: Run, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer, its state in CPU memory where the run's `memory` says so."""
+    if run.memory.offloads_optimizer:
+        OffloadedOptimizer(optimizer)
+    return optimizer
+
+
+def check_device(run: Run, device: torch.device) -> None:
+    """Refuse to offload to the memory that all is in already."""
+    if run.memory.offload != "none" and device.type == "cpu":
+        raise SettingsError(
+            f"memory.offload must be none on CPUs, whose memory is where it would go, but got {run.memory.offload}; "
+            "take --memory.recompute, more --num_micro_batches or a leaner --optimizer"
+        )
+
+
+def choose_blocks(run: Run, splits: Splits, num_workers: int, device: torch.device) -> dict[str, Choice]:
+    """Return what to recompute of which blocks; within a budget, it is planned on a rehearsal of the step."""
+    wanted = run.memory.recompute
+    if wanted == "none":
+        return {}
+    blocks = list(find_recomputable(guarded(lambda: _build(run.model, splits))))
+    if not blocks:
+        raise SettingsError(
+            f"memory.recompute must be none for a model without blocks, but got {wanted}; put its repeated parts into "
+            "an nn.ModuleList or nn.Sequential"
+        )
+    if wanted == "full" or wanted == "selective":
+        return dict.fromkeys(blocks, wanted)
+    # Activations do not depend on the optimizer, and what it may cache must not be made without contents in a worker.
+    act = describe(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device)
+    return guarded(lambda: plan(act, blocks, wanted))
+
+
+def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -> Act:
+    """Return what a step of the run is on the worker with the largest share, for a rehearsal.
+
+    Blocks are recomputed as the rehearsal says, the rest is as the run's `memory` says. Of a model that grows it is
+    the deepest.
+    """
+    shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
+    num_samples = max(1, -(-max(shares) // run.num_micro_batches))
+    inputs, targets = splits.train.read(np.arange(1))
+    model = run.model
+    if run.growth.steps and model.layer_stack is not None:
+        model = model.with_depth(run.growth.depth_at(run.num_steps, model.layer_stack.num_layers))
+
+    def build(choices: Mapping[str, Choice]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = model.build(splits.train.spec)
+        recompute(module, choices)
+        if run.memory.offloads_activations:
+            ActivationOffload(module)
+        return module, save_optimizer(run, run.optimizer.build(module))
+
+    def loss(module: nn.Module) -> Tensor:
+        batch = Batch(
+            torch.empty(num_samples, *inputs.shape[1:], dtype=inputs.dtype, device=device),
+            torch.empty(num_samples, *targets.shape[1:], dtype=targets.dtype, device=device),
+            num_samples,
+            Interval(0, run.global_batch),
+        )
+        return run.objective.loss(partial(_forward, module, run.precision, device.type), batch).mean
+
+    return Act(
+        build=build,
+        loss=loss,
+        device=device,
+        num_micro_batches=run.num_micro_batches,
+        is_exchanged=len(run.sync.near(AbsentGroup(0, num_workers, device), run.num_steps)) > 1,
+        clip_norm=run.clip_norm,
+    )
+
+
+def guarded(rehearsing: Callable[[], T]) -> T:
+    """Return what a rehearsal returns.
+
+    Raises:
+        RehearsalError: The model cannot be rehearsed; the message says why.
+    """
+    try:
+        return rehearsing()
+    except PacelineError:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise RehearsalError(
+            "the model must run on tensors without contents (torch's FakeTensorMode) for its memory to be known before "
+            f"it is trained, but it raises {type(error).__name__}: {first_line}; give no budget to --memory.recompute, "
+            "and silence this by --memory.check false"
+        ) from error
+
+
+def _build(model: Model, splits: Splits) -> nn.Module:
+    with torch.device("meta"):
+        return model.build(splits.train.spec)
+
+
+def _forward(module: nn.Module, precision: str, device: str, inputs: Tensor) -> Any:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    with nullcontext() if precision == "fp32" else torch.autocast(device, dtype=dtype):
+        return module(inputs)

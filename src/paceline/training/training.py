@@ -1,0 +1,212 @@
+"""A training under way on one worker: its parts, how they are set up, and how they go on from a checkpoint."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
+from paceline.comm.group import Group
+from paceline.data import Loader, Splits
+from paceline.errors import CheckpointError, SettingsError
+from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
+from paceline.monitor.log import EventLog
+from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.training.memory_probe import MemoryProbe
+from paceline.training.model import Model
+from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
+from paceline.training.rehearsal import save_activations, save_optimizer
+from paceline.training.replica import Replica
+from paceline.training.run import Run
+from paceline.training.shares import Pacing
+from paceline.training.state import restore
+
+_SEEDING = threading.Lock()  # workers that are threads share torch's generator
+
+
+@dataclass
+class Training:
+    """The parts of a training under way on one worker."""
+
+    run: Run
+    recipe: str
+    directory: Path
+    model: Model
+    """The run's, with as many layers as it has by now."""
+    replica: Replica
+    loader: Loader
+    splits: Splits
+    store: CheckpointStore
+    saver: AsyncSaver | None
+    """On rank 0, which writes for all."""
+    log: EventLog
+    pacing: Pacing
+    noise: NoiseMeter | None
+    """Where the gradient noise scale is measured."""
+    probe: MemoryProbe
+    step: int = 0
+    resumed_from: str | None = None
+    began_s: float = 0.0
+    num_samples: int = 0
+    """Since this start."""
+    stopped_by: str = ""
+    step_began_s: float = 0.0
+    num_micro_batches: int = 0
+    """Of the step under way."""
+    global_batch: int = 0
+    """Of the step to come, as it was told last."""
+
+    def tell(self, event: Event) -> None:
+        """Write what all workers know, once."""
+        if self.replica.part.world.rank == 0:
+            self.log.write(event, step=self.step)
+
+
+def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
+    """Return the model, the same on every process; `model` is in place of the run's own, where that has grown."""
+    with _SEEDING:
+        torch.manual_seed(run.seed)
+        return (model or run.model).build(splits.train.spec).to(group.device)
+
+
+def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, world: Group | None = None) -> Replica:
+    """Return the replica of a new `module`, with a new optimizer.
+
+    Args:
+        run: Settings of all that it is made of.
+        module: As `build_model` made it.
+        splits: What it learns from.
+        group: The workers, or all ranks of the layout.
+        world: See `Replica`.
+    """
+    save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
+    part = lay_out(
+        module,
+        group,
+        run.layout,
+        tensor_plan=run.tensor_plan,
+        pipeline=run.pipeline,
+        sharded_codec=run.sharded_codec,
+        sample=splits.train.read(np.arange(1))[0].to(group.device),
+    )
+    # A norm is told only where it is bounded.
+    clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
+    return Replica(
+        part.module,
+        share_optimizer(save_optimizer(run, run.optimizer.build(part.module)), part),
+        part=part,
+        sync=run.sync,
+        precision=run.precision,
+        clip_norm=clip_norm,
+        bucket_bytes=run.bucket_bytes,
+        landing=run.landing,
+        hash_interval=run.hash_interval,
+        seed=run.seed,
+        world=world,
+    )
+
+
+def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, world: Group | None) -> Training:
+    """Return a training that is ready to go on, from the newest valid checkpoint in `directory` if there is one."""
+    splits = run.data.open()
+    store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
+    checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
+    model = _find_model(run, checkpoint, group)
+    module = build_model(run, splits, group, model)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    replica = build_replica(run, module, splits, group, world)
+    loader = _make_loader(run, splits, replica)
+    saver = AsyncSaver(store) if group.rank == 0 else None
+    pacing = Pacing(
+        loader,
+        None if run.sync.is_asynchronous or not run.layout.is_plain else group,
+        interval=run.speed_interval,
+        is_following=run.shares == "measured",
+    )
+    noise = None
+    if run.noise_interval:
+        noise = NoiseMeter(module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
+    probe = MemoryProbe(is_on=group.rank == 0)
+    training = Training(run, recipe, directory, model, replica, loader, splits, store, saver, log, pacing, noise, probe)
+    _resume(training, checkpoint)
+    training.global_batch = loader.global_batch
+    training.tell(
+        RunStarted(
+            recipe=recipe,
+            settings=run.model_dump(mode="json"),
+            num_workers=replica.part.readers.size,
+            device=str(group.device),
+            num_parameters=num_parameters,
+            start_step=training.step,
+            total_steps=run.num_steps,
+            global_batch=training.global_batch,
+            samples_per_epoch=len(splits.train),
+            resumed_from=training.resumed_from,
+        )
+    )
+    return training
+
+
+def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
+    readers, schedule = replica.part.readers, run.batch_schedule
+    if schedule.smallest(run.global_batch) < readers.size:
+        raise SettingsError(
+            f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
+            f"{schedule.smallest(run.global_batch)} with {readers.size} workers; start fewer, or keep it larger"
+        )
+    loader = Loader(
+        splits.train,
+        run.global_batch,
+        group=readers,
+        seed=run.seed,
+        shares=run.fixed_shares,
+        num_micro_batches=run.num_micro_batches,
+        num_processes=run.num_data_processes,
+        claims=replica.desk,
+        changes=schedule.plan(run.global_batch, run.num_steps),
+        adds_micro_batches=schedule.adds_micro_batches,
+    )
+    if replica.desk is not None:
+        replica.desk.hand_out(loader.take, loader.note)
+    return loader
+
+
+def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None:
+    def skip(path: Path, reason: str) -> None:
+        log.write(CheckpointSkipped(path=str(path), reason=reason), step=0)
+
+    checkpoint = store.find_newest_valid(skip)
+    if checkpoint is None and (damaged := store.list_checkpoints()):
+        raise CheckpointError(
+            f"one checkpoint must be whole, but all {len(damaged)} in {store.directory} are damaged; "
+            "move them away to begin again"
+        )
+    return checkpoint
+
+
+def _find_model(run: Run, checkpoint: Checkpoint | None, group: Group) -> Model:
+    """Return the run's model with as many layers as rank 0's `checkpoint` has."""
+    if not run.growth.steps:
+        return run.model
+    saved = checkpoint.read_document().get("num_layers") if checkpoint is not None else None
+    num_layers = group.gather_documents(saved, name="saved depth")[0]
+    return run.model.with_depth(num_layers) if num_layers else run.model
+
+
+def _resume(training: Training, checkpoint: Checkpoint | None) -> None:
+    run, loader = training.run, training.loader
+    document = restore(checkpoint, training.replica)
+    if document is None:
+        return
+    loader.load_state_dict(document["loader"])
+    if run.shares == "measured":
+        loader.load_shares(document["loader"])
+    if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
+        loader.load_batches(document["loader"])
+    if training.noise is not None and document.get("noise"):
+        training.noise.load(document["noise"])
+    training.step = document["step"]
+    training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""

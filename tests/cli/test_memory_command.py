@@ -1,0 +1,36 @@
+"""`paceline memory`, and the refusal of a run that does not fit."""
+
+import sys
+
+import pytest
+
+from paceline.cli.main import main
+
+
+def run_command(monkeypatch, capsys, tmp_path, *arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return exit_.value.code, capsys.readouterr()
+
+
+SMALL = ["--model.width", "32", "--model.num_layers", "2", "--model.num_heads", "2"]
+
+
+def test_it_lists_what_a_rank_needs(monkeypatch, capsys, tmp_path):
+    code, said = run_command(monkeypatch, capsys, tmp_path, "memory", "transformer_lm", *SMALL)
+    assert not code
+    lines = {line.split()[0]: line for line in said.out.splitlines() if line.startswith("  ")}
+    assert "134 kB" in lines["parameters"]
+    assert "268 kB" in lines["optimizer"]
+    assert "it fits" in said.out
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(monkeypatch, capsys, tmp_path):
+    huge = [*SMALL, "--global_batch", str(2**24)]
+    code, said = run_command(monkeypatch, capsys, tmp_path, "train", "transformer_lm", *huge)
+    assert code == 2
+    assert "a rank's memory must hold a step" in said.err
+    assert "--num_micro_batches" in said.err
+    assert not list(tmp_path.iterdir())

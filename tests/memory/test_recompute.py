@@ -1,0 +1,77 @@
+"""Recomputation changes memory, and nothing else."""
+
+import pytest
+import torch
+from memory_models import Pictures, compute_loss, loss_and_gradients, make_transformer
+from torch import nn
+
+from paceline.memory import counting, find_recomputable, recompute
+
+
+def most_activations(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with counting(module, optimizer, "cpu") as tracker:
+        compute_loss(module).backward()
+    return tracker.most_activations
+
+
+def test_blocks_are_the_repeated_parts():
+    assert list(find_recomputable(make_transformer())) == ["layers.0", "layers.1", "layers.2"]
+    assert list(find_recomputable(Pictures())) == ["stages.0.0", "stages.0.1", "stages.1.0"]
+    dense = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    assert list(find_recomputable(dense)) == ["0"]
+    assert find_recomputable(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_losses_gradients_and_random_numbers_are_the_same(choice):
+    plain, saving = make_transformer(), make_transformer()
+    recompute(saving, dict.fromkeys(find_recomputable(saving), choice))
+    assert list(saving.state_dict()) == list(plain.state_dict())
+    loss, gradients, drawn = loss_and_gradients(plain)
+    saving_loss, saving_gradients, saving_drawn = loss_and_gradients(saving)
+    assert torch.equal(loss, saving_loss)
+    assert torch.equal(drawn, saving_drawn)
+    assert gradients.keys() == saving_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, saving_gradients[name]), name
+
+
+def test_dropout_matters_here():
+    module = make_transformer()
+    first, second = (loss_and_gradients(module, seed=seed)[0] for seed in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_each_keeps_less_than_the_one_before():
+    needed = []
+    for choice in ("none", "selective", "full"):
+        module = make_transformer(width=64)
+        if choice != "none":
+            recompute(module, dict.fromkeys(find_recomputable(module), choice))
+        needed.append(most_activations(module))
+    none, selective, full = needed
+    assert full < 0.6 * none
+    assert full < selective < 0.8 * none
+
+
+def test_a_block_that_is_left_out_keeps_all():
+    module = make_transformer(width=64, num_layers=4)
+    whole = most_activations(module)
+    recompute(module, {"layers.0": "full", "layers.1": "full"})
+    half = most_activations(module)
+    recompute(module, {"layers.2": "full", "layers.3": "full"})
+    assert most_activations(module) < half < whole
+
+
+def test_under_autocast():
+    plain, saving = make_transformer(), make_transformer()
+    recompute(saving, dict.fromkeys(find_recomputable(saving), "full"))
+    found = []
+    for module in (plain, saving):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.manual_seed(1)
+            logits = module(torch.arange(16)[None])
+        logits.float().square().mean().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

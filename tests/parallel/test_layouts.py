@@ -1,0 +1,146 @@
+"""Every layout trains as one process does: the same losses, norms and parameters, whoever holds what."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm import join
+from paceline.comm.local_group import LocalGroup
+from paceline.compression.codec import Codec
+from paceline.data.base import Batch, Spec
+from paceline.data.order import Interval, apportion
+from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.recipes.transformer_lm import TransformerLM
+from paceline.testing.processes import run_processes
+from paceline.topology.layout import Layout
+from paceline.training.learn import chunk_loss
+from paceline.training.objective import NextToken
+from paceline.training.optimizer_state import model_tensors
+from paceline.training.replica import Replica
+from paceline.training.state import capture
+
+NUM_STEPS = 10
+GLOBAL_BATCH = 12
+NUM_TOKENS = 16
+# Sums of float32 in another order differ by some 1e-7 of their terms; AdamW's first steps divide by gradients near 0.
+LOSS_TOLERANCE = 2e-5
+PARAMETER_TOLERANCE = 2e-4
+
+TWO = [
+    {"data": 2},
+    {"tensor": 2},
+    {"context": 2},
+    {"sharded": 2, "zero_stage": 1},
+    {"sharded": 2, "zero_stage": 2},
+    {"sharded": 2, "zero_stage": 3},
+    {"pipeline": 2, "order": "layer_wise"},
+    {"pipeline": 2, "order": "gpipe"},
+    {"pipeline": 2, "order": "1f1b"},
+    {"pipeline": 2, "order": "interleaved"},
+    {"pipeline": 2, "order": "zero_bubble"},
+]
+FOUR = [
+    {"data": 2, "sharded": 2},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "pipeline": 2, "order": "1f1b"},
+    {"sharded": 2, "zero_stage": 1, "pipeline": 2, "order": "gpipe"},
+    {"tensor": 2, "context": 2},
+    {"sharded": 2, "tensor": 2},
+]
+EIGHT = [{"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"}, {"data": 2, "sharded": 2, "tensor": 2}]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    settings = TransformerLM(width=16, num_layers=4, num_heads=4)
+    return settings.build(Spec(num_classes=32, input_shape=(NUM_TOKENS,)))
+
+
+def make_replica(
+    model: torch.nn.Module, group: Any, layout: dict[str, Any], sharded_codec: Any = None, **settings: Any
+) -> Replica:
+    order = layout.get("order", "1f1b")
+    axes = Layout(**{axis: size for axis, size in layout.items() if axis != "order"})
+    pipeline = PipelineSettings(order=order)
+    part = lay_out(
+        model,
+        group,
+        axes,
+        pipeline=pipeline,
+        sharded_codec=sharded_codec and Codec.model_validate(sharded_codec),
+        sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64),
+    )
+    optimizer = torch.optim.AdamW(part.module.parameters(), lr=1e-2, eps=1e-4)
+    settings = {"clip_norm": 0.5, "hash_interval": 1} | settings
+    return Replica(part.module, share_optimizer(optimizer, part), part=part, **settings)
+
+
+def samples_of(step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(32, (GLOBAL_BATCH, 1), generator=generator)
+    tokens = ((start + torch.arange(NUM_TOKENS + 1)) % 32)[first : first + count]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def take_step(replica: Replica, step: int, num_micro_batches: int, weights: list[float] | None = None) -> Any:
+    """One step of this rank: uneven shares, cut into micro-batches."""
+    part, objective = replica.part, NextToken()
+    weights = weights or [1.0 + reader for reader in range(part.readers.size)]
+    shares = apportion(GLOBAL_BATCH, weights)
+    first = sum(shares[: part.readers.rank])
+    for number, count in enumerate(counts := apportion(shares[part.readers.rank], [1.0] * num_micro_batches)):
+        inputs, targets = samples_of(step, first + sum(counts[:number]), count)
+        last = number == num_micro_batches - 1
+        batch = part.cut(Batch(inputs, targets, count, Interval(0, GLOBAL_BATCH), last))
+        if part.pipeline is not None:
+            replica.backward_through(batch.inputs, batch.targets, chunk_loss(objective, batch), last=last)
+        else:
+            loss = objective.loss(replica, batch)
+            replica.backward(loss.mean, weight=loss.weight, last=last)
+    return replica.update()
+
+
+def train(group: Any, layout: dict[str, Any], num_micro_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    replica = make_replica(make_model(), group, layout)
+    results = [take_step(replica, step, num_micro_batches) for step in range(NUM_STEPS)]
+    numbers = [number for result in results for number in (result.loss, result.gradient_norm)]
+    tensors, _ = capture(replica)
+    replica.close()
+    return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model/")}
+
+
+def compare(layouts: list[dict[str, Any]]) -> list[list[float]]:
+    """Return, for each layout without and with accumulation, how far losses and parameters are from one process's."""
+    group = join()
+    torch.set_num_threads(1)
+    differences = []
+    for num_micro_batches in (1, 2):
+        alone = train(LocalGroup(), {}, 1)
+        for layout in layouts:
+            numbers, tensors = train(group, layout, num_micro_batches)
+            if group.rank == 0:
+                assert tensors.keys() == alone[1].keys()
+                loss = max(abs(a - b) for a, b in zip(numbers, alone[0], strict=True))
+                parameter = max(float((tensors[name] - alone[1][name]).abs().max()) for name in tensors)
+                differences.append([loss, parameter])
+    group.close()
+    return differences
+
+
+@pytest.mark.parametrize(("num_ranks", "layouts"), [(2, TWO), (4, FOUR), (8, EIGHT)], ids=["2", "4", "8"])
+def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[str, Any]]) -> None:
+    results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=55)
+
+    assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
+    for layout, (loss, parameter) in zip([*layouts, *layouts], results[0].value, strict=True):
+        assert loss < LOSS_TOLERANCE, (layout, loss)
+        assert parameter < PARAMETER_TOLERANCE, (layout, parameter)
+
+
+def test_reference_learns() -> None:
+    numbers, _ = train(LocalGroup(), {}, 1)
+
+    assert len(model_tensors(make_model())) > 4
+    assert numbers[-2] < numbers[0]
