@@ -13,6 +13,7 @@ _HOMES = {
     "Data": "paceline.data",
     "Family": "paceline.registry",
     "Group": "paceline.comm",
+    "Layout": "paceline.topology",
     "Loader": "paceline.data",
     "Loss": "paceline.training",
     "Model": "paceline.training",
@@ -31,6 +32,7 @@ _PACKAGES = (
     "data",
     "monitor",
     "optim",
+    "parallel",
     "programs",
     "recipes",
     "schedules",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         data,
         monitor,
         optim,
+        parallel,
         programs,
         recipes,
         schedules,
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError
     from paceline.registry import Family, Settings, register
+    from paceline.topology import Layout
     from paceline.training import Loss, Model, Objective, Replica, Run
 
 

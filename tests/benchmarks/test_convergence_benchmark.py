@@ -2,10 +2,12 @@ import json
 import statistics
 
 import pytest
+from typer.testing import CliRunner
 
 from paceline.benchmarks import ConvergenceBenchmark, Workers
 from paceline.benchmarks.convergence import describe_rule, train_rules
 from paceline.benchmarks.language import LanguageTask
+from paceline.cli.main import app
 from paceline.sync import DiLoCo, EveryStep, LocalSGD, StreamingDiLoCo
 from paceline.testing import run_processes
 
@@ -53,6 +55,27 @@ def test_each_rule_stands_beside_every_step_of_the_same_seeds(monkeypatch):
     assert 1.0 == diloco.ratio_lower < diloco.ratio < diloco.ratio_upper <= 1.2
     assert (local_sent.ratio, diloco_sent.ratio) == (0.25, 0.1)
     assert (local_sent.ratio_lower, local_sent.ratio_upper) == (None, None)
+
+
+def test_rules_are_given_on_the_command_line(monkeypatch, tmp_path):
+    asked = []
+
+    def start(workers, function, tasks, rules):
+        asked.append(rules)
+        return {0: [{"loss": [2.0], "sent": [8.0]}] * len(rules)}
+
+    monkeypatch.setattr(Workers, "start", start)
+    rules = [{"name": "every_step", "codec": {"name": "top_k"}, "dense_steps": 30}, {"name": "easgd"}]
+    line = ["bench", "convergence", "--num_seeds", "1", "--rules", json.dumps(rules), "--json"]
+    result = CliRunner().invoke(app, [*line, str(tmp_path / "rows.json")])
+    assert result.exception is None, result.output
+    assert [(rule["name"], rule.get("dense_steps")) for rule in asked[0]] == [
+        ("every_step", 0),
+        ("every_step", 30),
+        ("easgd", None),
+    ]
+    cases = [row["case"] for row in json.loads((tmp_path / "rows.json").read_text())]
+    assert cases == ["every_step top_k, dense_steps 30"] * 2 + ["easgd"] * 2
 
 
 def test_workers_train_with_every_rule_and_seed():

@@ -67,7 +67,7 @@ def render(records: list[Record]) -> Page:
     picture = draw(summary, DARK, titled=True)
     assert picture.startswith(b"\x89PNG")
     gantt = [draw_gantt(step, DARK) for step in summary.typical_steps[:1]]
-    return Page(render_page(summary, 0, Pictures(picture, picture), Pictures(*gantt, *gantt) if gantt else None))
+    return Page(render_page(summary, 0, Pictures(picture, picture), Pictures(*gantt, *gantt) if gantt else None, None))
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,19 @@
 """`paceline bench`: measurements, as ratios within one run."""
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from paceline.errors import SettingsError
+from paceline.registry import Settings
+
+if TYPE_CHECKING:
+    from paceline.benchmarks import TableRow
+
+S = TypeVar("S", bound=Settings)
 
 
 def bench(
@@ -24,23 +31,48 @@ def bench(
     Every setting of a benchmark can be overridden: `paceline bench replica --num_pairs 20`. With `--hosts 4 --bandwidth
     100mbit` its workers run in hosts of their own, whose links are limited; `--workers.num_workers 8` puts two in each.
     """
-    if hosts is not None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without names, as hosts' are
-    from paceline.benchmarks import check_new_files, find_benchmark, list_benchmarks, print_table, write_files
-    from paceline.cli.overrides import apply_overrides, parse_pairs
+    quieten(hosts)
+    from paceline.benchmarks import find_benchmark, list_benchmarks
 
     if name is None:
-        for known, benchmark in list_benchmarks().items():
-            typer.echo(f"{known:12} {(benchmark.__doc__ or '').splitlines()[0]}")
+        list_settings(list_benchmarks())
         return
+    print_rows(find_benchmark(name)(), lambda chosen: chosen.measure(), context, hosts, bandwidth, json, markdown)
+
+
+def quieten(hosts: int | None) -> None:
+    """Keep torch, which is imported afterwards, from warning of addresses without names, as those of `hosts` are."""
+    if hosts is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def list_settings(known: Mapping[str, type[Settings]]) -> None:
+    """Print each name with the first line of what it is."""
+    width = max(len(name) for name in known)
+    for name, settings in known.items():
+        typer.echo(f"{name:{width}} {(settings.__doc__ or '').splitlines()[0]}")
+
+
+def print_rows(
+    settings: S,
+    measure: Callable[[S], Sequence["TableRow"]],
+    context: typer.Context,
+    hosts: int | None,
+    bandwidth: str | None,
+    json: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Measure with the overrides of the command line, print the table, and write the files that were asked for."""
+    from paceline.benchmarks import check_new_files, print_table, write_files
+    from paceline.cli.overrides import apply_overrides, parse_pairs
+
     check_new_files(json, markdown)
-    pairs = [*place_workers(hosts, bandwidth), *parse_pairs(context.args)]
-    rows = apply_overrides(find_benchmark(name)(), pairs).measure()
+    rows = measure(apply_overrides(settings, [*_place_workers(hosts, bandwidth), *parse_pairs(context.args)]))
     print_table(rows)
     write_files(rows, json, markdown)
 
 
-def place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:
+def _place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:
     """Return the overrides of a benchmark whose workers run on hosts, one on each."""
     if hosts is None and bandwidth is None:
         return []

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -85,7 +85,7 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         return
     default = field.get_default(call_default_factory=True, validated_data={})
     child = document.setdefault(name, default.model_dump() if isinstance(default, Settings) else default)
-    child_class = _settings_class(field)
+    child_class = settings_class(field)
     if child_class is not None and isinstance(child, dict):
         if issubclass(child_class, Family):
             child_class = find_variant(child_class, child["name"])
@@ -97,7 +97,7 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
 
 
 def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
-    family = _settings_class(field)
+    family = settings_class(field)
     if family is not None and issubclass(family, Family):
         find_variant(family, value)
         is_present = isinstance(present, dict) and present.get("name") == value
@@ -126,6 +126,9 @@ def _from_json(value: str) -> Any:
         return value
 
 
-def _settings_class(field: FieldInfo) -> type[Settings] | None:
+def settings_class(field: FieldInfo) -> type[Settings] | None:
+    """Return the class of settings that a field takes; None where it takes none."""
+    if get_origin(field.annotation) is tuple:  # of any number of settings: given as JSON, all at once
+        return None
     candidates = [field.annotation, *get_args(field.annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Settings)), None)

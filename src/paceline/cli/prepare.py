@@ -97,7 +97,8 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     workers = num_workers or file.num_workers
     needed = check_memory(run, check_workers(run, workers), workers)
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
-    is_finished = any(select(read_log(directory / "events.jsonl"), RunFinished))
+    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
+    is_finished = log.is_file() and any(select(read_log(log), RunFinished))
     if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps:
         raise SettingsError(
             f"a resumed run must have steps left, but {directory} is at step {step} of {run.num_steps}; "

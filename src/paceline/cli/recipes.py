@@ -31,16 +31,22 @@ def recipes(
 
 def describe_settings(settings: object, prefix: str = "") -> list[tuple[str, object, str]]:
     """Return (dotted path, value, meaning) of every field, those of settings inside it too."""
-    from paceline.registry import Family, Settings, list_variants
+    from paceline.cli.overrides import settings_class
+    from paceline.registry import Family, Settings, describe_fields, list_variants
 
     assert isinstance(settings, Settings)
     rows: list[tuple[str, object, str]] = []
-    for name, field in type(settings).model_fields.items():
+    for name, text in describe_fields(type(settings)).items():
         value = getattr(settings, name)
-        meaning = " ".join((field.description or "").split())
+        meaning = " ".join(text.split())
         if isinstance(value, Family):
-            others = ", ".join(list_variants(type(value).__mro__[1]))
+            family = settings_class(type(settings).model_fields[name])
+            assert family is not None
+            assert issubclass(family, Family)
+            others = ", ".join(list_variants(family))
             rows.append((prefix + name, value.name, f"{meaning} One of: {others}."))
+            rows += describe_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, Settings):
             rows += describe_settings(value, f"{prefix}{name}.")
         else:
             rows.append((prefix + name, value, meaning))

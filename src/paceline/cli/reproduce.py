@@ -1,10 +1,11 @@
 """`paceline reproduce`: published tables measured again, our numbers beside theirs."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from paceline.cli.bench import list_settings, print_rows, quieten
 
 
 def reproduce(
@@ -21,19 +22,10 @@ def reproduce(
 
     Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`.
     """
-    if hosts is not None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without names, as hosts' are
-    from paceline.benchmarks import check_new_files, print_table, write_files
+    quieten(hosts)
     from paceline.benchmarks.reproductions import find_reproduction, list_reproductions
-    from paceline.cli.bench import place_workers
-    from paceline.cli.overrides import apply_overrides, parse_pairs
 
     if name is None:
-        for known, reproduction in list_reproductions().items():
-            typer.echo(f"{known:20} {(reproduction.__doc__ or '').splitlines()[0]}")
+        list_settings(list_reproductions())
         return
-    check_new_files(json, markdown)
-    pairs = [*place_workers(hosts, bandwidth), *parse_pairs(context.args)]
-    rows = apply_overrides(find_reproduction(name)(), pairs).reproduce()
-    print_table(rows)
-    write_files(rows, json, markdown)
+    print_rows(find_reproduction(name)(), lambda chosen: chosen.reproduce(), context, hosts, bandwidth, json, markdown)

@@ -57,8 +57,7 @@ def _train_here(
     from paceline.cli.prepare import prepare_new, prepare_resumed, take_back, write_report
     from paceline.launch import ExitCode
     from paceline.launch.local import launch
-    from paceline.monitor.events import RunStarted
-    from paceline.monitor.reader import last_traceback, read_log, select
+    from paceline.monitor.reader import last_traceback
     from paceline.training.run import RunFile
 
     if workers is not None and workers < 1:
@@ -68,7 +67,7 @@ def _train_here(
         before = RunFile.load(resume)
         lock = WriterLock(resume.absolute())
         lock.acquire()
-        num_starts = len(select(read_log(resume / "events.jsonl"), RunStarted))
+        num_starts = _count_starts(resume)
         directory, file = prepare_resumed(resume, workers, overrides)
     else:
         assert recipe is not None
@@ -78,7 +77,7 @@ def _train_here(
     typer.echo(f"run: {directory}")
     code = launch(directory, file.num_processes, max_restarts=max_restarts)
     lock.release()
-    if before is not None and len(select(read_log(directory / "events.jsonl"), RunStarted)) == num_starts:
+    if before is not None and _count_starts(directory) == num_starts:
         take_back(directory, before)
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:
@@ -89,3 +88,11 @@ def _train_here(
         typer.echo(last_traceback(directory / "events.jsonl"), err=True)
         typer.echo(f"what the workers printed: {directory / 'workers'}")
     return code
+
+
+def _count_starts(directory: Path) -> int:
+    from paceline.monitor.events import RunStarted
+    from paceline.monitor.reader import read_log, select
+
+    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
+    return len(select(read_log(log), RunStarted)) if log.is_file() else 0

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 BLOCK_SIZE = 256
 """Elements that share a scale."""
@@ -70,6 +71,11 @@ def _pad(values: Tensor) -> Tensor:
 @cache
 def _tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
     """Return the ascending values by code, and the code of each half float by its bits, as a number from -2**15 on."""
+    with unset_fake_temporarily():  # a rehearsal of a step must not leave tables without contents behind
+        return _make_tables(device, is_signed)
+
+
+def _make_tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
     values: list[float] = []
     for decade in range(_NUM_DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)

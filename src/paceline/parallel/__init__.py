@@ -1,1 +1,26 @@
-"""Layer 5: a layout applied to a model: who holds which part of it, and what ranks of one worker exchange."""
+"""Layer 6: a layout applied to a model: who holds which part of it, and what ranks of one worker exchange."""
+
+from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.context import Contextual
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.part import Part
+from paceline.parallel.pipeline import ORDERS, HasPieces, Piece, Pipeline, PipelineSettings
+from paceline.parallel.tensor import TiedHead, register_styles
+from paceline.parallel.tensor_styles import STYLES, Style
+
+__all__ = [
+    "ORDERS",
+    "STYLES",
+    "Contextual",
+    "HasPieces",
+    "Mesh",
+    "Part",
+    "Piece",
+    "Pipeline",
+    "PipelineSettings",
+    "Style",
+    "TiedHead",
+    "lay_out",
+    "register_styles",
+    "share_optimizer",
+]

@@ -1,7 +1,7 @@
 """Real processes for tests: N ranks that find each other as torchrun's workers do.
 
 One starter process imports torch and the function under test and then forks the ranks, so that a start of N ranks
-costs one import. The store in which they meet is held by the caller, as torchrun's agent does: it outlives every rank.
+costs one import, and a second start mostly none (`paceline.testing.warm_starter`). The store in which they meet is held by the caller, as torchrun's agent does: it outlives every rank.
 When the caller dies, by SIGKILL too, starter and ranks die with it.
 """
 
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from paceline.testing.netlab_namespaces import enter_namespace
+from paceline.testing.warm_starter import share_starter
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
@@ -92,7 +94,12 @@ def run_processes(
             "namespaces": paths,
         }
         launcher = _launcher_environment(num_ranks, num_ranks // len(set(paths)), held.port)
-        _run_starter(plan, {**os.environ, **launcher, **(environment or {})})
+        variables = {**os.environ, **launcher, **(environment or {})}
+        # Variables may mean something to what imports only; and the warm starter listens to one thread.
+        if environment or threading.current_thread() is not threading.main_thread():
+            _check(*_run_starter(plan, variables))
+        else:
+            _check(*share_starter().run(plan, variables, plan["timeout_s"] + _GRACE_S))
         return [_collect(Path(folder), rank) for rank in range(num_ranks)]
 
 
@@ -113,9 +120,10 @@ def _launcher_environment(num_ranks: int, ranks_per_host: int, port: int) -> dic
     }
 
 
-def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Run the starter, and leave nothing behind whatever happens here."""
-    command = [sys.executable, "-c", "from paceline.testing.processes import start_ranks; start_ranks()"]
+def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a starter of its own, and leave nothing behind whatever happens here; return exit code and output."""
+    program = "import json, sys; from paceline.testing.processes import start_ranks; start_ranks(json.load(sys.stdin))"
+    command = [sys.executable, "-c", program]
     starter = subprocess.Popen(
         command,
         env=environment,
@@ -131,7 +139,11 @@ def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> Non
         if starter.returncode is None:
             os.killpg(starter.pid, signal.SIGKILL)
             starter.communicate()
-    if starter.returncode != 0:
+    return starter.returncode, output
+
+
+def _check(exit_code: int, output: str) -> None:
+    if exit_code != 0:
         raise RuntimeError(f"the process that starts ranks must end well, but it did not:\n{output}")
 
 
@@ -146,9 +158,8 @@ def _collect(folder: Path, rank: int) -> RankResult:
     )
 
 
-def start_ranks() -> None:
-    """Be the starter: read the plan from stdin, fork the ranks, and write how each ended."""
-    plan = json.load(sys.stdin)
+def start_ranks(plan: Mapping[str, Any]) -> None:
+    """Be the starter: fork the ranks of a plan, and write how each ended."""
     folder = Path(plan["folder"])
     signal.signal(signal.SIGTERM, lambda *_: _vanish(folder))
     _die_with_parent(plan["owner"], signal.SIGTERM)

@@ -71,7 +71,7 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
 
 
-def check_rule(rule: Rule, precision: str, landing: str) -> None:
+def check_rule_fits(rule: Rule, precision: str, landing: str) -> None:
     """Refuse what does not go together with a rule that does more than to sum gradients."""
     if landing == "next_forward" and not rule.keeps_replicas_equal:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")

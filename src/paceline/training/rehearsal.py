@@ -136,7 +136,7 @@ def guarded(rehearsing: Callable[[], T]) -> T:
         return rehearsing()
     except PacelineError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         first_line = str(error).strip().partition("\n")[0]
         raise RehearsalError(
             "the model must run on tensors without contents (torch's FakeTensorMode) for its memory to be known before "

@@ -28,7 +28,7 @@ from paceline.training.checks import (
     check_momentum,
     check_optimizer,
     check_placement,
-    check_rule,
+    check_rule_fits,
     check_settings,
 )
 from paceline.training.control import Control, Verdict
@@ -103,7 +103,7 @@ class Replica:
         check_settings(precision, clip_norm, self._parameters)
         check_placement(self._parameters, self.group)
         check_optimizer(optimizer, module)
-        check_rule(self.sync, precision, landing)
+        check_rule_fits(self.sync, precision, landing)
         check_layout(self.part.layout, self.sync, landing)
         if self.sync.carries_momentum:
             check_momentum(own_part(optimizer))
@@ -447,8 +447,9 @@ class Replica:
         new = [name for name in self._sum.unused if name not in self._warned_unused]
         if new:
             self._warned_unused.update(new)
+            where = "on any rank" if self._sum.is_of_all else "here"
             warnings.warn(
-                f"{len(new)} parameters had no gradient at step {step} on any rank and stay as they are: "
+                f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
                 f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
                 UnusedParametersWarning,
                 stacklevel=3,

@@ -18,7 +18,7 @@ from paceline.registry import Settings, explain
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
-from paceline.training.checks import Precision, check_layout, check_rule
+from paceline.training.checks import Precision, check_layout, check_rule_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.model import Model
 from paceline.training.noise_scale import check_noise
@@ -103,7 +103,7 @@ class Run(Settings):
                 f"landing must be update where the whole step is needed at once, but got {self.landing} with "
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
-        check_rule(self.sync, self.precision, self.landing)
+        check_rule_fits(self.sync, self.precision, self.landing)
         check_layout(self.layout, self.sync, self.landing)
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(

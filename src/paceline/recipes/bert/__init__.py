@@ -1,4 +1,4 @@
-"""Layer 8: a bidirectional Transformer that learns to guess masked bytes of a text."""
+"""Layer 9: a bidirectional Transformer that learns to guess masked bytes of a text."""
 
 from paceline.data.masked_text import MaskedText
 from paceline.optim import AdamW

@@ -1,4 +1,4 @@
-"""Layer 8: ResNets that learn to tell pictures apart."""
+"""Layer 9: ResNets that learn to tell pictures apart."""
 
 from paceline.data.images import Images
 from paceline.optim import SGD

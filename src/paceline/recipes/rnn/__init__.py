@@ -1,4 +1,4 @@
-"""Layer 8: a recurrent network that tells sequences apart."""
+"""Layer 9: a recurrent network that tells sequences apart."""
 
 from paceline.data.images import Images
 from paceline.optim import AdamW
