@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 import paceline
 from paceline.errors import SettingsError, UnknownNameError, missing_extra, unknown_name
-from paceline.registry import Family, Settings, explain, find_variant, list_variants, register
+from paceline.registry import Family, Settings, describe_fields, explain, find_variant, list_variants, register
 
 
 class Shape(Family):
@@ -283,6 +283,37 @@ def test_a_number_that_json_cannot_hold_is_refused_or_kept(value):
         return
     again = Clipped.model_validate_json(clipped.model_dump_json())
     assert repr(again.clip_norm) == repr(value)
+
+
+class Documented(Circle):
+    """Settings that say what they mean."""
+
+    inner: float = 0.5
+    """How large the hole is,
+
+    in metres.
+    """
+    colour: str = "red"
+    number: int = 3
+    "Of them."
+
+
+class DocumentedBelow(Documented):
+    colour: str = "blue"
+    """What it is painted with."""
+    number: int = 4
+
+
+def test_fields_are_described_by_the_text_below_them():
+    assert describe_fields(DocumentedBelow) == {
+        "radius": "",
+        "inner": "How large the hole is,\n\nin metres.",
+        "colour": "What it is painted with.",
+        "number": "Of them.",
+    }
+    from_nowhere = type("FromNowhere", (Documented,), {"__annotations__": {"more": int}, "more": 3})
+    assert describe_fields(from_nowhere)["colour"] == ""
+    assert describe_fields(from_nowhere)["more"] == ""
 
 
 def test_errors_of_names_and_extras_say_what_to_do():

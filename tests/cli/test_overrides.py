@@ -151,9 +151,10 @@ def test_an_unknown_field_is_told_with_the_closest_and_all():
 
 def test_an_unknown_variant_is_told_with_the_closest_and_all():
     with pytest.raises(UnknownNameError) as caught:
-        override("--optimizer", "adam")
-    assert (
-        str(caught.value) == "optimizer must be a known name, but got 'adam'; did you mean 'adamw'? known: adamw, sgd"
+        override("--optimizer", "lamp")
+    assert str(caught.value) == (
+        "optimizer must be a known name, but got 'lamp'; did you mean 'lamb'? "
+        "known: adafactor, adam, adamw, adamw_8bit, lamb, lars, sgd"
     )
 
 

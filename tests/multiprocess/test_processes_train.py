@@ -92,7 +92,7 @@ def wait_for_step(directory, step, process):
     while not (log.exists() and any(record.step >= step for record in select(read_log(log), StepFinished))):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 def find_worker(launcher):

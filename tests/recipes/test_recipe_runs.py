@@ -86,7 +86,7 @@ def test_a_killed_worker_of_bert_is_started_again(tmp_path: Path) -> None:
             while not (log.exists() and len(select(read_log(log), StepFinished)) >= 10):
                 assert process.poll() is None, process.communicate()[0]
                 assert time.monotonic() < deadline
-                time.sleep(0.01)
+                time.sleep(0.03)
             os.kill(find_worker(directory), signal.SIGKILL)
             output, _ = process.communicate(timeout=60)
         finally:

@@ -7,6 +7,7 @@ from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import Comparison
 from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
+from paceline.benchmarks.layouts import LayoutsBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.benchmarks.server import ServerBenchmark
 from paceline.benchmarks.stragglers import StragglersBenchmark
@@ -24,6 +25,7 @@ __all__ = [
     "Comparison",
     "ConvergenceBenchmark",
     "ExposedBenchmark",
+    "LayoutsBenchmark",
     "ReplicaBenchmark",
     "Row",
     "ServerBenchmark",

@@ -48,9 +48,13 @@ def check_workers(run: Run, num_workers: int) -> Splits:
     if layout.data is not None and num_workers != layout.data * layout.sharded:
         raise SettingsError(
             f"the number of workers must be data({layout.data}) * sharded({layout.sharded}) = "
-            f"{layout.data * layout.sharded}, but got {num_workers}; leave out --workers or --layout.data"
+            f"{layout.data * layout.sharded}, but got {num_workers}; give --workers {layout.data * layout.sharded}"
         )
-    layout.resolve(num_workers * layout.ranks_of_worker)
+    if num_workers % layout.sharded:
+        raise SettingsError(
+            f"the number of workers must be a multiple of sharded({layout.sharded}), but got {num_workers}; give "
+            f"--workers {-(-num_workers // layout.sharded) * layout.sharded}"
+        )
     if run.global_batch < num_workers:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but got {run.global_batch} for {num_workers} "

@@ -16,9 +16,9 @@ from paceline.registry import register
 class LAMB(Optimizer):
     """AdamW whose every matrix moves by the same part of its own norm (You et al. 2020).
 
-    The update u of AdamW, weight decay included and moments corrected for their start at 0, is scaled by |w| / |u|.
+    The update u of AdamW, weight decay included and moments corrected for their start at 0, is scaled by ``|w| / |u|``.
     Where `ratio_bounds` force that to 1 this is AdamW. Vectors (biases, norms) have ratio 1 and no decay, as in the
-    authors' code. The paper bounds |w| where anything, and here it is the ratio.
+    authors' code. The paper bounds ``|w|`` where anything, and here it is the ratio.
 
     In memory: two buffers of the parameters' size, as AdamW, and during a step another two. On the wire: nothing but
     two norms of each sharded parameter.

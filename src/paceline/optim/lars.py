@@ -16,7 +16,7 @@ from paceline.registry import register
 class LARS(Optimizer):
     """SGD with momentum whose every matrix moves by the same part of its own norm (You, Gitman and Ginsburg 2017).
 
-    The gradient of each, with weight decay d, is scaled by ratio = trust_coefficient * |w| / (|g| + d |w|). Where
+    The gradient of each, with weight decay d, is scaled by ``trust_coefficient * |w| / (|g| + d |w|)``. Where
     `ratio_bounds` force it to 1 this is SGD with momentum. Vectors (biases, norms) have ratio 1 and no decay, as in
     later work with it; in the paper they have a ratio too. The learning rate stands outside of the momentum, as in
     torch's SGD, and in the paper inside: it is the same while the rate stays the same.

@@ -49,16 +49,7 @@ def lay_out(
         SettingsError: The layout does not fit the ranks or the model.
     """
     axes = layout.resolve(world.size)
-    if layout.shares_parameters and layout.pipeline > 1:
-        raise SettingsError(
-            f"zero_stage must be 1 beside a pipeline, whose stages are no modules that FSDP could gather, but got "
-            f"{layout.zero_stage}; give --layout.zero_stage 1"
-        )
-    if sharded_codec is not None and not (layout.shares_parameters and layout.pipeline * layout.tensor == 1):
-        raise SettingsError(
-            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
-            f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
-        )
+    check_sharing(layout, sharded_codec)
     if layout.is_plain:
         return Part(world, layout, module=module)
     mesh = Mesh(world, axes)
@@ -69,7 +60,8 @@ def lay_out(
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
     if layout.pipeline > 1:
-        assert sample is not None
+        if sample is None:
+            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give lay_out one")
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample)
         module = driver.module
     if layout.tensor > 1:
@@ -84,6 +76,30 @@ def lay_out(
     coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     group = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
     return Part(group, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded)
+
+
+def check_sharing(layout: Layout, sharded_codec: Codec | None) -> None:
+    """Raise `SettingsError` where the sharded axis cannot be beside the others, or with a codec."""
+    if layout.sharded > 1 and layout.tensor > 1 and layout.pipeline > 1:
+        raise SettingsError(
+            f"sharded must be 1 beside both a tensor and a pipeline axis, but got {layout.sharded}; give "
+            f"--layout.data {layout.sharded} instead"
+        )
+    if layout.shares_parameters and layout.pipeline > 1:
+        raise SettingsError(
+            f"zero_stage must be 1 beside a pipeline, whose stages are no modules that FSDP could gather, but got "
+            f"{layout.zero_stage}; give --layout.zero_stage 1"
+        )
+    if layout.shares_optimizer and layout.tensor > 1:
+        raise SettingsError(
+            "zero_stage must be 2 or 3 beside a tensor axis, whose ranks hold parts of parameters, but got 1; give "
+            "--layout.zero_stage 3"
+        )
+    if sharded_codec is not None and not (layout.shares_parameters and layout.pipeline * layout.tensor == 1):
+        raise SettingsError(
+            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
+            f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
+        )
 
 
 def share_optimizer(optimizer: torch.optim.Optimizer, part: Part) -> torch.optim.Optimizer:

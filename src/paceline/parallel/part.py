@@ -64,10 +64,13 @@ class Part:
         """The ranks of this worker."""
         self.readers = group
         """The ranks that take different samples."""
+        self.observers = group
+        """The ranks with the layers of this one that see other samples, or other tokens of them."""
         if mesh is not None:
             sharded = ("sharded",) if self.layout.shares_parameters else ()
             self.inside = mesh.group(*sharded, "tensor", "pipeline")
             self.readers = mesh.group("data", "sharded")
+            self.observers = mesh.group("data", "sharded", "context") if sharded else group
             self._sharers = self._find_sharers(mesh)
 
     @property
@@ -151,10 +154,13 @@ class Part:
 
     def list_common(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return which ranks of this worker hold the same values, and of which parameters."""
-        if self.mesh is None or self.mesh.size("tensor") == 1:
-            return []
-        common = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
-        return [(self.mesh.group("tensor"), common)]
+        common: dict[Group, list[str]] = {}
+        if self.mesh is not None and self.mesh.size("tensor") > 1:
+            whole = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
+            common[self.mesh.group("tensor")] = whole
+        for name, group in self._sharers.items():
+            common[group] = [*common.get(group, []), name]
+        return list(common.items())
 
     def sum_inside(self, values: Tensor, name: str) -> None:
         """Replace `values` by their sum over the ranks of this worker."""
@@ -186,16 +192,21 @@ class Part:
             self.mesh.close()
 
     def describe(self) -> dict[str, Any]:
-        """Return the axes, as JSON; the same on every rank."""
-        axes = list(self.mesh.axes.sizes) if self.mesh is not None else None
-        return {"axes": axes, "zero_stage": self.layout.zero_stage}
+        """Return what decides which rank holds what, as JSON; the same on every rank."""
+        plan = self._tensor_split.plan if self._tensor_split is not None else None
+        return {
+            "axes": list(self.mesh.axes.sizes) if self.mesh is not None else None,
+            "zero_stage": self.layout.zero_stage,
+            "stages": self.pipeline.describe() if self.pipeline is not None else None,
+            "tensor_plan": dict(plan) if plan is not None else None,
+        }
 
     def _find_sharers(self, mesh: Mesh) -> dict[str, Group]:
         """Return the ranks that hold copies of a parameter, by its name, where this is one of several."""
         groups: dict[tuple[int, ...], Group] = {}
         sharers = {}
         shared = self.pipeline.shared if self.pipeline is not None else {}
-        trained = dict(self.module.named_parameters())
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         for name, places in shared.items():
             if self.pipeline is None or self.pipeline.place not in places or name not in trained:
                 continue

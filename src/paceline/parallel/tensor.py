@@ -25,10 +25,14 @@ class TensorSplit:
     Args:
         styles: That of each module that the plan named.
         activations: How they move; None with one rank along the axis.
+        plan: What was asked for; None where types decided.
     """
 
-    def __init__(self, styles: Mapping[str, Style], activations: Activations | None) -> None:
+    def __init__(
+        self, styles: Mapping[str, Style], activations: Activations | None, plan: Mapping[str, str] | None = None
+    ) -> None:
         self.styles = styles
+        self.plan = plan
         self._activations = activations
 
     @property
@@ -99,7 +103,7 @@ def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) 
         apply(styles.get(name, "replicate"), part, activations, is_in_block=name.startswith(blocks))
     for name, parameter in module.named_parameters():
         _watch(name, parameter, activations)
-    return TensorSplit(styles, activations)
+    return TensorSplit(styles, activations, plan)
 
 
 def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 
 import torch
 from torch.distributed.algorithms import Joinable
@@ -26,7 +27,8 @@ def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     state is that of `own_part`.
 
     Args:
-        optimizer: Newly built, of a class whose constructor takes its defaults by name; it is not used again.
+        optimizer: Newly built, of a class whose constructor takes its defaults by name, or all as `defaults`; it is not
+            used again.
         mesh: The layout.
 
     Raises:
@@ -40,10 +42,12 @@ def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    accepted = inspect.signature(type(optimizer)).parameters
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
     return ZeroRedundancyOptimizer(
         [dict(group) for group in optimizer.param_groups],
-        optimizer_class=type(optimizer),
+        # One that takes its defaults in one piece, as torch's base class does, takes them here.
+        optimizer_class=partial(kind, defaults=optimizer.defaults) if "defaults" in accepted else kind,
         process_group=mesh.process_group("sharded"),
         # One broadcast a rank rather than one a parameter; but it would undo other memory formats.
         parameters_as_bucket_view=all(parameter.is_contiguous() for parameter in parameters),

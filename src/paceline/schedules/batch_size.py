@@ -125,11 +125,11 @@ class SteppedBatch(ChangingBatch):
 class NoiseScaleBatch(ChangingBatch):
     """A batch that follows the measured gradient noise scale.
 
-    McCandlish et al. 2018, "An empirical model of large-batch training". At a batch of B_simple = tr(S) / |G|^2
+    McCandlish et al. 2018, "An empirical model of large-batch training". At a batch of ``tr(S) / |G|^2``
     samples, noise and signal weigh the same in a step: below it twice the batch is worth nearly twice the steps, above
-    it more samples are mostly wasted. Where the noise is so large that |G|^2 cannot be told from 0, the batch grows as
-    fast as it may. A change takes effect once the samples that are read ahead are used. With min_batch = max_batch it
-    is the constant batch.
+    it more samples are mostly wasted. Where the noise is so large that ``|G|^2`` cannot be told from 0, the batch grows
+    as fast as it may. A change takes effect once the samples that are read ahead are used. With min_batch = max_batch
+    it is the constant batch.
     """
 
     interval: int = Field(default=50, ge=1)

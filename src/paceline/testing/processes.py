@@ -1,8 +1,9 @@
 """Real processes for tests: N ranks that find each other as torchrun's workers do.
 
 One starter process imports torch and the function under test and then forks the ranks, so that a start of N ranks
-costs one import, and a second start mostly none (`paceline.testing.warm_starter`). The store in which they meet is held by the caller, as torchrun's agent does: it outlives every rank.
-When the caller dies, by SIGKILL too, starter and ranks die with it.
+costs one import, and the next start hardly any (`paceline.testing.warm_starter`). The store in which they meet is held
+by the caller, as torchrun's agent does: it outlives every rank. When the caller dies, by SIGKILL too, starter and ranks
+die with it.
 """
 
 import ctypes
@@ -99,7 +100,7 @@ def run_processes(
         if environment or threading.current_thread() is not threading.main_thread():
             _check(*_run_starter(plan, variables))
         else:
-            _check(*share_starter().run(plan, variables, plan["timeout_s"] + _GRACE_S))
+            _check(*share_starter().run(plan, variables, timeout_s + _GRACE_S))
         return [_collect(Path(folder), rank) for rank in range(num_ranks)]
 
 

@@ -51,7 +51,7 @@ def evaluate(
     was_training = {module: module.training for module in replica.module.modules()}
     replica.module.eval()
     sums: dict[str, float] = {}
-    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, replica.group):
+    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, part.observers):
         for first in range(start, start + length, batch_size):
             if is_stopped():
                 sums["stopped"] = 1.0

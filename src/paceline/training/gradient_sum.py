@@ -120,9 +120,11 @@ class GradientSum:
         """
         verdict = control.wait()
         if verdict.num_non_finite:
-            losses = self.near.gather_documents(repr(float(loss)), name="non-finite losses")
-            said = zip(self._ranks, losses, strict=True)
-            bad = [f"rank {rank} ({value})" for rank, value in said if value in ("nan", "inf", "-inf")]
+            said = {str(self._part.world.rank): repr(float(loss))}
+            for group in (self._part.inside, self.near):
+                documents = group.gather_documents(said, name="non-finite losses")
+                said = {rank: value for document in documents for rank, value in document.items()}
+            bad = [f"rank {rank} ({value})" for rank, value in said.items() if value in ("nan", "inf", "-inf")]
             raise NonFiniteError(
                 f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
                 "learning rate, clip gradients, or look at the data of that step"

@@ -40,6 +40,8 @@ class OptimizerStep:
         self._part = part
         self._parameters = parameters
         self._scaler = torch.amp.GradScaler(part.world.device.type, enabled=precision == "fp16")
+        # It makes its scale with the first loss, of which a rank without the last stage of a pipeline has none.
+        self._scaler.scale(torch.zeros((), device=part.world.device))
 
     @property
     def is_scaled(self) -> bool:

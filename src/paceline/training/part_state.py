@@ -18,6 +18,7 @@ from paceline.comm.group import Group
 from paceline.parallel.local import local, part, wrap
 from paceline.parallel.start import broadcast_tensors
 from paceline.parallel.zero_redundancy import own_part
+from paceline.sync.batch_statistics import pool_moments, pooled_over_workers
 from paceline.topology.layout import Axis
 from paceline.training.optimizer_state import load_optimizer, model_tensors, optimizer_state
 from paceline.training.own_state import Shapes, gather_own, gather_whole, hand_out_own, is_own, mean_of, of_kind
@@ -40,9 +41,13 @@ def capture_parts(replica: Replica) -> tuple[dict[str, Tensor], Document]:
         own |= {f"sync/{name}": tensor for name, tensor in own_sync.items()}
         own |= {f"shared/{name}": tensor for name, tensor in shared_sync.items()}
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in module.named_parameters()}
-        own |= {name: local(tensor) for name, tensor in optimizer.items()}
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        for name, tensor in optimizer.items():
+            # What is not laid out as its parameter is, such as means over rows, only its rule can cut again.
+            is_cut_alike = tensor.shape == shapes[name.removeprefix("optimizer/").rpartition("/")[0]]
+            own[name] = local(tensor) if is_cut_alike or not isinstance(tensor, DTensor) else tensor.full_tensor()
         optimizer = {name: _mean(tensor, replica.group) for name, tensor in optimizer.items()}
-    with replica.consensus():
+    with replica.consensus(), pooled_over_workers(module, replica.part.observers):
         mine = {f"model/{name}": tensor for name, tensor in model_tensors(module).items()} | optimizer
         whole = dict(_make_whole(mine, replica))
     tensors = gather_whole(whole, world) | gather_own(own, world)
@@ -73,6 +78,7 @@ def restore_parts(checkpoint: Checkpoint | None, replica: Replica, header: Mappi
     world, module = replica.part.world, replica.module
     extra = _read(checkpoint, shapes) if checkpoint is not None else {}
     own_names = [name for name in shapes if is_own(name)]
+    _pool_statistics(extra, document["num_workers"])
     means = _mean_optimizer(extra, shapes, document["num_workers"])
     mine = {f"model/{name}": tensor for name, tensor in model_tensors(module).items()}
     parameters = dict(module.named_parameters())
@@ -152,6 +158,23 @@ def _read(checkpoint: Checkpoint, shapes: Shapes) -> dict[str, Tensor]:
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
     checkpoint.load(tensors)
     return tensors
+
+
+def _pool_statistics(read: Mapping[str, Tensor], num_saved: int) -> None:
+    """Make BatchNorm's statistics those of all workers, where whole models saved others than rank 0's."""
+    differing = {name.partition("/")[2] for name in read if name.startswith("worker")}
+    for layer in {name.removesuffix("running_mean") for name in differing if name.endswith("running_mean")}:
+        mean, variance = f"{layer}running_mean", f"{layer}running_var"
+        saved = [
+            (
+                read.get(f"worker{rank}/{mean}", read[f"model/{mean}"]),
+                read.get(f"worker{rank}/{variance}", read[f"model/{variance}"]),
+            )
+            for rank in range(num_saved)
+        ]
+        pooled = pool_moments(saved)
+        read[f"model/{mean}"].copy_(pooled[0])
+        read[f"model/{variance}"].copy_(pooled[1])
 
 
 def _mean_optimizer(read: dict[str, Tensor], shapes: Shapes, num_saved: int) -> dict[str, tuple[list[int], str]]:

@@ -204,7 +204,7 @@ class Replica:
         check_backward(loss, weight, self._control is not None, self._frozen)
         self._begin_backward(weight, last=last)
         assert self._mass_unit is not None
-        factor = weight if reduction == "mean" else 1.0
+        factor = weight if reduction == "mean" else float(weight > 0)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._announce(self._weight + weight, numerator)
@@ -469,7 +469,8 @@ class Replica:
         locals_ = {name: local(parameter) for name, parameter in self._parameters.items()}
         for group, names in ((self.group, list(locals_)), *self.part.list_common(self._parameters)):
             if group.size > 1 and names:
-                check_equal({name: locals_[name] for name in names}, group, self.num_updates)
+                chosen = {name: locals_[name] for name in names}
+                check_equal(chosen, group, self.num_updates, rank=self.part.world.rank)
 
 
 def _divisor(control: Control, mass_unit: float) -> float:

@@ -13,6 +13,7 @@ from paceline.data.base import Data
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
+from paceline.parallel.apply import check_sharing
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
@@ -105,6 +106,7 @@ class Run(Settings):
             )
         check_rule_fits(self.sync, self.precision, self.landing)
         check_layout(self.layout, self.sync, self.landing)
+        check_sharing(self.layout, self.sharded_codec)
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
                 f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"

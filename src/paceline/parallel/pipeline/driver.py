@@ -127,6 +127,13 @@ class Pipeline:
             raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
         return torch.cat(tensors)
 
+    def describe(self) -> list[list[str]]:
+        """Return, for each stage, its rank's place on the pipeline axis and its pieces, as JSON."""
+        return [
+            [str(self._place_of(index)), *(piece.name for piece in pieces)]
+            for index, pieces in enumerate(self.pieces_of_stages)
+        ]
+
     def close(self) -> None:
         """Let go of all buffers."""
         self._made.clear()
@@ -140,6 +147,13 @@ class Pipeline:
 
     def _find_shared(self, module: nn.Module) -> dict[str, list[int]]:
         owned = [find_owned(module, self._pieces_at(place)) for place in range(self.num_ranks)]
+        for place, tensors in enumerate(owned):
+            if not any(tensor.requires_grad for tensor in tensors):
+                names = ", ".join(piece.name for piece in self._pieces_at(place))
+                raise SettingsError(
+                    f"each rank of a pipeline must have parameters to train, but place {place} of {self.num_ranks} has "
+                    f"none in {names}; name other cuts with --pipeline.cuts, or take fewer ranks"
+                )
         named = [*module.named_parameters(), *module.named_buffers()]
         places = {name: [i for i, tensors in enumerate(owned) if tensor in tensors] for name, tensor in named}
         return {name: holders for name, holders in places.items() if len(holders) > 1}

@@ -1,0 +1,267 @@
+"""What a person may do to a layout that nobody meant: it works as in one process, or says why it cannot."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.comm import join
+from paceline.comm.group import Group
+from paceline.comm.local_group import LocalGroup
+from paceline.compression.codec import Codec
+from paceline.errors import DivergenceError, NonFiniteError, SettingsError
+from paceline.optim import Optimizer
+from paceline.parallel.apply import check_sharing, lay_out, share_optimizer
+from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.sync import DiLoCo
+from paceline.sync.batch_statistics import pooled_over_workers
+from paceline.testing.processes import run_processes
+from paceline.topology.layout import Layout
+from paceline.training.part_state import capture_parts
+from paceline.training.replica import Replica
+from paceline.training.state import capture, restore
+
+NUM_SAMPLES = 8
+WIDTH = 8
+TOLERANCE = 1e-5
+STATES = ("lars", "lamb", "adafactor", "adamw_8bit")
+PIECES = ("embedding", "first", "act", "second", "head")
+
+
+class Tied(nn.Module):
+    """A model whose first and last piece are one matrix."""
+
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.Tanh()
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+        self.embedding.weight.requires_grad_(not is_frozen)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.act(self.first(self.embedding(tokens))))
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class Normed(nn.Module):
+    """A model that keeps statistics of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.map(x))
+        return normed
+
+
+def make(
+    model: nn.Module, group: Group, layout: Layout, *, optimizer: str = "sgd", cuts: Any = "estimated", **settings: Any
+) -> Replica:
+    sample = torch.zeros(1, dtype=torch.int64)
+    pipeline = PipelineSettings(order="gpipe", sequence=PIECES, cuts=cuts)
+    part = lay_out(model, group, layout, pipeline=pipeline, sample=sample)
+    rule = Optimizer.model_validate({"name": optimizer, "learning_rate": 0.1}).build(part.module)
+    return Replica(
+        part.module, share_optimizer(rule, part), part=part, **({"clip_norm": 0.5, "hash_interval": 1} | settings)
+    )
+
+
+def seeded(model: type[nn.Module], **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return model(**arguments)
+
+
+def loss_of(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return nn.functional.cross_entropy(output.float(), targets), float(len(targets))
+
+
+def take_steps(replica: Replica, count: int) -> list[float]:
+    """Return losses and norms of steps on the same samples, cut evenly among those that read."""
+    tokens = torch.arange(NUM_SAMPLES) % WIDTH
+    readers = replica.part.readers
+    mine = tokens.chunk(readers.size)[readers.rank]
+    numbers = []
+    for _ in range(count):
+        if replica.part.pipeline is not None:
+            replica.backward_through(mine, (mine + 1) % WIDTH, loss_of)
+        else:
+            loss, weight = loss_of(replica(mine), (mine + 1) % WIDTH)
+            replica.backward(loss, weight=weight)
+        result = replica.update()
+        numbers += [result.loss, float(result.gradient_norm or 0.0)]
+    return numbers
+
+
+@functools.cache
+def expected(optimizer: str = "sgd", *, is_frozen: bool = False) -> list[float]:
+    replica = make(seeded(Tied, is_frozen=is_frozen), LocalGroup(), Layout(), optimizer=optimizer)
+    return take_steps(replica, 3)
+
+
+def distance(found: list[float], wanted: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+
+
+def refusal(action: Any, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def try_pipelines(group: Group) -> dict[str, Any]:
+    two = Layout(pipeline=2)
+    frozen = make(seeded(Tied, is_frozen=True), group, two, cuts=("act",))
+    half = make(seeded(Tied), group, two, precision="fp16")
+    half_numbers = take_steps(half, 3)
+    cut_early = make(seeded(Tied), group, two, cuts=("act",))
+    cut_late = make(seeded(Tied), group, two, cuts=("second",))
+    take_steps(cut_late, 1)
+    if group.rank == 1:
+        with torch.no_grad():
+            dict(cut_late.module.named_parameters())["embedding.weight"][0, 0] += 1.0
+    result = {
+        "frozen": distance(take_steps(frozen, 3), expected(is_frozen=True)),
+        "fp16": [half_numbers, half.loss_scale],
+        "cuts": [cut_early.part.describe(), cut_late.part.describe()],
+        "untrained": refusal(lambda: make(seeded(Tied, is_frozen=True), group, two, cuts=("head",)), SettingsError),
+        "diverged": refusal(lambda: take_steps(cut_late, 1), DivergenceError),
+    }
+    for replica in (frozen, half, cut_early, cut_late):
+        replica.close()
+    return result
+
+
+def try_sharded(group: Group, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name in STATES:
+        replica = make(seeded(Tied), group, Layout(sharded=2, zero_stage=1), optimizer=name)
+        result[name] = distance(take_steps(replica, 3), expected(name))
+        replica.close()
+    replica = make(seeded(Tied), group, Layout(sharded=2))
+    tokens = torch.arange(4)
+
+    def fail() -> None:
+        loss, weight = loss_of(replica(tokens), tokens)
+        replica.backward(loss * (float("nan") if group.rank else 1.0), weight=weight)
+        replica.update()
+
+    result["nan"] = refusal(fail, NonFiniteError)
+    replica.close()
+    replica = make(seeded(Tied), group, Layout(sharded=2), clip_norm=1e9)
+    loss, _ = loss_of(replica(tokens), tokens)
+    replica.backward(loss * 4, weight=0.0 if group.rank else 4.0, reduction="sum")
+    result["weightless"] = float(replica.update().gradient_norm or 0.0)
+    replica.close()
+    return result | {"diloco": resume_diloco(group, folder), "statistics": pool(group, folder)}
+
+
+def resume_diloco(group: Group, folder: str) -> list[float]:
+    """Adafactor's means over rows are no parts of their parameters; they come back all the same."""
+
+    def begin() -> Replica:
+        sync = DiLoCo(period=4, synchronous_steps=0)
+        return make(seeded(Tied), group, Layout(sharded=2), optimizer="adafactor", sync=sync)
+
+    whole, resumed = begin(), begin()
+    take_steps(whole, 2)
+    restore(save(whole, f"{folder}/diloco"), resumed)
+    numbers = [take_steps(replica, 4) for replica in (whole, resumed)]
+    whole.close()
+    resumed.close()
+    return [distance(*numbers)]
+
+
+def save(replica: Replica, folder: str) -> Checkpoint | None:
+    tensors, document = capture(replica)
+    if replica.part.world.rank:
+        return None
+    return Checkpoint.open(CheckpointStore(Path(folder)).save(tensors, document, 1).path)
+
+
+def pool(group: Group, folder: str) -> dict[str, Any]:
+    """Statistics of samples that sharded ranks have seen are pooled, as those of replicas are, and travel both ways."""
+    sharded = make(seeded(Normed), group, Layout(sharded=2))
+    plain = make(seeded(Normed), group, Layout(data=2))
+    for replica in (sharded, plain):
+        torch.manual_seed(group.rank)
+        replica.module(torch.randn(16, WIDTH) + group.rank)
+    wanted = []
+    with pooled_over_workers(plain.module, group):
+        wanted = [buffer.clone() for buffer in (plain.module.norm.running_mean, plain.module.norm.running_var)]  # type: ignore[union-attr, operator]
+
+    def off(replica: Replica) -> float:
+        found = (replica.module.norm.running_mean, replica.module.norm.running_var)  # type: ignore[union-attr]
+        return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))  # type: ignore[operator]
+
+    with pooled_over_workers(sharded.module, sharded.part.observers):
+        evaluated = off(sharded)
+    alone = off(sharded)
+    tensors, _ = capture_parts(sharded)
+    saved = [float((tensors["model/norm.running_mean"] - wanted[0]).abs().max())] if group.rank == 0 else []
+    loaded = make(seeded(Normed), group, Layout(sharded=2))
+    restore(save(plain, f"{folder}/plain"), loaded)
+    result = {"evaluated": evaluated, "alone": alone, "saved": saved, "loaded": off(loaded)}
+    for replica in (sharded, plain, loaded):
+        replica.close()
+    return result
+
+
+def norm_of_one() -> float:
+    """Return the norm of the gradients of what the first rank alone learns from."""
+    model, tokens = seeded(Tied), torch.arange(4)
+    loss_of(model(tokens), tokens)[0].backward()
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def try_all(folder: str) -> dict[str, Any]:
+    group = join()
+    torch.set_num_threads(1)
+    result = try_pipelines(group) | try_sharded(group, folder)
+    group.close()
+    return result
+
+
+def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
+    ranks = run_processes(2, try_all, {"folder": str(tmp_path)}, timeout_s=50.0)
+    assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
+    for found in (rank.value for rank in ranks):
+        assert found["frozen"] < TOLERANCE, "a tied parameter that is frozen has no gradients to sum"
+        numbers, scale = found["fp16"]
+        assert scale > 0
+        assert numbers[-2] < numbers[0], "ranks without a loss have its scale too"
+        assert found["cuts"][0] != found["cuts"][1], "what a rank kept of one cut does not fit another"
+        assert "place 1 of 2 has none in head" in found["untrained"], "said on every rank"
+        assert "first in parameter embedding.weight" in found["diverged"], "copies of stages are compared too"
+        assert {name: found[name] for name in STATES if found[name] >= TOLERANCE} == {}, "ZeRO-1 of every rule"
+        assert "it is not on rank 1 (nan);" in found["nan"], "named by its rank in the world, on every rank"
+        assert found["diloco"] == [0.0]
+        assert found["statistics"]["alone"] > 0.01, "each rank has seen others"
+        assert found["statistics"]["evaluated"] < TOLERANCE
+        assert found["statistics"]["loaded"] < TOLERANCE
+        assert max(found["statistics"]["saved"], default=0.0) < TOLERANCE
+        assert abs(found["weightless"] - norm_of_one()) < TOLERANCE, "a loss of weight 0 counts for nothing"
+
+
+def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts() -> None:
+    codec = Codec.model_validate("top_k")
+    check_sharing(Layout(sharded=2), codec)
+    check_sharing(Layout(sharded=2, tensor=2), None)
+    check_sharing(Layout(sharded=2, zero_stage=1, pipeline=2), None)
+    for layout, used, message in (
+        (Layout(sharded=2, pipeline=2), None, "give --layout.zero_stage 1"),
+        (Layout(sharded=2, zero_stage=1, tensor=2), None, "give --layout.zero_stage 3"),
+        (Layout(sharded=2, tensor=2, pipeline=2), None, "give --layout.data 2 instead"),
+        (Layout(tensor=2), codec, "sharded_codec must go with sharded ranks"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            check_sharing(layout, used)
