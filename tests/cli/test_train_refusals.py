@@ -148,11 +148,11 @@ def test_a_run_from_start_to_resume_to_report(here, monkeypatch, capsys):
     for name in ("events.jsonl", "run.json", "report.html", "report.png"):
         assert (here / "first" / name).stat().st_size > 0
         assert name == "run.json" or str(here / "first" / name) in first.stdout
-    assert "is at step 6 of 6" in refuse(monkeypatch, capsys, "train", "--resume", "first")
     more = run("train", "--resume", "first", "--num_steps", 8, "--workers", 3)
     assert more.returncode == 0, more.stdout + more.stderr
     assert "resumed from" in more.stdout
     assert (here / "first" / "run-1.json").exists()
+    assert "is at step 8 of 8" in refuse(monkeypatch, capsys, "train", "--resume", "first")
     again = run("report", "first", "--tensorboard", "board")
     assert again.returncode == 0, again.stderr
     assert any((here / "board").iterdir())

@@ -131,9 +131,11 @@ def run_diloco(group: Any) -> float:
     if group.rank:
         return 0.0
 
+    models = [make_model() for _ in range(2)]  # here: threads would share torch's generator
+
     def work(thread: LocalGroup) -> dict[str, torch.Tensor]:
         # Readers have 1, 2, 4 and 5 of twelve samples; the first pair has 3 of them.
-        alone = make_replica(make_model(), thread, {}, sync=sync)
+        alone = make_replica(models[thread.rank], thread, {}, sync=sync)
         for step in range(6):
             take_step(alone, step, 1, weights=[3.0, 9.0])
         with alone.consensus():

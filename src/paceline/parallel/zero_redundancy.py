@@ -47,7 +47,9 @@ def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     return ZeroRedundancyOptimizer(
         [dict(group) for group in optimizer.param_groups],
         # One that takes its defaults in one piece, as torch's base class does, takes them here.
-        optimizer_class=partial(kind, defaults=optimizer.defaults) if "defaults" in accepted else kind,
+        optimizer_class=(
+            partial(kind, defaults=optimizer.defaults) if "defaults" in accepted else kind  # type: ignore[arg-type]
+        ),
         process_group=mesh.process_group("sharded"),
         # One broadcast a rank rather than one a parameter; but it would undo other memory formats.
         parameters_as_bucket_view=all(parameter.is_contiguous() for parameter in parameters),

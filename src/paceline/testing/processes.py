@@ -149,13 +149,13 @@ def _check(exit_code: int, output: str) -> None:
 
 
 def _collect(folder: Path, rank: int) -> RankResult:
-    value = folder / f"{rank}.value"
+    value, output = folder / f"{rank}.value", folder / f"{rank}.output"
     exits: dict[str, int | None] = json.loads((folder / "exits").read_text())
     return RankResult(
         rank,
         json.loads(value.read_text()) if value.exists() else None,
         exits[str(rank)],
-        (folder / f"{rank}.output").read_text(errors="replace"),
+        output.read_text(errors="replace") if output.exists() else "",  # none where it was killed at once
     )
 
 
