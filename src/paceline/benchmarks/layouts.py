@@ -33,8 +33,6 @@ from paceline.training.replica import Replica
 
 CaseName = Literal["tensor", "zero_3", "zero_2", "zero_1", "1f1b", "gpipe", "data_tensor", "context"]
 _VOCABULARY = 256
-_NUM_WARM_UP = 5
-"""Pairs of steps before those that are timed: gradients find their buckets, and allocators their blocks."""
 _LOSS_TOLERANCE = 1e-3
 """Relative, after all steps: the sides add in other orders, and AdamW divides by gradients that are nearly 0."""
 
@@ -89,8 +87,10 @@ class LayoutsBenchmark(Benchmark):
     sequence_length: int = Field(default=128, ge=1)
     num_samples: int = Field(default=8, ge=1)
     """Sequences in a step of each rank that reads its own; those of a pipeline are cut into 4 micro-batches."""
-    num_pairs: int = Field(default=60, ge=4)
+    num_pairs: int = Field(default=40, ge=4)
     """Timed pairs of steps of each case."""
+    num_warm_up: int = Field(default=5, ge=1)
+    """Pairs before those: gradients find their buckets, and allocators their blocks."""
     num_bubbles: int = Field(default=11, ge=1)
     """Steps of each pipeline whose bubble is measured, apart from the timed ones."""
 
@@ -165,7 +165,7 @@ def _measure_case(settings: LayoutsBenchmark, name: CaseName, group: Group) -> M
     )
     replica = Replica(part.module, share_optimizer(make_optimizer(part.module), part), part=part, hash_interval=0)
     steps = {"ours": _make_our_step(replica, problem), "reference": _make_reference_step(name, other, part)}
-    for pair in range(-_NUM_WARM_UP, settings.num_pairs):
+    for pair in range(-settings.num_warm_up, settings.num_pairs):
         for side in ("ours", "reference") if pair % 2 else ("reference", "ours"):
             group.barrier()
             began_s = time.perf_counter()
