@@ -49,7 +49,7 @@ FOUR = [
     {"tensor": 2, "context": 2},
     {"sharded": 2, "tensor": 2},
 ]
-EIGHT = [{"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"}, {"data": 2, "sharded": 2, "tensor": 2}]
+EIGHT = [{"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"}]
 
 
 def make_model() -> torch.nn.Module:
@@ -129,11 +129,11 @@ def compare(layouts: list[dict[str, Any]]) -> list[list[float]]:
     return differences
 
 
-# Eight ranks on two cores: a start for each layout, so that none comes near a test's time-out.
-CASES = [(2, TWO), (4, FOUR[:3]), (4, FOUR[3:]), (8, EIGHT[:1]), (8, EIGHT[1:])]
+# Several starts, so that none comes near a test's time-out on two cores.
+CASES = [(2, TWO), (4, FOUR[:3]), (4, FOUR[3:]), (8, EIGHT)]
 
 
-@pytest.mark.parametrize(("num_ranks", "layouts"), CASES, ids=["2", "4", "4 mixed", "8", "8 sharded"])
+@pytest.mark.parametrize(("num_ranks", "layouts"), CASES, ids=["2", "4", "4 mixed", "8"])
 def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[str, Any]]) -> None:
     results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=55)
 

@@ -210,7 +210,8 @@ BROKEN = [
 @pytest.mark.parametrize(("broken", "check"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_a_group_that_breaks_the_contract_is_refused(broken, check):
     checks = {check.__name__: check for check in GROUP_CHECKS}
-    with pytest.raises(AssertionError):
+    # What one rank's failure makes of the others may be told first.
+    with pytest.raises((AssertionError, CommunicationError)):
         broken.run(3, checks[check], timeout_s=5)
 
 
