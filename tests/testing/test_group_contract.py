@@ -5,6 +5,7 @@ import torch
 
 from paceline.comm import LocalGroup
 from paceline.comm.group import DoneWork
+from paceline.errors import CommunicationError
 from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure
 
 
