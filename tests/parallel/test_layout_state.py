@@ -18,7 +18,7 @@ from test_layouts import (
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
-from paceline.errors import SettingsError
+from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.apply import lay_out
 from paceline.sync import DiLoCo, EveryStep
 from paceline.testing.processes import run_processes
@@ -61,6 +61,7 @@ def go_through_layouts(folder: str) -> dict[str, float]:
         if group.rank == 0:
             checkpoint = Checkpoint.open(store.save(tensors, document, step).path)
         replica.close()
+    refuse_another_model(group, checkpoint)
     _, alone = train(LocalGroup(), {}, 1)
     result = {}
     if checkpoint is not None:
@@ -72,6 +73,13 @@ def go_through_layouts(folder: str) -> dict[str, float]:
     result |= {"diloco": run_diloco(group)}
     group.close()
     return result
+
+
+def refuse_another_model(group: Any, checkpoint: Checkpoint | None) -> None:
+    replica = make_replica(make_model(num_layers=5), group, {"data": 2, "tensor": 2})
+    with pytest.raises(CheckpointError, match=r"layers\.4\.\S+ of shape .* is missing"):
+        restore(checkpoint, replica)
+    replica.close()
 
 
 def resume_bit_for_bit(group: Any, folder: str) -> float:

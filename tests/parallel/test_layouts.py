@@ -52,9 +52,9 @@ FOUR = [
 EIGHT = [{"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"}]
 
 
-def make_model() -> torch.nn.Module:
+def make_model(num_layers: int = 4) -> torch.nn.Module:
     torch.manual_seed(0)
-    settings = TransformerLM(width=16, num_layers=4, num_heads=4)
+    settings = TransformerLM(width=16, num_layers=num_layers, num_heads=4)
     return settings.build(Spec(num_classes=32, input_shape=(NUM_TOKENS,)))
 
 

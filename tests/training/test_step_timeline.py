@@ -12,7 +12,7 @@ from paceline.sync import EveryStep
 from paceline.training.timeline import tell_timeline
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.replica.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
 @pytest.mark.parametrize("codec", ["none", "one_bit"])
 def test_buckets_are_ready_then_exchanged_then_landed(codec):
     def worker(group):

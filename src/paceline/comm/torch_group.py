@@ -20,8 +20,6 @@ from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError,
 _NEVER_SENT = MAX_TAG + 1
 """The tag of a message that nobody sends."""
 _PROBE_INTERVAL_S = 1.0
-_SURELY_SENT_BYTES = 2**14
-"""A message as small as this goes into the socket whole."""
 
 
 class TorchGroup(Group):
@@ -86,9 +84,7 @@ class TorchGroup(Group):
         """Send by the backend."""
         self._check_message(tensor, destination, tag)
         where = f"message {name!r} from rank {self.rank} to rank {destination}"
-        may_be_cut_off = tensor.nbytes > _SURELY_SENT_BYTES
-        sent_to = destination if may_be_cut_off else None
-        return self._start(where, lambda: self._backend.send([tensor], destination, tag), sent_to)
+        return self._start(where, lambda: self._backend.send([tensor], destination, tag), destination)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
         """Receive by the backend."""

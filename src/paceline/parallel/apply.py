@@ -56,7 +56,7 @@ def lay_out(
     check_same_model(module, world)
     broadcast_module(module, world)
     if layout.tensor > 1:
-        make_plan(module, tensor_plan or {}, layout.tensor)  # while names of the whole model are known
+        make_plan(module, tensor_plan, layout.tensor)  # while names of the whole model are known
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
     if layout.pipeline > 1:

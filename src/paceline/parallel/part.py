@@ -144,8 +144,9 @@ class Part:
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context that forward and backward run in; without it logits are gathered whole."""
-        is_split = self._tensor_split is not None and self.pipeline is None
-        return self._tensor_split.parallel_loss() if self._tensor_split and is_split else nullcontext()
+        if self._tensor_split is None or self.pipeline is not None:
+            return nullcontext()
+        return self._tensor_split.parallel_loss()
 
     def begin_backward(self, *, last: bool) -> None:
         """Make ready for a backward pass; gradients are summed over the sharded axis in the `last` of a step only."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import MAX_TAG, Group, Work
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
 from paceline.testing.patterns import LARGE, SHAPES, expect_equal, pattern
 
 
@@ -125,13 +125,19 @@ def duplicates_run_in_other_threads(group: Group) -> None:
 
     def run() -> None:
         try:
-            _work_through(duplicate, 1, late=group.rank % 2 == 1)
+            work(duplicate, 1, late=group.rank % 2 == 1)
         except BaseException as error:  # raised again below
             errors.append(error)
 
+    def work(used: Group, factor: int, *, late: bool) -> None:
+        try:
+            _work_through(used, factor, late=late)
+        except CommunicationError as error:  # a group may notice by itself that operations of two threads met
+            raise AssertionError(f"operations of a group must not meet those of its duplicate, but: {error}") from error
+
     thread = threading.Thread(target=run)
     thread.start()
-    _work_through(group, 2, late=group.rank % 2 == 0)
+    work(group, 2, late=group.rank % 2 == 0)
     thread.join()
     duplicate.close()
     if errors:

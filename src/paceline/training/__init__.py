@@ -6,7 +6,7 @@ from paceline.training.model import FunctionModel, Model
 from paceline.training.objective import Classification, Loss, MaskedLM, NextToken, Objective
 from paceline.training.replica import Replica
 from paceline.training.run import Run, RunFile
-from paceline.training.step_result import StepResult
+from paceline.training.step_result import StepResult, UnusedParametersWarning
 
 __all__ = [
     "Classification",
@@ -21,6 +21,7 @@ __all__ = [
     "Run",
     "RunFile",
     "StepResult",
+    "UnusedParametersWarning",
     "evaluate",
     "train",
 ]

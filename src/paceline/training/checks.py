@@ -10,10 +10,34 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
 from paceline.optim.by_element import BY_ELEMENT
+from paceline.parallel.part import Part
+from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def check_replica(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    part: Part,
+    rule: Rule,
+    precision: Precision,
+    landing: str,
+    clip_norm: float | None,
+) -> None:
+    """Refuse what a replica cannot train, or not in that way."""
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    check_settings(precision, clip_norm, parameters)
+    check_placement(parameters, part.group)
+    check_optimizer(optimizer, module)
+    check_rule_fits(rule, precision, landing)
+    check_layout(part.layout, rule, landing)
+    if rule.carries_momentum:
+        check_momentum(own_part(optimizer))
+    if landing == "next_forward":
+        check_deferrable(optimizer, precision, clip_norm)
 
 
 def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,5 +1,6 @@
 """One replica's gradients summed over the workers near it: all of them, those of a host, or itself alone."""
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from paceline.sync.rule import Rule
 from paceline.training.control import Control, Verdict
 from paceline.training.deferred import ForwardLanding
 from paceline.training.gradients import Gradients
+from paceline.training.step_result import UnusedParametersWarning
 from paceline.training.times import BucketTimes, StepTimes
 
 # Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
@@ -61,6 +63,7 @@ class GradientSum:
         self.deferred: ForwardLanding | None = None
         self.unused: list[str] = []
         """Parameters that nobody near used in the step that landed last."""
+        self._warned_unused: set[str] = set()
         self.use(0)
 
     @property
@@ -168,6 +171,20 @@ class GradientSum:
         times = self.deferred.defer(divisor, step)
         self.unused = self.deferred.unused
         return times
+
+    def note_unused(self, step: int) -> list[str]:
+        """Warn of parameters that nobody near used in `step` and that were not told of before; return them."""
+        new = [name for name in self.unused if name not in self._warned_unused]
+        if new:
+            self._warned_unused.update(new)
+            where = "on any rank" if self.is_of_all else "here"
+            warnings.warn(
+                f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
+                f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
+                UnusedParametersWarning,
+                stacklevel=3,
+            )
+        return new
 
     def flush(self) -> None:
         """Land what was left for the next forward."""

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import DivergenceError
+from paceline.parallel.local import local
+from paceline.parallel.part import Part
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -48,6 +50,32 @@ def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int, *, ra
         f"replicas must be equal, but at step {step} {odd}, first in parameter {first}; "
         "look for code that changes parameters on one rank only, or a faulty machine, and resume from a checkpoint"
     )
+
+
+class Comparison:
+    """Compares at intervals what several ranks hold the same of: replicas, and what ranks of one worker have in common.
+
+    Args:
+        parameters: Those that are trained, by name.
+        part: What this rank holds of the model.
+        interval: Steps from one comparison to the next; 0 for none.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], part: Part, interval: int) -> None:
+        self._parameters = parameters
+        self._part = part
+        self._interval = interval if part.world.size > 1 else 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time for one after `step` updates; the same on every rank."""
+        return self._interval > 0 and step % self._interval == 0
+
+    def check(self, step: int) -> None:
+        """Raise `DivergenceError` where ranks differ in what they should hold alike; every rank calls it."""
+        held = {name: local(parameter) for name, parameter in self._parameters.items()}
+        for group, names in ((self._part.group, list(held)), *self._part.list_common(self._parameters)):
+            if group.size > 1 and names:
+                check_equal({name: held[name] for name in names}, group, step, rank=self._part.world.rank)
 
 
 def _name_odd(totals: list[tuple[int, ...]], ranks: list[int]) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
+from paceline.errors import CheckpointError
 from paceline.parallel.local import local, part, wrap
 from paceline.parallel.start import broadcast_tensors
 from paceline.parallel.zero_redundancy import own_part
@@ -72,10 +73,14 @@ def restore_parts(checkpoint: Checkpoint | None, replica: Replica, header: Mappi
         checkpoint: On rank 0.
         replica: Every rank's.
         header: Its ``document``, and the ``shapes`` of all tensors in it; on every rank.
+
+    Raises:
+        CheckpointError: It is of another model.
     """
     document: Document = header["document"]
     shapes: Shapes = header["shapes"]
     world, module = replica.part.world, replica.module
+    _check_fits(shapes, module)
     extra = _read(checkpoint, shapes) if checkpoint is not None else {}
     own_names = [name for name in shapes if is_own(name)]
     _pool_statistics(extra, document["num_workers"])
@@ -152,6 +157,18 @@ def _mean(tensor: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         group.all_reduce(total, name="optimizer's mean").wait()
     return wrap(tensor, (total / group.size).to(tensor.dtype))
+
+
+def _check_fits(shapes: Shapes, module: nn.Module) -> None:
+    """Refuse a checkpoint without this rank's tensors; what else is in it is for other ranks."""
+    for name, tensor in model_tensors(module).items():
+        saved = shapes.get(f"model/{name}")
+        if saved is None or list(tensor.shape) != list(saved[0]):
+            there = "is missing" if saved is None else f"has shape {tuple(saved[0])}"
+            raise CheckpointError(
+                f"a checkpoint must be of the model that it is loaded into, but {name} of shape {tuple(tensor.shape)} "
+                f"{there} in it; resume with the model that it was saved from"
+            )
 
 
 def _read(checkpoint: Checkpoint, shapes: Shapes) -> dict[str, Tensor]:

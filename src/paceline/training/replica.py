@@ -1,7 +1,6 @@
 """One worker's copy of the model, kept in step with the others."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,26 +16,15 @@ from paceline.parallel.local import local
 from paceline.parallel.part import Part
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
-from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
-from paceline.training.checks import (
-    Precision,
-    check_backward,
-    check_deferrable,
-    check_layout,
-    check_momentum,
-    check_optimizer,
-    check_placement,
-    check_rule_fits,
-    check_settings,
-)
+from paceline.training.checks import Precision, check_backward, check_replica
 from paceline.training.control import Control, Verdict
 from paceline.training.gradient_sum import GradientSum
-from paceline.training.hashing import check_equal
+from paceline.training.hashing import Comparison
 from paceline.training.meetings import Meetings
 from paceline.training.optimizer_step import OptimizerStep, Stepped
-from paceline.training.step_result import StepResult, UnusedParametersWarning
+from paceline.training.step_result import StepResult
 from paceline.training.times import StepTimes
 
 LossOfPart = Callable[[Tensor, Tensor], tuple[Tensor, float]]
@@ -97,24 +85,14 @@ class Replica:
         self.sync = Rule.model_validate(sync)
         self.num_updates = 0
         self._precision = precision
-        self._hash_interval = hash_interval
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_settings(precision, clip_norm, self._parameters)
-        check_placement(self._parameters, self.group)
-        check_optimizer(optimizer, module)
-        check_rule_fits(self.sync, precision, landing)
-        check_layout(self.part.layout, self.sync, landing)
-        if self.sync.carries_momentum:
-            check_momentum(own_part(optimizer))
-        if landing == "next_forward":
-            check_deferrable(optimizer, precision, clip_norm)
+        check_replica(module, optimizer, self.part, self.sync, precision, landing, clip_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.part, self._parameters)
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
         self._mass_unit: float | None = None
         self._stop_requested = False
-        self._warned_unused: set[str] = set()
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._control: Control | None = None
@@ -123,6 +101,9 @@ class Replica:
         if self.group.size > 1 and self.part.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
+        self._comparison = Comparison(
+            self._parameters, self.part, hash_interval if self.sync.keeps_replicas_equal else 0
+        )
         self._sum = GradientSum(
             module,
             self._parameters,
@@ -285,14 +266,14 @@ class Replica:
             met, is_voted = self._meet()
             stepped, outcome = self._step(met, has_gradients=verdict.weight > 0)
             stop |= outcome.stop or is_voted
-        newly_unused = self._note_unused(landed_step) if verdict.weight else []
+        newly_unused = self._sum.note_unused(landed_step) if verdict.weight else []
         self._mass_unit = verdict.weight or self._mass_unit
         self.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._sum.learn(self._times)
-        if self._is_hash_due():
+        if self._comparison.is_due(self.num_updates):
             self.flush()
-            self._check_equal()
+            self._comparison.check(self.num_updates)
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
         self._control = None
@@ -442,35 +423,6 @@ class Replica:
         if self._meetings is not None and (met or self._sum.is_of_all):
             self._meetings.mass = 0.0
         return stepped, outcome
-
-    def _note_unused(self, step: int) -> list[str]:
-        new = [name for name in self._sum.unused if name not in self._warned_unused]
-        if new:
-            self._warned_unused.update(new)
-            where = "on any rank" if self._sum.is_of_all else "here"
-            warnings.warn(
-                f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
-                f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
-                UnusedParametersWarning,
-                stacklevel=3,
-            )
-        return new
-
-    def _is_hash_due(self) -> bool:
-        return (
-            self.part.world.size > 1
-            and self._hash_interval > 0
-            and self.sync.keeps_replicas_equal
-            and self.num_updates % self._hash_interval == 0
-        )
-
-    def _check_equal(self) -> None:
-        """Compare what several ranks hold the same of: replicas, and what the ranks of one worker have in common."""
-        locals_ = {name: local(parameter) for name, parameter in self._parameters.items()}
-        for group, names in ((self.group, list(locals_)), *self.part.list_common(self._parameters)):
-            if group.size > 1 and names:
-                chosen = {name: locals_[name] for name in names}
-                check_equal(chosen, group, self.num_updates, rank=self.part.world.rank)
 
 
 def _divisor(control: Control, mass_unit: float) -> float:
