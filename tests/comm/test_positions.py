@@ -15,7 +15,7 @@ def open_board(monkeypatch):
     store, boards = dist.HashStore(), []
 
     def open_one(rank, size=6):
-        boards.append(PositionBoard(store, rank, size))
+        boards.append(PositionBoard(store, rank, range(size)))
         return boards[-1]
 
     open_one.store = store

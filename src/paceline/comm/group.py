@@ -54,9 +54,13 @@ class Group(ABC):
     timeout_s: float = 60.0
     """How long an operation may take."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, epoch: int = 0) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, epoch: int = 0, names: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.names = list(names or range(size))
+        """What errors call each rank: its number in the group that this one is, in the end, a subgroup of."""
         self.device = device
         self.epoch = epoch
         self.next_tag = 0
@@ -157,6 +161,10 @@ class Group(ABC):
             )
         if not 0 <= tag <= MAX_TAG:
             raise SettingsError(f"the tag of a message must be in [0, {MAX_TAG}], but got {tag}")
+
+    def names_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return what errors call some ranks."""
+        return [self.names[rank] for rank in ranks]
 
     def place_in(self, ranks: Sequence[int]) -> int:
         """Return this rank's place among the `ranks` of a subgroup.

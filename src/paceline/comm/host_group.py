@@ -42,6 +42,7 @@ class HostGroup(Group):
         algorithm: Of the leaders' programs; by default halving-doubling, which takes the fewest steps, where
             their number is a power of two, and else the ring, which then sends the least.
         host: What is the same for the ranks of one host; by default `host_key`.
+        names: What errors call each rank.
 
     Raises:
         SharedMemoryError: The ranks of some host cannot share memory; it is raised on all ranks.
@@ -57,8 +58,9 @@ class HostGroup(Group):
         epoch: int = 0,
         algorithm: Algorithm | str | None = None,
         host: str | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, size, torch.device("cpu"), epoch)
+        super().__init__(rank, size, torch.device("cpu"), epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
         self._key = host or host_key()
@@ -66,17 +68,17 @@ class HostGroup(Group):
         self._hosts = [[other for other in range(size) if keys[other] == key] for key in dict.fromkeys(keys)]
         self._here = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
         self._neighbours = self._open_host()
-        self._everyone = self._open_network("everyone", rank, size)
+        self._everyone = self._open_network("everyone", range(size))
         num_hosts = len(self._hosts)
         self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
         self._leaders: ProgramGroup | None = None
         """On a leader."""
         self._parts: list[Group] = [self._neighbours, self._everyone]
         if rank == self._hosts[self._here][0]:
-            links = self._open_network("leaders", self._here, num_hosts)
+            links = self._open_network("leaders", [ranks[0] for ranks in self._hosts])
             self._leaders = ProgramGroup(links, self._algorithm)
             self._parts = [self._neighbours, self._leaders, links, self._everyone]
-        self._board = PositionBoard(dist.PrefixStore("board", store), rank, size)
+        self._board = PositionBoard(dist.PrefixStore("board", store), rank, self.names)
         self._sequence = 0
         self._channel = Channel("paceline-hosts", note_wait=self._board.wait_in, waiters_run=True)
         self._duplicates: list[Group] = []
@@ -167,6 +169,7 @@ class HostGroup(Group):
             epoch=self.epoch,
             algorithm=self._algorithm,
             host=self._key,
+            names=self.names,
         )
         self._duplicates.append(duplicate)
         return duplicate
@@ -178,7 +181,15 @@ class HostGroup(Group):
         if set(ranks) <= set(here):
             return self._neighbours.subgroup([here.index(rank) for rank in ranks], name)
         store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
-        subgroup = HostGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch, host=self._key)
+        subgroup = HostGroup(
+            store,
+            place,
+            len(ranks),
+            timeout_s=self.timeout_s,
+            epoch=self.epoch,
+            host=self._key,
+            names=self.names_of(ranks),
+        )
         self._subgroups.append(subgroup)
         return subgroup
 
@@ -204,16 +215,25 @@ class HostGroup(Group):
             if len(ranks) > 1:
                 store = dist.PrefixStore(f"host{self._here}", self.store)
                 place = ranks.index(self.rank), len(ranks)
-                local = SharedMemoryGroup(store, *place, timeout_s=self.timeout_s, epoch=self.epoch)
+                local = SharedMemoryGroup(
+                    store, *place, timeout_s=self.timeout_s, epoch=self.epoch, names=self.names_of(ranks)
+                )
         except SharedMemoryError as error:
             reason = str(error)
         store = dist.PrefixStore("shared", self.store)
         raise_together(exchange_documents(store, self.rank, self.size, reason, self.timeout_s))
         return local
 
-    def _open_network(self, name: str, rank: int, size: int) -> TorchGroup:
-        store = dist.PrefixStore(name, self.store)
-        return TorchGroup(store, rank, size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
+    def _open_network(self, name: str, ranks: Sequence[int]) -> TorchGroup:
+        return TorchGroup(
+            dist.PrefixStore(name, self.store),
+            ranks.index(self.rank),
+            len(ranks),
+            device=self.device,
+            timeout_s=self.timeout_s,
+            epoch=self.epoch,
+            names=self.names_of(ranks),
+        )
 
     def _close_parts(self, error: BaseException | None = None) -> None:
         for part in self._parts:
@@ -234,7 +254,7 @@ class HostGroup(Group):
 
     def _explain(self, error: CommunicationError, sequence: int, name: str) -> CommunicationError:
         """Say it in ranks of all hosts, and let the others notice."""
-        where = f"operation {sequence} {name!r} on rank {self.rank}"
+        where = f"operation {sequence} {name!r} on rank {self.names[self.rank]}"
         if isinstance(error, PeerTimeoutError):
             others = self._board.describe_others(sequence)
             self._close_parts(error)  # only now: who began to wait a little later shall come to its own time-out

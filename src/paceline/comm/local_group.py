@@ -62,12 +62,17 @@ class LocalGroup(Group):
     """
 
     def __init__(
-        self, rank: int = 0, room: _Room | None = None, device: torch.device | None = None, epoch: int = 0
+        self,
+        rank: int = 0,
+        room: _Room | None = None,
+        device: torch.device | None = None,
+        epoch: int = 0,
+        names: Sequence[int] | None = None,
     ) -> None:
         self._room = room or _Room(1, timeout_s=60.0)
         self._sequence = 0
         self._num_duplicates = 0
-        super().__init__(rank, self._room.size, device or torch.device("cpu"), epoch)
+        super().__init__(rank, self._room.size, device or torch.device("cpu"), epoch, names)
 
     @classmethod
     def create(cls, size: int, *, timeout_s: float = 60.0, epoch: int = 0) -> list["LocalGroup"]:
@@ -145,7 +150,7 @@ class LocalGroup(Group):
             room = self._room.duplicates.setdefault(
                 (self._num_duplicates, name), _Room(self.size, self._room.timeout_s, self._room.failure)
             )
-        return LocalGroup(self.rank, room, self.device, self.epoch)
+        return LocalGroup(self.rank, room, self.device, self.epoch, self.names)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "LocalGroup":
         """Return this rank's member of a room, which fails when one of its own ranks does."""
@@ -155,7 +160,7 @@ class LocalGroup(Group):
             room = self._room.subgroups.setdefault(
                 (tuple(ranks), name), _Room(len(ranks), self._room.timeout_s, failure)
             )
-        return LocalGroup(place, room, self.device, self.epoch)
+        return LocalGroup(place, room, self.device, self.epoch, self.names_of(ranks))
 
     def begin(self, name: str) -> None:
         """Note it."""
@@ -167,19 +172,19 @@ class LocalGroup(Group):
             if error is not None:
                 self._room.failed.add(self.rank)
             if error is not None and self._room.failure is None:
-                self._room.failure = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
+                self._room.failure = f"rank {self.names[self.rank]} stopped: {type(error).__name__}: {error}"
             self._room.positions[self.rank] = "has left"
             self._room.changed.notify_all()
             if self._room.failure is not None:
                 for waiting in self._room.messages.values():
                     for message in waiting:
                         message.ended.set()
-            rooms = [(self.rank, room) for room in self._room.duplicates.values()]
-            rooms += [
-                (ranks.index(self.rank), r) for (ranks, _), r in self._room.subgroups.items() if self.rank in ranks
+            rooms: list[tuple[Sequence[int], _Room]] = [
+                (range(self.size), room) for room in self._room.duplicates.values()
             ]
-        for rank, room in rooms:
-            LocalGroup(rank, room, self.device, self.epoch).close(error)
+            rooms += [(ranks, room) for (ranks, _), room in self._room.subgroups.items() if self.rank in ranks]
+        for ranks, room in rooms:
+            LocalGroup(ranks.index(self.rank), room, self.device, self.epoch, self.names_of(ranks)).close(error)
 
     def _meet(self, tensor: Tensor, peer: int, tag: int, name: str, *, is_send: bool) -> Work:
         self.check_message(peer, tag)
@@ -200,8 +205,9 @@ class LocalGroup(Group):
             sent, received = (tensor, other.tensor) if is_send else (other.tensor, tensor)
             if (sent.dtype, sent.numel()) != (received.dtype, received.numel()):
                 raise SettingsError(
-                    f"message {name!r} from rank {source} to rank {destination} must be the same at both ends, but "
-                    f"{sent.numel()} {sent.dtype} were sent for {received.numel()} {received.dtype}; make them agree"
+                    f"message {name!r} from rank {self.names[source]} to rank {self.names[destination]} "
+                    f"must be the same at both ends, but {sent.numel()} {sent.dtype} were sent for "
+                    f"{received.numel()} {received.dtype}; make them agree"
                 )
             received.view(-1).copy_(sent.view(-1))
             other.finished = True
@@ -211,9 +217,10 @@ class LocalGroup(Group):
     def _wait_for_message(self, message: _Message) -> None:
         room = self._room
         if not message.ended.wait(room.timeout_s):
+            missing = self.names[message.missing]
             raise PeerTimeoutError(
-                f"message {message.name!r} on rank {self.rank} must pass within {room.timeout_s:g} s, but rank "
-                f"{message.missing} did not begin it: rank {message.missing} {room.positions[message.missing]}"
+                f"message {message.name!r} on rank {self.names[self.rank]} must pass within {room.timeout_s:g} s, "
+                f"but rank {missing} did not begin it: rank {missing} {room.positions[message.missing]}"
             )
         if not message.finished:
             raise CommunicationError(f"message {message.name!r} ended: {room.failure}")
@@ -232,7 +239,7 @@ class LocalGroup(Group):
             operation = room.operations.setdefault(self._sequence, _Operation(name))
             if operation.name != name:
                 raise CommunicationError(
-                    f"operation {self._sequence} must be the same on every rank, but rank {self.rank} runs "
+                    f"operation {self._sequence} must be the same on every rank, but rank {self.names[self.rank]} runs "
                     f"{name!r} and another {operation.name!r}; every rank must run the same operations in order"
                 )
             operation.posted[self.rank] = tensors
@@ -256,10 +263,11 @@ class LocalGroup(Group):
 
     def _describe_timeout(self, operation: _Operation, sequence: int) -> str:
         missing = [rank for rank in range(self.size) if rank not in operation.posted]
-        places = "; ".join(f"rank {rank} {self._room.positions[rank]}" for rank in missing)
+        places = "; ".join(f"rank {self.names[rank]} {self._room.positions[rank]}" for rank in missing)
+        late = ", ".join(map(str, self.names_of(missing)))
         return (
             f"operation {sequence} {operation.name!r} must finish within {self._room.timeout_s:g} s, "
-            f"but rank {', '.join(map(str, missing))} did not begin it: {places}"
+            f"but rank {late} did not begin it: {places}"
         )
 
 

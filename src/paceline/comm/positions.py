@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -45,12 +45,18 @@ class Position:
 
 
 class PositionBoard:
-    """Posts this rank's position and reads everybody's."""
+    """Posts this rank's position and reads everybody's.
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    Args:
+        store: Where they are posted.
+        rank: Of this process.
+        names: What each rank is called.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int]) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._names = names
         self._mine = Position(socket.gethostname(), os.getpid())
         self._waiting_since_s = 0.0
         self._lock = threading.Lock()
@@ -88,8 +94,8 @@ class PositionBoard:
         after = _run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
         if before is None or after is None:
             return "the store that ranks post to does not answer: who holds it (with rank 0) is gone or frozen"
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        return describe_ranks({rank: (before[rank], after[rank]) for rank in others}, sequence)
+        others = [rank for rank in range(len(self._names)) if rank != self._rank]
+        return describe_ranks({self._names[rank]: (before[rank], after[rank]) for rank in others}, sequence)
 
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
@@ -106,7 +112,7 @@ class PositionBoard:
                 self._closed.set()  # the store is gone; whoever waits finds out and says so
 
     def _read(self) -> list[Position | None]:
-        return [self._read_one(f"position/{rank}") for rank in range(self._size)]
+        return [self._read_one(f"position/{rank}") for rank in range(len(self._names))]
 
     def _read_one(self, key: str) -> Position | None:
         if not self._store.check([key]):
@@ -133,7 +139,7 @@ def describe_ranks(positions: Mapping[int, tuple[Position | None, Position | Non
     """Return in plain words where ranks are, the ones that hold up operation `sequence` first.
 
     Args:
-        positions: Of each rank, an earlier and a later one; None where there is none.
+        positions: Of each rank, by what it is called, an earlier and a later one; None where there is none.
         sequence: Number of the operation.
     """
     lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in positions.items()]

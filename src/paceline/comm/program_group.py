@@ -38,7 +38,7 @@ class ProgramGroup(Group):
         needs: Collection[Collective] = (),
         segment_bytes: int | None = None,
     ) -> None:
-        super().__init__(group.rank, group.size, group.device, group.epoch)
+        super().__init__(group.rank, group.size, group.device, group.epoch, group.names)
         self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
         for collective in needs:
             self.algorithm.build(collective, group.size)

@@ -35,6 +35,7 @@ class TorchGroup(Group):
         device: A CPU takes gloo, a CUDA device NCCL.
         timeout_s: How long an operation may take before `PeerTimeoutError`.
         epoch: Number of the membership that this group is of.
+        names: What errors call each rank.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class TorchGroup(Group):
         device: torch.device,
         timeout_s: float,
         epoch: int = 0,
+        names: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, size, device, epoch)
+        super().__init__(rank, size, device, epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
         self._sequence = 0
@@ -57,7 +59,7 @@ class TorchGroup(Group):
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
-        self._board = PositionBoard(dist.PrefixStore("board", store), rank, size)
+        self._board = PositionBoard(dist.PrefixStore("board", store), rank, self.names)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum by the backend's own all-reduce."""
@@ -83,30 +85,27 @@ class TorchGroup(Group):
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send by the backend."""
         self._check_message(tensor, destination, tag)
-        where = f"message {name!r} from rank {self.rank} to rank {destination}"
+        where = f"message {name!r} from rank {self.names[self.rank]} to rank {self.names[destination]}"
         return self._start(where, lambda: self._backend.send([tensor], destination, tag), destination)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
         """Receive by the backend."""
         self._check_message(tensor, source, tag)
-        where = f"message {name!r} from rank {source} to rank {self.rank}"
+        where = f"message {name!r} from rank {self.names[source]} to rank {self.names[self.rank]}"
         return self._start(where, lambda: self._backend.recv([tensor], source, tag))
 
     def duplicate(self, name: str) -> "TorchGroup":
         """Return a group with connections of its own."""
         self._num_duplicates += 1
         store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self.store)
-        duplicate = TorchGroup(
-            store, self.rank, self.size, device=self.device, timeout_s=self.timeout_s, epoch=self.epoch
-        )
+        duplicate = self._open(store, range(self.size))
         self._duplicates.add(duplicate)
         return duplicate
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
         """Return a group with connections of its own among `ranks`."""
-        place = self.place_in(ranks)
         store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
-        subgroup = TorchGroup(store, place, len(ranks), device=self.device, timeout_s=self.timeout_s, epoch=self.epoch)
+        subgroup = self._open(store, ranks)
         self._duplicates.add(subgroup)
         return subgroup
 
@@ -125,6 +124,17 @@ class TorchGroup(Group):
         if error is not None:
             self._disconnect()
 
+    def _open(self, store: dist.Store, ranks: Sequence[int]) -> "TorchGroup":
+        return TorchGroup(
+            store,
+            self.place_in(ranks),
+            len(ranks),
+            device=self.device,
+            timeout_s=self.timeout_s,
+            epoch=self.epoch,
+            names=self.names_of(ranks),
+        )
+
     def _check_message(self, tensor: Tensor, peer: int, tag: int) -> None:
         self.check_message(peer, tag)
         if tensor.device.type != "cpu":
@@ -134,7 +144,7 @@ class TorchGroup(Group):
 
     def _begin(self, name: str, operation: Callable[[], dist.Work]) -> Work:
         self.begin(name)
-        return self._start(f"operation {self._sequence} {name!r} on rank {self.rank}", operation)
+        return self._start(f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}", operation)
 
     def _start(self, where: str, operation: Callable[[], dist.Work], sent_to: int | None = None) -> Work:
         try:

@@ -233,9 +233,12 @@ GROUP_CHECKS: tuple[Check, ...] = (
 def check_words_of_failure(group: Group) -> None:
     """Check that a rank which closes the group with an error ends the others' operations at once, with its words.
 
-    So it does in duplicates, and with messages to it and from it. The group is of no more use afterwards.
+    So it does in duplicates, with messages to it and from it, and in a subgroup, where it is called what it is called
+    here. The group is of no more use afterwards.
     """
     last = group.size - 1
+    upper = range(1, group.size)
+    subgroup = group.subgroup(upper, "of failure") if group.rank in upper and group.size > 2 else None
     duplicates = [group.duplicate(f"of failure {number}") for number in range(2)]
     if group.rank == last:
         group.close(ValueError(CAUSE))
@@ -246,6 +249,8 @@ def check_words_of_failure(group: Group) -> None:
         "message from the last": lambda: duplicates[0].receive(nothing, last, tag=0, name="message from the last"),
         "message to the last": lambda: duplicates[1].send(nothing, last, tag=0, name="message to the last"),
     }
+    if subgroup is not None:
+        works["sum of a part"] = lambda: subgroup.all_reduce(nothing, name="sum of a part")
     errors = [_words_of(begin) for begin in works.values()]
     group.close(CommunicationError(errors[0]))
     for name, words in zip(works, errors, strict=True):

@@ -1,6 +1,7 @@
 """What a group of one host shares from the start: the ledger, and two lanes."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +30,14 @@ class Control:
     large: Lane
 
 
-def open_control(store: dist.Store, rank: int, size: int, timeout_s: float) -> Control:
-    """Meet the other ranks of a host, and share memory with them.
+def open_control(store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> Control:
+    """Meet the other ranks of a host, and share memory with them; errors call ranks by their `names`.
 
     Raises:
         SharedMemoryError: Some rank cannot; it is raised on all of them.
         CommunicationError: Some rank did not come.
     """
+    size = len(names)
     hub, obstacle, address, descriptor = Hub(rank, size), find_obstacle(), None, None
     num_bytes = round_to_pages(size * (BLOCK_BYTES + _SMALL_SLOTS * SMALL_BYTES + _LARGE_SLOTS * _LARGE_BYTES))
     try:
@@ -51,7 +53,7 @@ def open_control(store: dist.Store, rank: int, size: int, timeout_s: float) -> C
         try:
             hub.connect(documents[0][1])
             descriptor = hub.share(descriptor, timeout_s)
-            control = _lay_out(hub, Segment(descriptor, num_bytes), descriptor, rank, size, timeout_s)
+            control = _lay_out(hub, Segment(descriptor, num_bytes), descriptor, rank, names, timeout_s)
         except OSError as error:
             obstacle = str(error)
             hub.close()
@@ -65,9 +67,10 @@ def open_control(store: dist.Store, rank: int, size: int, timeout_s: float) -> C
     return control
 
 
-def _lay_out(hub: Hub, segment: Segment, descriptor: int, rank: int, size: int, timeout_s: float) -> Control:
+def _lay_out(hub: Hub, segment: Segment, descriptor: int, rank: int, names: Sequence[int], timeout_s: float) -> Control:
+    size = len(names)
     memory = torch.frombuffer(segment.buffer, dtype=torch.uint8)
-    ledger = Ledger(memoryview(segment.buffer).cast("B"), segment.address, descriptor, rank, size, timeout_s)
+    ledger = Ledger(memoryview(segment.buffer).cast("B"), segment.address, descriptor, rank, names, timeout_s)
     first = size * BLOCK_BYTES
     small = Lane(0, ledger, memory, first=first, num_slots=_SMALL_SLOTS, slot_bytes=SMALL_BYTES, is_callers=True)
     first += size * _SMALL_SLOTS * SMALL_BYTES

@@ -57,20 +57,36 @@ class SharedMemoryGroup(Group):
         size: Number of ranks.
         timeout_s: How long an operation may take before `PeerTimeoutError`.
         epoch: Number of the membership that this group is of.
+        names: What errors call each rank.
 
     Raises:
         SharedMemoryError: Some rank cannot share memory; it is raised on all of them.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int = 0) -> None:
-        super().__init__(rank, size, torch.device("cpu"), epoch)
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        epoch: int = 0,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, size, torch.device("cpu"), epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
-        control = open_control(dist.PrefixStore("control", store), rank, size, timeout_s)
+        control = open_control(dist.PrefixStore("control", store), rank, self.names, timeout_s)
         self._hub, self._ledger, self._small, self._large = control.hub, control.ledger, control.small, control.large
         self._buffers = Buffers(rank, size)
         self._network = TorchGroup(
-            dist.PrefixStore("network", store), rank, size, device=self.device, timeout_s=timeout_s, epoch=epoch
+            dist.PrefixStore("network", store),
+            rank,
+            size,
+            device=self.device,
+            timeout_s=timeout_s,
+            epoch=epoch,
+            names=self.names,
         )
         self._channel: Channel | None = None
         """Made when it is first needed: many groups carry only what is small."""
@@ -143,7 +159,7 @@ class SharedMemoryGroup(Group):
         store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self.store)
         group: Group
         try:
-            group = SharedMemoryGroup(store, self.rank, self.size, timeout_s=self.timeout_s, epoch=self.epoch)
+            group = self._open(store, range(self.size))
         except SharedMemoryError as error:
             if self.rank == 0:
                 warnings.warn(f"group {name!r} goes over the network: {error}", SharedMemoryWarning, stacklevel=2)
@@ -153,9 +169,8 @@ class SharedMemoryGroup(Group):
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """Return a group with memory of its own among `ranks`."""
-        place = self.place_in(ranks)
         store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
-        subgroup = SharedMemoryGroup(store, place, len(ranks), timeout_s=self.timeout_s, epoch=self.epoch)
+        subgroup = self._open(store, ranks)
         self._subgroups.append(subgroup)
         return subgroup
 
@@ -178,6 +193,16 @@ class SharedMemoryGroup(Group):
             self._channel.close(None if error is not None else lambda: self._leave(""))
         self._hub.close()
         self._network.close(error)
+
+    def _open(self, store: dist.Store, ranks: Sequence[int]) -> "SharedMemoryGroup":
+        return SharedMemoryGroup(
+            store,
+            self.place_in(ranks),
+            len(ranks),
+            timeout_s=self.timeout_s,
+            epoch=self.epoch,
+            names=self.names_of(ranks),
+        )
 
     def _leave(self, last_words: str) -> None:
         self._ledger.leave(last_words)

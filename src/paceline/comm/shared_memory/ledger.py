@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -61,16 +61,17 @@ class Ledger:
         address: Where it begins.
         descriptor: Of its file, for the locks; the caller's until `own_descriptor`.
         rank: Of this process.
-        size: Number of ranks.
+        names: What errors call each rank.
         timeout_s: How long others are waited for.
     """
 
     def __init__(
-        self, memory: memoryview, address: int, descriptor: int, rank: int, size: int, timeout_s: float
+        self, memory: memoryview, address: int, descriptor: int, rank: int, names: Sequence[int], timeout_s: float
     ) -> None:
         self.rank = rank
-        self.size = size
-        self.others = [other for other in range(size) if other != rank]
+        self.names = names
+        self.size = len(names)
+        self.others = [other for other in range(self.size) if other != rank]
         self.timeout_s = timeout_s
         self.failure: CommunicationError | None = None
         self._memory = memory
@@ -142,7 +143,7 @@ class Ledger:
         gone = {other for other in self.others if self._has_left(other) or self.find_process(other) is None}
         fence()  # who left may have done its part just before
         late = find_late()
-        where = f"operation {operation.sequence} {operation.name!r} on rank {self.rank}"
+        where = f"operation {operation.sequence} {operation.name!r} on rank {self.names[self.rank]}"
         if gone.intersection(late):
             self._fail(CommunicationError(f"{where} lost its peers: {self.describe_others(operation.sequence)}"))
         if late and time.monotonic() - began_s >= self.timeout_s:
@@ -151,7 +152,7 @@ class Ledger:
 
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
-        return describe_ranks({other: self._read_position(other) for other in self.others}, sequence)
+        return describe_ranks({self.names[other]: self._read_position(other) for other in self.others}, sequence)
 
     def find_process(self, rank: int) -> int | None:
         """Return the id of the process that is `rank`, 0 where it cannot be seen from here, or None if it is gone."""
@@ -165,9 +166,9 @@ class Ledger:
 
     def _raise_mismatch(self, operation: Operation) -> NoReturn:
         runs = []
-        for rank in range(self.size):
+        for rank, called in enumerate(self.names):
             name, what = self._read_entry(rank, operation.sequence)
-            runs.append(f"rank {rank} runs {name!r} ({what})" if what else f"rank {rank} has not begun it")
+            runs.append(f"rank {called} runs {name!r} ({what})" if what else f"rank {called} has not begun it")
         self._fail(
             CommunicationError(
                 f"operation {operation.sequence} must be the same on every rank, but {', '.join(runs)}; "
