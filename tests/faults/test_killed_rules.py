@@ -65,4 +65,5 @@ def test_a_signal_to_one_worker_stops_all_and_the_run_goes_on(tmp_path, sync):
     code, output = finish(process)
     assert code == 75, output
     (preempted,) = select(read_log(stopped / "events.jsonl"), Preempted)
-    assert preempted.step < newest_step(stopped) + 1
+    # At their own pace the others may end a step whose first samples the first worker had.
+    assert 0 <= preempted.step - newest_step(stopped) <= (sync == "ssp")

@@ -12,7 +12,7 @@ from training_models import make_module
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.sync import EveryStep
-from paceline.training.replica import Replica, UnusedParametersWarning
+from paceline.training import Replica, UnusedParametersWarning
 from paceline.training.state import capture, restore
 
 

@@ -10,8 +10,8 @@ from training_models import make_batch, make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
 from paceline.errors import DivergenceError, NonFiniteError
+from paceline.training import Replica, UnusedParametersWarning
 from paceline.training.buckets import plan_layout
-from paceline.training.replica import Replica, UnusedParametersWarning
 
 
 def train_plainly(num_steps, *, clip_norm=None, momentum=0.9):

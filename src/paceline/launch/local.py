@@ -1,8 +1,8 @@
 """Workers on this machine, started through torch's elastic launcher and started again when one is killed."""
 
 import logging
+import multiprocessing
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -16,11 +16,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
+from paceline.launch.worker import work_for_launcher
 from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log
 
+_PRELOADED = ["paceline.launch.worker", "torch._dynamo"]  # torch imports the latter with the first optimizer
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 
 
@@ -46,9 +48,11 @@ def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: 
 
 
 def start_processes(
-    num_processes: int, entrypoint: str | Callable[..., Any], *arguments: Any, logs: DefaultLogsSpecs
+    num_processes: int, function: Callable[..., Any], *arguments: Any, logs: DefaultLogsSpecs
 ) -> dict[int, Any]:
-    """Run a program, or a function, in processes here that find each other as torchrun's do; each has one try.
+    """Run a function in processes here that find each other as torchrun's do; each has one try.
+
+    They are forked from a process that has imported torch and Paceline for all of them, and for those started later.
 
     Returns:
         What the function returned, by rank.
@@ -57,6 +61,7 @@ def start_processes(
         ChildFailedError: One of them failed.
         SignalException: This process got a signal, and has handed it on to them.
     """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,10 +71,11 @@ def start_processes(
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
+        start_method="forkserver",
         logs_specs=logs,
         shutdown_timeout=40,
     )
-    results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
+    results: dict[int, Any] = elastic_launch(config, function)(*arguments)
     return results
 
 
@@ -98,10 +104,9 @@ def _launch_until_done(directory: Path, log_path: Path, num_processes: int, max_
 def _launch_once(directory: Path, log_path: Path, num_processes: int, attempt: int) -> _Outcome:
     _silence_launcher()
     logs = DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL)
-    command = ["-m", "paceline.launch", str(directory), str(attempt)]
     reason, signalled = "", False
     try:
-        start_processes(num_processes, sys.executable, *command, logs=logs)
+        start_processes(num_processes, work_for_launcher, directory, attempt, logs=logs)
     except SignalException:
         signalled = True
     except ChildFailedError as error:

@@ -1,5 +1,6 @@
 """One worker process: joins the others, trains, and says in the log how it ended."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from paceline.comm import Group, join
 from paceline.errors import CommunicationError, PacelineError, SettingsError
-from paceline.launch.exit_codes import ExitCode
+from paceline.launch.exit_codes import ExitCode, leave
 from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
@@ -81,10 +82,18 @@ def _take_part(run: Run, directory: Path, world: Group, log: EventLog, recipe: s
     return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
-def main() -> int:
-    """Run the worker that a local launcher started."""
-    directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_leave_with_launcher, args=(os.getppid(),), daemon=True).start()
+def work_for_launcher(directory: Path, attempt: int) -> None:
+    """Be a worker that a local launcher started; where the run is not finished, end the process with the code for that.
+
+    The launcher reads in the log that it was preempted.
+    """
+    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    code = _join_and_work(directory, attempt)
+    if code is not ExitCode.FINISHED:
+        leave(code)
+
+
+def _join_and_work(directory: Path, attempt: int) -> ExitCode:
     try:
         file = RunFile.load(directory)
         group = join(timeout_s=file.run.get("timeout_s", 300.0))
@@ -93,9 +102,7 @@ def main() -> int:
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
             tell_failure(log, error)
         return _code_of(error)
-    code = work(directory, file, group, attempt)
-    # The launcher takes any other code for a failure; it reads from the log that the run was preempted.
-    return ExitCode.FINISHED if code is ExitCode.PREEMPTED else code
+    return work(directory, file, group, attempt)
 
 
 def _code_of(error: BaseException) -> ExitCode:
@@ -106,11 +113,14 @@ def _code_of(error: BaseException) -> ExitCode:
     return ExitCode.PEERS_LOST if isinstance(error, CommunicationError) else ExitCode.REFUSED
 
 
-def _leave_with_launcher(launcher: int) -> None:
+def _leave_with_launcher() -> None:
     """Ask this worker to stop, with a checkpoint, when its launcher is killed: nobody would start it again."""
-    while os.getppid() == launcher:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    while True:  # also after the run, where it would wait for the launcher to notice that
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
 
 
 def _count_threads() -> int:

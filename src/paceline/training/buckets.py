@@ -17,14 +17,19 @@ Layout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums of three ranks and more depend on it, so checkpoints hold it."""
 
 
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is smaller, so that a slow wire begins early in the backward pass."""
+
+
 def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bucket_bytes: int) -> Layout:
-    """Return buckets of about `bucket_bytes` that take the parameters in `order`, each of one dtype."""
+    """Return buckets of about `bucket_bytes`, the first smaller, that take parameters in `order`, each of one dtype."""
     layout: Layout = []
     open_buckets: dict[torch.dtype, list[str]] = {}
     filled: dict[torch.dtype, int] = {}
     for name in order:
         dtype, size = parameters[name].dtype, local(parameters[name]).nbytes
-        if dtype not in open_buckets or filled[dtype] + size > bucket_bytes:
+        largest = min(bucket_bytes, FIRST_BUCKET_BYTES) if len(layout) == 1 else bucket_bytes
+        if dtype not in open_buckets or filled[dtype] + size > largest:
             open_buckets[dtype] = []
             layout.append(open_buckets[dtype])
             filled[dtype] = 0
