@@ -129,3 +129,10 @@ def test_what_says_it_needs_no_torch_needs_none():
 
 def test_the_types_are_shipped():
     assert (Path(paceline.__file__).parent / "py.typed").is_file()
+
+
+def test_the_command_says_its_version_without_a_long_import():
+    command = [sys.executable, "-X", "importtime", "-m", "paceline", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith(f"paceline {paceline.__version__}, torch 2.")
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it needs no torch to say so"

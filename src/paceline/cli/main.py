@@ -1,9 +1,12 @@
 """The `paceline` command."""
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
+import paceline
 from paceline.cli.bench import bench
 from paceline.cli.compare import compare
 from paceline.cli.memory import memory
@@ -19,12 +22,28 @@ from paceline.errors import PacelineError
 
 app = typer.Typer(
     name="paceline",
-    help="Train any PyTorch model across whatever machines you have.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _show_versions(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"paceline {paceline.__version__}, torch {importlib.metadata.version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions and end.")
+    ] = False,
+) -> None:
+    """Train any PyTorch model across whatever machines you have."""
+
+
 app.command(cls=OverridesCommand)(train)
 app.command()(report)
 app.command()(trace)
