@@ -20,7 +20,7 @@ from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.apply import lay_out
-from paceline.sync import DiLoCo, EveryStep
+from paceline.sync import DPSGD, EASGD, DiLoCo, EveryStep, LocalSGD, Rule, StreamingDiLoCo
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.optimizer_state import model_tensors
@@ -70,7 +70,7 @@ def go_through_layouts(folder: str) -> dict[str, float]:
         result["chain"] = max(float((found[name] - tensor).abs().max()) for name, tensor in alone.items())
     result |= {"resumed": resume_bit_for_bit(group, folder)}
     result |= {f"codec {name}": value for name, value in run_codecs(group, alone).items()}
-    result |= {"diloco": run_diloco(group)}
+    result |= {rule.name: run_relaxed(group, rule) for rule in RELAXED}
     group.close()
     return result
 
@@ -124,9 +124,17 @@ def run_codecs(group: Any, alone: dict[str, torch.Tensor]) -> dict[str, float]:
     return results
 
 
-def run_diloco(group: Any) -> float:
-    """DiLoCo between two sharded pairs is DiLoCo between two workers with the samples of a pair each."""
-    sync = DiLoCo(period=3, synchronous_steps=0)
+RELAXED = (
+    DiLoCo(period=3, synchronous_steps=0),
+    StreamingDiLoCo(period=4, num_fragments=2, synchronous_steps=0),
+    LocalSGD(period=3, synchronous_steps=0),
+    EASGD(period=2),
+    DPSGD(),
+)
+
+
+def run_relaxed(group: Any, sync: Rule) -> float:
+    """A rule between two sharded pairs is that rule between two workers with the samples of a pair each."""
     replica = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
     for step in range(6):
         take_step(replica, step, 1)
@@ -165,7 +173,8 @@ def test_layouts_load_each_other_and_compose_with_codecs_and_relaxed_rules() -> 
     assert max(result.value["resumed"] for result in results) == 0.0
     assert found["codec between"] < PARAMETER_TOLERANCE
     assert found["codec inside"] < PARAMETER_TOLERANCE
-    assert found["diloco"] < PARAMETER_TOLERANCE
+    for rule in RELAXED:
+        assert found[rule.name] < PARAMETER_TOLERANCE, rule.name
 
 
 def test_axes_that_do_not_multiply_show_their_product() -> None:
