@@ -120,6 +120,8 @@ class Codec(Family):
     Attributes:
         algebra: What may be done to its payloads.
         bucket_bytes: Size of what is best exchanged together; None where the device's default is.
+        num_lanes: Exchanges that are best under way at a time: while one is encoded, or waits for a round's last byte,
+            others keep the wire busy.
         is_exact: Whether sums are what they would be without it.
         conserves: Whether, with error feedback, what was sent and what is kept add up to what came in (up to
             rounding). Momentum inside a codec breaks it.
@@ -128,6 +130,7 @@ class Codec(Family):
     family = "codec"
     algebra: ClassVar[Algebra]
     bucket_bytes: ClassVar[int | None] = None
+    num_lanes: ClassVar[int] = 2
     is_exact: ClassVar[bool] = False
     conserves: ClassVar[bool] = True
 

@@ -82,8 +82,7 @@ class CodecExchanger(Exchanger):
         self._seed = seed
         self.bucket_bytes = codec.bucket_bytes
         self._rank, self._size = group.rank, group.size
-        # While one parcel is encoded, or waits for a round's last byte, another keeps the wire busy.
-        self._lanes = [_Lane(group, program) for _ in range(1 if in_order else 2)]
+        self._lanes = [_Lane(group, program) for _ in range(1 if in_order else codec.num_lanes)]
         self._num_exchanges = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}
