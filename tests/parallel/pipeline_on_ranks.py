@@ -290,9 +290,10 @@ def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str,
     What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer,
     until it fits or tries are over.
     """
-    fewest = {"layer_wise": 1, "zbv": 2 * 2 - 1}  # that have a formula; of others as many as ranks
     bubbles = {}
     with open_mesh() as mesh:
+        # That have a formula; of other orders as many as ranks.
+        fewest = {"layer_wise": 1, "zbv": 2 * mesh.world.size - 1}
         for order in ORDERS:
             num_micro_batches = fewest.get(order, mesh.world.size)
             settings = PipelineSettings(order=order, num_micro_batches=num_micro_batches)

@@ -61,7 +61,10 @@ def start_processes(
         ChildFailedError: One of them failed.
         SignalException: This process got a signal, and has handed it on to them.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    start_method = "spawn"
+    if "forkserver" in multiprocessing.get_all_start_methods():  # not on Windows
+        start_method = "forkserver"
+        multiprocessing.set_forkserver_preload(_PRELOADED)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -71,7 +74,7 @@ def start_processes(
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
-        start_method="forkserver",
+        start_method=start_method,
         logs_specs=logs,
         shutdown_timeout=40,
     )
