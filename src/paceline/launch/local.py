@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def start_processes(
 ) -> dict[int, Any]:
     """Run a function in processes here that find each other as torchrun's do; each has one try.
 
-    They are forked from a process that has imported torch and Paceline for all of them, and for those started later.
+    On Linux they are forked from a process that has imported torch and Paceline for them, and for those started later.
 
     Returns:
         What the function returned, by rank.
@@ -61,10 +62,7 @@ def start_processes(
         ChildFailedError: One of them failed.
         SignalException: This process got a signal, and has handed it on to them.
     """
-    start_method = "spawn"
-    if "forkserver" in multiprocessing.get_all_start_methods():  # not on Windows
-        start_method = "forkserver"
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -74,7 +72,7 @@ def start_processes(
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
-        start_method=start_method,
+        start_method="forkserver" if sys.platform == "linux" else "spawn",  # elsewhere forks of torch are not safe
         logs_specs=logs,
         shutdown_timeout=40,
     )
