@@ -21,14 +21,13 @@ def hash_tensor(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(plain.view(torch.uint8).numpy().data)
 
 
-def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int, *, rank: int | None = None) -> None:
+def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> None:
     """Compare the parameters of all ranks.
 
     Args:
         parameters: This rank's, by name.
         group: Those that must hold the same.
         step: Updates done.
-        rank: What this rank is called; its place in `group` without it.
 
     Raises:
         DivergenceError: They differ. With two ranks it says that they do, with more which one is odd, and names
@@ -36,16 +35,15 @@ def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int, *, ra
     """
     hashes = {name: hash_tensor(tensor) for name, tensor in parameters.items()}
     total = xxhash.xxh3_64_intdigest(repr(list(hashes.values())).encode())
-    called = group.rank if rank is None else rank
-    mine = torch.tensor([total >> 32, total & 0xFFFFFFFF, called], device=group.device)
-    everybody = torch.zeros(group.size, 3, dtype=torch.int64, device=group.device)
+    mine = torch.tensor([total >> 32, total & 0xFFFFFFFF], device=group.device)
+    everybody = torch.zeros(group.size, 2, dtype=torch.int64, device=group.device)
     group.all_gather(everybody, mine, name="replica hash").wait()
-    totals = [tuple(row[:2]) for row in everybody.tolist()]
+    totals = [tuple(row) for row in everybody.tolist()]
     if len(set(totals)) == 1:
         return
     all_hashes = group.gather_documents({name: f"{value:x}" for name, value in hashes.items()}, name="parameter hashes")
     first = next(name for name in hashes if len({document[name] for document in all_hashes}) > 1)
-    odd = _name_odd(totals, everybody[:, 2].tolist())
+    odd = _name_odd(totals, group.names)
     raise DivergenceError(
         f"replicas must be equal, but at step {step} {odd}, first in parameter {first}; "
         "look for code that changes parameters on one rank only, or a faulty machine, and resume from a checkpoint"
@@ -75,7 +73,7 @@ class Comparison:
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
         for group, names in ((self._part.group, list(held)), *self._part.list_common(self._parameters)):
             if group.size > 1 and names:
-                check_equal({name: held[name] for name in names}, group, step, rank=self._part.world.rank)
+                check_equal({name: held[name] for name in names}, group, step)
 
 
 def _name_odd(totals: list[tuple[int, ...]], ranks: list[int]) -> str:

@@ -46,7 +46,8 @@ class Replica:
         precision: ``bf16`` and ``fp16`` run forward under autocast, fp16 with loss scaling; parameters, gradients and
             their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
-        bucket_bytes: Gradients are exchanged in buckets of about this size; by default 16 MiB on CPUs, 25 MiB on GPUs.
+        bucket_bytes: Gradients are exchanged in buckets of about this size, the first of 1 MiB at most; by default
+            what suits the codec, without one 16 MiB on CPUs, 25 MiB on GPUs.
             ``"tuned"`` tries several sizes in the first steps.
         landing: ``"next_forward"`` lets the next forward begin before the last bucket has come: each is landed just
             before its parameters are used, and those that forward uses first are sent first. Call `flush` before

@@ -84,8 +84,8 @@ class Run(Settings):
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; 0 for none."""
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
-    """Size of the buffers that gradients are exchanged in; by default 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured
-    in the first steps."""
+    """Size of the buffers that gradients are exchanged in, the first of 1 MiB at most; by default what suits the codec,
+    without one 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
     landing: Literal["update", "next_forward"] = "update"
     """When gradients reach the optimizer: at the update, or in the next forward, just before each is needed."""
     timeline_interval: int = Field(default=20, ge=0)

@@ -64,9 +64,9 @@ class LanguageModelSync(Reproduction):
     which stands for the epoch; perplexity is exp(held-out loss), of a byte. Times can only differ as they do there
     where waiting takes a part of the synchronous step: asynchronous workers saved a sixth of it. By default workers
     are processes of this machine, which takes no rights, but there is little to wait for; `--hosts 4 --bandwidth
-    500mbit` is a network that takes about a fifth of a step of this model on two cores. Asynchronous workers take a
-    step for each worker's samples: `num_workers` times as many, of smaller batches, so that their learning rate is
-    lower by the square root of that, as is usual with Adam.
+    500mbit` is a network that takes a fifth to two fifths of a step of this model on two cores. Asynchronous workers
+    take a step for each worker's samples: `num_workers` times as many, of smaller batches, so that their learning rate
+    is lower by the square root of that, as is usual with Adam.
     """
 
     num_steps: int = Field(default=300, ge=1)
