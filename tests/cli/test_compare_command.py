@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -171,10 +169,9 @@ def test_what_cannot_be_is_refused(line, words, tmp_path, launched):
     assert launched == []
 
 
-def test_real_workers_are_compared(tmp_path):
+def test_real_workers_are_compared(tmp_path, run_here):
     line = make_line(tmp_path / "runs", ["--json", tmp_path / "rows.json"])
-    # In a process of its own, since torch's launcher leaves files open.
-    done = subprocess.run([sys.executable, "-m", "paceline", *line], capture_output=True, text=True, check=False)
+    done = run_here(*line)
     assert done.returncode == 0, done.stdout + done.stderr
     none, bf16 = (CodecRow(**row) for row in json.loads((tmp_path / "rows.json").read_text()))
     assert none.compression == 1

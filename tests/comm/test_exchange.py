@@ -10,6 +10,7 @@ import torch
 
 from paceline.comm import LocalGroup, exchange, join
 from paceline.comm.exchange import NOTHING, Exchange, Header, Service
+from paceline.comm.host_group import HostGroup
 from paceline.errors import CommunicationError, SettingsError
 from paceline.testing.processes import run_processes
 
@@ -209,3 +210,62 @@ def test_processes_that_are_killed(killed):
         assert others == [[70.0, [2]], "done"], [result.output for result in results]
     else:
         assert all("the server on rank 0 is lost" in value for value in others), [r.output for r in results]
+
+
+class _Doubles(Service):
+    """Replies twice what is asked, in the memory that it was lent."""
+
+    def __init__(self):
+        self.lent = {}
+        self.addresses = set()
+
+    def lend(self, caller, outbox):
+        self.lent[caller] = outbox
+
+    def take(self, caller, header, body):
+        self.addresses.add(body.data_ptr())
+        reply = self.lent[caller] if caller in self.lent else torch.empty(16, dtype=torch.uint8)
+        torch.mul(body.view(torch.float32), 2, out=reply.view(torch.float32))
+        return lambda: (Header(header.kind), reply)
+
+
+def _double_in_shared_memory(hosts):
+    group = join(timeout_s=20)
+    if hosts is not None:
+        group = HostGroup(group.store, group.rank, group.size, timeout_s=20, host=hosts[group.rank])
+    service = _Doubles() if group.rank < 2 else None
+    routes = [(caller, server) for caller in range(group.size) for server in range(2)]
+    opened = Exchange(group, routes, service, "doubles", {0: (32, 16), 1: (16, 16)})
+    seen = {}
+    for server, port in opened.ports.items():
+        for step in range(3):
+            value = torch.full((4,), float(10 * group.rank + step))
+            asked = value.view(torch.uint8)
+            if len(port.outbox):
+                asked = port.outbox[:16].copy_(asked)
+            _, body = port.call(Header(0), asked)
+            assert body.view(torch.float32).equal(2 * value), (server, step, body)
+            assert (len(port.inbox) > 0) == (len(port.outbox) > 0) == (body.data_ptr() == port.inbox.data_ptr())
+            _, body = port.call(Header(0), value.view(torch.uint8))  # what lies elsewhere is sent
+            assert body.view(torch.float32).equal(2 * value)
+        seen[server] = [len(port.outbox), len(port.inbox)]
+    opened.close()
+    return [[seen[0], seen[1]], len(service.lent) if service else 0]
+
+
+def test_bodies_in_memory_that_both_ends_share_need_not_be_sent():
+    results = run_processes(3, _double_in_shared_memory, {"hosts": None})
+    assert [result.value for result in results] == [
+        [[[0, 0], [16, 16]], 2],
+        [[[32, 16], [0, 0]], 2],
+        [[[32, 16], [16, 16]], 0],
+    ], [result.output for result in results]
+
+
+def test_bodies_are_sent_to_servers_of_other_hosts():
+    results = run_processes(3, _double_in_shared_memory, {"hosts": ["a", "b", "a"]})
+    assert [result.value for result in results] == [
+        [[[0, 0], [0, 0]], 1],
+        [[[0, 0], [0, 0]], 0],
+        [[[32, 16], [0, 0]], 0],
+    ], [result.output for result in results]

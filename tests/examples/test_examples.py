@@ -48,21 +48,24 @@ def test_gpt2_as_a_library_learns(tmp_path, launcher):
 
 @needs_transformers
 @pytest.mark.timeout(120)
-def test_gpt2_as_a_run_learns(tmp_path):
-    run(
-        tmp_path,
-        *("-m", "paceline", "train", f"{EXAMPLES / 'gpt2_run.py'}:run", "--workers", 2, "--out", "run"),
+def test_gpt2_as_a_run_learns(tmp_path, monkeypatch, run_here):
+    monkeypatch.chdir(tmp_path)
+    done = run_here(
+        *("train", f"{EXAMPLES / 'gpt2_run.py'}:run", "--workers", 2, "--out", "run"),
         *("--num_steps", 16, "--model.arguments.width", 64, "--model.arguments.num_layers", 2),
         *("--evaluate_samples", 16, "--objective.sample_tokens", 0),
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     losses = losses_of(tmp_path / "run")
     assert len(losses) == 16
     assert losses[-1] < losses[0] - 0.8
 
 
 @pytest.mark.timeout(120)
-def test_data_and_model_of_your_own_learn_to_tell_spirals_apart(tmp_path):
-    run(tmp_path, "-m", "paceline", "train", EXAMPLES / "mine.py", "--out", "run", "--workers", 2, "--num_steps", 300)
+def test_data_and_model_of_your_own_learn_to_tell_spirals_apart(tmp_path, monkeypatch, run_here):
+    monkeypatch.chdir(tmp_path)
+    done = run_here("train", EXAMPLES / "mine.py", "--out", "run", "--workers", 2, "--num_steps", 300)
+    assert done.returncode == 0, done.stdout + done.stderr
     finish = summarise(read_log(tmp_path / "run" / "events.jsonl")).finish
     assert finish is not None
     assert finish.event.metrics["accuracy"] > 0.8  # guessing is 0.5

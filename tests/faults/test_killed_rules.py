@@ -23,7 +23,7 @@ from paceline.monitor.reader import read_log, select
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_worker_changes_no_bit(tmp_path):
+def test_a_killed_worker_changes_no_bit(tmp_path, run_here):
     settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3, "sync.codec": "int8"}
     killed = tmp_path / "killed"
     process = start(killed, 30, **settings)
@@ -32,7 +32,7 @@ def test_a_killed_worker_changes_no_bit(tmp_path):
     code, output = finish(process)
     assert code == 0, output
     assert len(select(read_log(killed / "events.jsonl"), Restarted)) == 1
-    losses, tensors = run_straight(tmp_path / "straight", 30, **settings)
+    losses, tensors = run_straight(run_here, tmp_path / "straight", 30, **settings)
     assert losses_of(killed) == losses
     assert tensors_of(killed, 30) == tensors
 

@@ -33,20 +33,18 @@ SETTINGS = {
 }
 
 
-def make_command(*arguments, **settings):
+def make_arguments(*arguments, **settings):
     overrides = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "paceline", "train", *map(str, arguments), *overrides]
+    return ["train", *map(str, arguments), *overrides]
+
+
+def arguments_of_run(directory, num_steps, num_workers, settings):
+    every = SETTINGS | {"num_steps": num_steps} | settings
+    return make_arguments("transformer_lm", "--workers", num_workers, "--out", directory, **every)
 
 
 def start(directory, num_steps, num_workers=3, **settings):
-    command = make_command(
-        "transformer_lm",
-        "--workers",
-        num_workers,
-        "--out",
-        directory,
-        **(SETTINGS | {"num_steps": num_steps} | settings),
-    )
+    command = [sys.executable, "-m", "paceline", *arguments_of_run(directory, num_steps, num_workers, settings)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -102,15 +100,15 @@ def tensors_of(directory, step):
     return sorted(path.read_bytes() for path in directory.glob(f"checkpoints/step-{step:08}*/*.safetensors"))
 
 
-def run_straight(directory, num_steps, **settings):
-    code, output = finish(start(directory, num_steps, **settings))
-    assert code == 0, output
+def run_straight(run_here, directory, num_steps, **settings):
+    done = run_here(*arguments_of_run(directory, num_steps, 3, settings))
+    assert done.returncode == 0, done.stdout + done.stderr
     return losses_of(directory), tensors_of(directory, num_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path):
+def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run_here):
     """Half of the kills hit a random worker at a random step, half the writer in a checkpoint's making."""
     num_kills, num_steps = 10, 160
     chance = random.Random(0)
@@ -136,13 +134,13 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path):
     records = read_log(killed / "events.jsonl")
     assert all("was killed by SIGKILL" in record.event.reason for record in select(records, Restarted))
     assert len(select(records, RunFinished)) == 1
-    losses, tensors = run_straight(tmp_path / "straight", num_steps)
+    losses, tensors = run_straight(run_here, tmp_path / "straight", num_steps)
     assert losses_of(killed) == losses
     assert tensors_of(killed, num_steps) == tensors
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path):
+def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, run_here):
     killed = tmp_path / "killed"
     process = start(killed, 1000, num_workers=2)
     wait_until(lambda: newest_step(killed) >= 10, process)
@@ -154,9 +152,7 @@ def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path):
         time.sleep(0.1)
     (preempted,) = select(read_log(killed / "events.jsonl"), Preempted)
     num_steps = preempted.step + 5
-    resumed = subprocess.run(
-        make_command("--resume", killed, num_steps=num_steps), capture_output=True, text=True, timeout=100
-    )
+    resumed = run_here(*make_arguments("--resume", killed, num_steps=num_steps))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert sorted(losses_of(killed)) == list(range(1, num_steps + 1))
 
@@ -191,7 +187,7 @@ def test_a_signal_to_one_worker_stops_all_in_the_same_step(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path):
+def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path, run_here):
     script = tmp_path / "dying.py"
     script.write_text(
         "import os, signal\n"
@@ -204,8 +200,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path):
         "    return base().model_copy(update={'model': __import__('paceline').Model.model_validate(build)})\n"
     )
     where = ("--workers", 2, "--max-restarts", 1, "--out", tmp_path / "run")
-    command = make_command(f"{script}:run", *where, **{"data.max_bytes": 100_000})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_here(*make_arguments(f"{script}:run", *where, **{"data.max_bytes": 100_000}))
     assert done.returncode == 1, done.stdout + done.stderr
     records = read_log(tmp_path / "run" / "events.jsonl")
     assert len(select(records, Restarted)) == 1

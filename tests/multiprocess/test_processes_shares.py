@@ -1,9 +1,5 @@
 """A slow worker among real processes, from the command line to the report."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from paceline.monitor.events import SharesChanged, SlowWorker
@@ -36,24 +32,13 @@ SETTINGS = {
 }
 
 
-def run_paceline(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
 @pytest.mark.timeout(150)
-def test_a_slow_process_gets_less_and_is_named_in_the_report(tmp_path):
+def test_a_slow_process_gets_less_and_is_named_in_the_report(tmp_path, run_here):
     recipe, run = tmp_path / "slow.py", tmp_path / "run"
     recipe.write_text(RECIPE)
     overrides = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-    shown = run_paceline("train", f"{recipe}:run", "--workers", "2", "--out", str(run), *overrides)
-    assert shown.returncode == 0, shown.stdout
+    shown = run_here("train", f"{recipe}:run", "--workers", "2", "--out", str(run), *overrides)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
     records = read_log(run / "events.jsonl")
     changes, slow = select(records, SharesChanged), select(records, SlowWorker)
     # 16 and 4 by the script alone; computing in earnest takes about as long on both.
@@ -61,5 +46,5 @@ def test_a_slow_process_gets_less_and_is_named_in_the_report(tmp_path):
     assert [one.event.slow_rank for one in slow] == [1]
     sentence = "rank 1 computes"
     assert sentence in shown.stdout
-    assert sentence in run_paceline("report", str(run)).stdout
+    assert sentence in run_here("report", str(run)).stdout
     assert sentence in (run / "report.html").read_text()

@@ -102,8 +102,10 @@ def take_step(replica: Replica, step: int, num_micro_batches: int, weights: list
     return replica.update()
 
 
-def train(group: Any, layout: dict[str, Any], num_micro_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    replica = make_replica(make_model(), group, layout)
+def train(
+    group: Any, layout: dict[str, Any], num_micro_batches: int, num_layers: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    replica = make_replica(make_model(num_layers), group, layout)
     results = [take_step(replica, step, num_micro_batches) for step in range(NUM_STEPS)]
     numbers = [number for result in results for number in (result.loss, result.gradient_norm)]
     tensors, _ = capture(replica)
@@ -111,15 +113,15 @@ def train(group: Any, layout: dict[str, Any], num_micro_batches: int) -> tuple[l
     return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model/")}
 
 
-def compare(layouts: list[dict[str, Any]]) -> list[list[float]]:
+def compare(layouts: list[dict[str, Any]], num_layers: int) -> list[list[float]]:
     """Return, for each layout without and with accumulation, how far losses and parameters are from one process's."""
     group = join()
     torch.set_num_threads(1)
     differences = []
     for num_micro_batches in (1, 2):
-        alone = train(LocalGroup(), {}, 1)
+        alone = train(LocalGroup(), {}, 1, num_layers)
         for layout in layouts:
-            numbers, tensors = train(group, layout, num_micro_batches)
+            numbers, tensors = train(group, layout, num_micro_batches, num_layers)
             if group.rank == 0:
                 assert tensors.keys() == alone[1].keys()
                 loss = max(abs(a - b) for a, b in zip(numbers, alone[0], strict=True))
@@ -129,13 +131,14 @@ def compare(layouts: list[dict[str, Any]]) -> list[list[float]]:
     return differences
 
 
-# Several starts, so that none comes near a test's time-out on two cores.
-CASES = [(2, TWO), (4, FOUR[:3]), (4, FOUR[3:]), (8, EIGHT)]
+# Several starts, and of small models where many ranks share two cores. Interleaved stages need four layers.
+CASES = [(2, TWO, 4), (4, FOUR[:3], 2), (4, FOUR[3:], 2), (8, EIGHT, 2)]
 
 
-@pytest.mark.parametrize(("num_ranks", "layouts"), CASES, ids=["2", "4", "4 mixed", "8"])
-def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[str, Any]]) -> None:
-    results = run_processes(num_ranks, compare, {"layouts": layouts}, timeout_s=55)
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("num_ranks", "layouts", "num_layers"), CASES, ids=["2", "4", "4 mixed", "8"])
+def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[str, Any]], num_layers: int) -> None:
+    results = run_processes(num_ranks, compare, {"layouts": layouts, "num_layers": num_layers}, timeout_s=120)
 
     assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
     for layout, (loss, parameter) in zip([*layouts, *layouts], results[0].value, strict=True):
@@ -144,7 +147,7 @@ def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[s
 
 
 def test_reference_learns() -> None:
-    numbers, _ = train(LocalGroup(), {}, 1)
+    numbers, _ = train(LocalGroup(), {}, 1, 2)
 
     assert len(model_tensors(make_model())) > 4
     assert numbers[-2] < numbers[0]

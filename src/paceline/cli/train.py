@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.errors import SettingsError
+from paceline.launch.forking import prepare_to_fork
 
 
 def train(
@@ -42,6 +43,7 @@ def train(
         from paceline.cli.train_worker import train_as_worker
 
         raise typer.Exit(train_as_worker(recipe, out, resume, overrides))
+    prepare_to_fork()
     raise typer.Exit(_train_here(recipe, workers, out, resume, max_restarts, overrides))
 
 

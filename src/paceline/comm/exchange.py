@@ -8,16 +8,20 @@ link and a thread of its own at each service, so that one that is slow, or dead,
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.line import NOTHING, Header, Line, Reply
+from paceline.comm.shared_memory.segment import round_to_pages
 from paceline.errors import CommunicationError, SettingsError
 
 __all__ = ["NOTHING", "Exchange", "Header", "Port", "Reply", "Service"]
+
+Route = tuple[int, int]
+"""The ranks of a caller and of who serves it."""
 
 _GOODBYE, _ALIVE = -1, -2
 _ALIVE_INTERVAL_S = 1.0
@@ -29,6 +33,9 @@ class Service(ABC):
     def buffer(self, caller: int) -> Tensor:
         """Return where a caller's bodies of the usual size are received, always the same: it is its until the reply."""
         return NOTHING
+
+    def lend(self, caller: int, outbox: Tensor) -> None:
+        """Note memory that a caller sees too: a reply's body that begins there need not be sent."""
 
     @abstractmethod
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
@@ -49,7 +56,15 @@ class Port(ABC):
 
     Args:
         server: The rank that serves.
+
+    Attributes:
+        outbox: Memory that the service sees too: a request's body that begins there need not be sent. Empty where
+            none is shared.
+        inbox: The same of replies: they may lie there, unlike what `finish` was told, until the next request.
     """
+
+    outbox: Tensor = NOTHING
+    inbox: Tensor = NOTHING
 
     def __init__(self, server: int) -> None:
         self.server = server
@@ -125,10 +140,11 @@ class _OwnPort(Port):
 class _LinkPort(Port):
     """To the service of another process."""
 
-    def __init__(self, server: int, link: Group, name: str) -> None:
+    def __init__(self, server: int, line: Line, name: str) -> None:
         super().__init__(server)
-        self._line = Line(link, name)
+        self._line = line
         self._name = name
+        self.outbox, self.inbox = line.outbox, line.inbox
 
     def _begin(self, header: Header, body: Tensor) -> None:
         try:
@@ -177,12 +193,21 @@ class Exchange:
         routes: Pairs (caller, server) of ranks: who may ask whom.
         service: What answers here; None on ranks that serve nobody.
         name: What errors call it.
+        body_bytes: Size of requests' and of replies' bodies by server, where they should lie in memory that both ends
+            share, if they can.
 
     Raises:
         SettingsError: The group is of GPUs, which have no messages.
     """
 
-    def __init__(self, group: Group, routes: Sequence[tuple[int, int]], service: Service | None, name: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        routes: Collection[Route],
+        service: Service | None,
+        name: str,
+        body_bytes: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         if group.device.type != "cpu":
             raise SettingsError(
                 f"{name} must run on CPUs, since it needs messages, but got a group on {group.device}; train on CPUs"
@@ -194,6 +219,7 @@ class Exchange:
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         number = _NUM_OPENED[group] = _NUM_OPENED.get(group, 0) + 1
+        self._boxes = _share_boxes(group, routes, body_bytes or {})
         # In the same order everywhere, so that nobody waits in a ring.
         for caller, server in sorted(routes, key=lambda route: (min(route), max(route), route)):
             if group.rank in (caller, server):
@@ -223,14 +249,35 @@ class Exchange:
             self.ports[server] = _OwnPort(server, self._service)
             return
         link = group.link(server if group.rank == caller else caller, name)
+        requests, replies = self._boxes.get((caller, server), (NOTHING, NOTHING))
         if group.rank == caller:
-            self.ports[server] = _LinkPort(server, link, name)
+            self.ports[server] = _LinkPort(server, Line(link, name, requests, replies), name)
             return
-        line = Line(link, name)
+        assert self._service is not None
+        if len(replies):
+            self._service.lend(caller, replies)
+        line = Line(link, name, replies, requests)
         self._lines.append(line)
         self._threads.append(
             threading.Thread(target=_serve, args=(self._service, line, caller, self._lines), name=name, daemon=True)
         )
+
+
+def _share_boxes(
+    group: Group, routes: Collection[Route], body_bytes: Mapping[int, tuple[int, int]]
+) -> dict[Route, tuple[Tensor, Tensor]]:
+    """Return where requests and replies lie, by route between two ranks that share memory."""
+    sizes = dict.fromkeys(group.neighbours, 0)
+    places: dict[Route, list[tuple[int, slice]]] = {}
+    for route in sorted(routes):
+        if route[0] != route[1] and route[1] in body_bytes and sizes.keys() >= set(route):
+            for rank, length in zip(route, body_bytes[route[1]], strict=True):
+                places.setdefault(route, []).append((rank, slice(sizes[rank], sizes[rank] + length)))
+                sizes[rank] += round_to_pages(length)
+    buffers = group.share(sizes) if places else {}
+    if not buffers:
+        return {}
+    return {route: (buffers[a][mine], buffers[b][theirs]) for route, ((a, mine), (b, theirs)) in places.items()}
 
 
 def _serve(service: Service, line: Line, caller: int, lines: list[Line]) -> None:

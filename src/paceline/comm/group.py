@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -132,6 +132,21 @@ class Group(ABC):
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed buffer that operations run on without a copy. Every rank calls it, in the same order."""
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Ranks that can share memory with this one, and itself."""
+        return [self.rank]
+
+    def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return zeroed byte buffers that all neighbours see, by rank; none where memory is not shared.
+
+        Every rank calls it, in the same order, and each writes into those that it may by agreement.
+
+        Args:
+            num_bytes: Size of each neighbour's, the same on each of them. A rank takes the memory of its own.
+        """
+        return {}
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has come here."""

@@ -1,6 +1,6 @@
 """A group of ranks on several hosts: shared memory inside a host, messages between the hosts' leaders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -157,6 +157,17 @@ class HostGroup(Group):
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed buffer that the ranks of a host share."""
         return self._neighbours.allocate(num_elements, dtype)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks of this host."""
+        return self._hosts[self._here]
+
+    def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return the buffers of this host's ranks."""
+        here = self.neighbours
+        shared = self._neighbours.share({place: num_bytes[rank] for place, rank in enumerate(here)})
+        return {here[place]: buffer for place, buffer in shared.items()}
 
     def duplicate(self, name: str) -> "HostGroup":
         """Return a group with memory and connections of its own."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.comm.group import MAX_TAG, Group, Work
 
 _FIELDS = struct.Struct("<6q2d")
-"""Kind, size of the body, clock, version, start, stop; mass, value."""
+"""Kind, size of the body (negative where it is in shared memory), clock, version, start, stop; mass, value."""
 _HEADER_TAG = 0
 
 
@@ -44,13 +44,20 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 class Line:
     """Messages over a link of two, which take turns.
 
+    Where both ends share memory, a body that lies in the `outbox` is read from there: only its header is sent. It must
+    stay as it is until the other end has sent its next message.
+
     Whatever the other end says next, it has received what was sent to it before: so a send is waited for only
     after the next one was begun, when that costs no time. A body of the usual size is awaited before its header has
     come, so that the sender need not ask whether it may begin.
     """
 
-    def __init__(self, link: Group, name: str) -> None:
+    def __init__(self, link: Group, name: str, outbox: Tensor, inbox: Tensor) -> None:
         self.link = link
+        self.outbox = outbox
+        """Memory of this end's bodies that the other end sees; empty where none is shared."""
+        self.inbox = inbox
+        """The other end's outbox."""
         self._peer = 1 - link.rank
         self._name = name
         self._headers = [bytearray(_FIELDS.size), bytearray(_FIELDS.size)]
@@ -64,11 +71,12 @@ class Line:
         """Begin to send; what was sent before has arrived."""
         self._headers.reverse()
         kind, *fields = astuple(header)
-        _FIELDS.pack_into(self._headers[0], 0, kind, len(body), *fields)
+        is_there = 0 < len(body) <= len(self.outbox) and body.data_ptr() == self.outbox.data_ptr()
+        _FIELDS.pack_into(self._headers[0], 0, kind, -len(body) if is_there else len(body), *fields)
         sent = torch.frombuffer(self._headers[0], dtype=torch.uint8)
         works, self._works = self._works, []
         self._works.append(self.link.send(sent, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header"))
-        if len(body):
+        if len(body) and not is_there:
             self._works.append(self.link.send(body, self._peer, tag=_tag_of(body), name=f"{self._name}: body"))
         for work in works:
             work.wait()
@@ -80,18 +88,18 @@ class Line:
             work.wait()
 
     def receive(self, usual: Tensor) -> Reply:
-        """Return what is sent next; its body lies in `usual` if it is of that size."""
+        """Return what is sent next; its body lies in `usual` if it is of that size, and not in the inbox."""
         received = torch.frombuffer(self._received, dtype=torch.uint8)
         work = self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")
-        if len(usual) and self._awaited is None:
+        if len(usual) and not len(self.inbox) and self._awaited is None:
             self._awaited = usual, self._await(usual)
         work.wait()
         kind, num_bytes, *fields = _FIELDS.unpack_from(self._received)
         return Header(kind, *fields), self._receive_body(num_bytes)
 
     def _receive_body(self, num_bytes: int) -> Tensor:
-        if num_bytes == 0:
-            return NOTHING
+        if num_bytes <= 0:
+            return self.inbox[:-num_bytes] if num_bytes else NOTHING
         if self._awaited is not None and len(self._awaited[0]) == num_bytes:
             (body, work), self._awaited = self._awaited, None
         else:

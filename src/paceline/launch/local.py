@@ -1,9 +1,7 @@
 """Workers on this machine, started through torch's elastic launcher and started again when one is killed."""
 
 import logging
-import multiprocessing
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -17,13 +15,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
+from paceline.launch.forking import START_METHOD, prepare_to_fork
 from paceline.launch.worker import work_for_launcher
 from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log
 
-_PRELOADED = ["paceline.launch.worker", "torch._dynamo"]  # torch imports the latter with the first optimizer
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 
 
@@ -62,7 +60,7 @@ def start_processes(
         ChildFailedError: One of them failed.
         SignalException: This process got a signal, and has handed it on to them.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    prepare_to_fork()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -72,7 +70,7 @@ def start_processes(
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
-        start_method="forkserver" if sys.platform == "linux" else "spawn",  # elsewhere forks of torch are not safe
+        start_method=START_METHOD,
         logs_specs=logs,
         shutdown_timeout=40,
     )

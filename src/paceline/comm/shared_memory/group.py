@@ -5,7 +5,8 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from paceline.comm.shared_memory.control import SMALL_BYTES, open_control
 from paceline.comm.shared_memory.lane import Step
 from paceline.comm.shared_memory.ledger import MAX_AHEAD, Operation
 from paceline.comm.shared_memory.meeting import SharedMemoryError
-from paceline.comm.shared_memory.segment import Segment, create
+from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
 from paceline.comm.shared_memory.transfers import (
     Copy,
     Gather,
@@ -146,13 +147,40 @@ class SharedMemoryGroup(Group):
             return torch.zeros(num_elements, dtype=dtype)
         name = f"allocation of {num_elements} {dtype}"
         num_bytes = self._buffers.num_bytes(num_elements, dtype)
-        memory, reasons = self._share_segment(name, num_bytes)
+        memory, reasons = self._share_segment(
+            name, num_bytes, lambda descriptor: self._buffers.map(descriptor, num_bytes)
+        )
         if memory is None:
             if self.rank == 0:
                 _warn_of_private_buffer(name, reasons)
             return torch.zeros(num_elements, dtype=dtype)
         memory.populate()
         return self._buffers.add(memory, num_elements, dtype)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """All ranks."""
+        return list(range(self.size))
+
+    def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return everybody's buffers, or with a warning none where memory is short."""
+        *starts, total = accumulate((round_to_pages(num_bytes[rank]) for rank in range(self.size)), initial=0)
+        if self.size == 1 or total == 0:
+            return {}
+
+        def map_all(descriptor: int) -> Segment:
+            if num_bytes[self.rank]:
+                reserve(descriptor, starts[self.rank], num_bytes[self.rank])
+            return Segment(descriptor, total)  # others may need what is here after this rank has left
+
+        name = f"sharing of {total} bytes"
+        memory, reasons = self._share_segment(name, total, map_all)
+        if memory is None:
+            if self.rank == 0:
+                _warn_of_private_buffer(name, reasons)
+            return {}
+        whole = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+        return {rank: whole[start : start + num_bytes[rank]] for rank, start in enumerate(starts)}
 
     def duplicate(self, name: str) -> Group:
         """Return a group with memory and connections of its own; without the memory where that is short."""
@@ -264,7 +292,9 @@ class SharedMemoryGroup(Group):
         self._large.post(operation, fill, land).wait()
         return self._buffers.find_parts(flat, places)
 
-    def _share_segment(self, name: str, num_bytes: int) -> tuple[Segment | None, list[str | None]]:
+    def _share_segment(
+        self, name: str, num_bytes: int, map_here: Callable[[int], Segment]
+    ) -> tuple[Segment | None, list[str | None]]:
         """Return a segment that all ranks have mapped, or None and why not, by rank."""
         operation = self._begin(name, "allocate")
         self._small.post(operation, None, None).wait()
@@ -281,7 +311,7 @@ class SharedMemoryGroup(Group):
 
         descriptor, reason = _attempt(lambda: self._hub.share(made, self.timeout_s, check))
         if descriptor is not None:
-            memory, reason = _attempt(lambda: self._buffers.map(descriptor, num_bytes))
+            memory, reason = _attempt(lambda: map_here(descriptor))
             os.close(descriptor)
         reasons = self.gather_documents(reason, name=name)
         return None if any(reasons) else memory, reasons
@@ -301,8 +331,8 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
 def _warn_of_private_buffer(name: str, reasons: Sequence[str | None]) -> None:
     failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
     warnings.warn(
-        f"{name} could not be made in shared memory ({failed}), so that each rank has its own, and sums of it go "
-        "through a small shared ring, which is slower; free memory on the host, or silence this with "
+        f"{name} could not be made in shared memory ({failed}), so that what is in it is copied from rank to rank, "
+        "which is slower; free memory on the host, or silence this with "
         "warnings.filterwarnings('ignore', category=paceline.comm.SharedMemoryWarning)",
         SharedMemoryWarning,
         stacklevel=3,

@@ -10,7 +10,7 @@ from paceline.comm.exchange import NOTHING, Header, Port
 from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
 from paceline.sync.parameter_server.server import Kind
 from paceline.sync.parameter_server.state import cut_pieces, pack_state, unpack_state
-from paceline.sync.parameter_server.wire import States, Wire
+from paceline.sync.parameter_server.wire import States, make_wires
 from paceline.sync.synchroniser import Delays, Site
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class ServerLink:
         self._optimizer = site.optimizer
         self._unit = 0.0
         self._parameters = [site.parameters[piece.parameter] for piece in pieces]
-        num_numbers = len(site.optimizer.param_groups) + len(pieces)
-        self._push_wire = Wire(rule.codec, pieces, num_numbers, site.seed)
-        self._pull_wire = Wire(rule.pull_codec, pieces, 0, site.seed)
-        self._pushed, self._pulled = self._push_wire.new_body(), self._pull_wire.new_body()
+        num_groups = len(site.optimizer.param_groups)
+        self._push_wire, self._pull_wire = make_wires(rule.codec, rule.pull_codec, pieces, num_groups, site.seed)
+        self._pushed = port.outbox if len(port.outbox) else self._push_wire.new_body()
+        self._pulled = port.inbox if len(port.inbox) else self._pull_wire.new_body()
         self.is_dropped = False
         """Whether the last push came too late to count."""
         if self._pull_wire.is_exact:

@@ -15,7 +15,7 @@ from paceline.compression import Codec, NoCodec
 from paceline.errors import CommunicationError
 from paceline.sync.parameter_server.shard import Landing, Push, Shard
 from paceline.sync.parameter_server.state import pack_state, unpack_state
-from paceline.sync.parameter_server.wire import States, Wire, without_residuals
+from paceline.sync.parameter_server.wire import States, Wire, make_wires, without_residuals
 
 
 class Kind(IntEnum):
@@ -58,21 +58,26 @@ class Server(Service):
             landing.clocks.join(worker)
         num_groups = len(shard.optimizer.param_groups)
         self._num_groups = num_groups
-        self._push_wire = Wire(codec, shard.pieces, num_groups + len(shard.pieces), seed)
-        self._pull_wire = Wire(pull_codec, shard.pieces, 0, seed)
-        self._whole_wire = Wire(NoCodec(), shard.pieces)
-        self._mirrors = {worker: _Mirror(self._pull_wire, self._whole_wire, shard) for worker in workers}
+        self._push_wire, pull_wire = make_wires(codec, pull_codec, shard.pieces, num_groups, seed)
+        whole_wire = Wire(NoCodec(), shard.pieces)
+        self._mirrors = {worker: _Mirror(pull_wire, whole_wire, shard) for worker in workers}
         self._changed = threading.Condition()
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
         self._failure: BaseException | None = None
         self.lost: dict[int, BaseException] = {}
         """Workers that did not say goodbye."""
-        self._bodies = {worker: self._push_wire.new_body() for worker in workers}
+        self._bodies: dict[int, Tensor] = {}
 
     def buffer(self, caller: int) -> Tensor:
         """Return the worker's own buffer for pushes."""
+        if caller not in self._bodies:
+            self._bodies[caller] = self._push_wire.new_body()
         return self._bodies[caller]
+
+    def lend(self, caller: int, outbox: Tensor) -> None:
+        """Let what the worker pulls lie where it sees it."""
+        self._mirrors[caller].move(outbox)
 
     def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
         """Do what is asked for."""
@@ -213,6 +218,13 @@ class _Mirror:
         self._states = without_residuals(self._wire.write(self._body, differences, (), self._states, clock))
         torch._foreach_add_(self.known.tensors, self._wire.read(self._body, clock)[0])
         return self._body
+
+    def move(self, body: Tensor) -> None:
+        """Let pulls lie in another body."""
+        self._body = body
+        if self._wire.is_exact:
+            body.copy_(self.known.bytes)
+            self.known = self._wire.view(body)
 
     def learn(self, body: Tensor) -> None:
         """Note that the worker has these."""

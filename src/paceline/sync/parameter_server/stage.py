@@ -8,6 +8,7 @@ from paceline.optim.by_element import BY_ELEMENT
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.shard import Shard
+from paceline.sync.parameter_server.wire import make_wires
 from paceline.sync.synchroniser import Site
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ class Stage:
         self.shares = share_out(dict(site.parameters), rule.num_servers, may_cut=may_cut)
         """What each server holds."""
 
+    @property
+    def body_bytes(self) -> dict[int, tuple[int, int]]:
+        """Size of pushes and pulls, by server's rank."""
+        rule, num_groups = self._rule, len(self._site.optimizer.param_groups)
+        wires = (make_wires(rule.codec, rule.pull_codec, pieces, num_groups, self._site.seed) for pieces in self.shares)
+        return {
+            server: (push.num_bytes, pull.num_bytes) for server, (push, pull) in zip(self.servers, wires, strict=True)
+        }
+
     def number_of(self, rank: int) -> int | None:
         """Return which server a rank runs, if any."""
         return self.servers.index(rank) if rank in self.servers else None
@@ -78,7 +88,7 @@ def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
     if number is None:
         return
     server = stage.make_server(number)
-    exchange = Exchange(stage.everybody, stage.routes, server, rule.name)
+    exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
     exchange.close()
     if server.lost:
         lost = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(server.lost.items()))

@@ -88,6 +88,13 @@ class Wire:
         return tensors, body[length:].clone().view(torch.float64).tolist()
 
 
+def make_wires(
+    codec: Codec, pull_codec: Codec, pieces: Sequence[Piece], num_groups: int, seed: int
+) -> tuple[Wire, Wire]:
+    """Return the wires of pushes and of pulls: with what is pushed go learning rates, and what was used."""
+    return Wire(codec, pieces, num_groups + len(pieces), seed), Wire(pull_codec, pieces, 0, seed)
+
+
 def without_residuals(states: Mapping[str, State]) -> States:
     """Return states without what was held back, where the next difference has that in it anyway."""
     return {

@@ -41,7 +41,7 @@ class ServedWorker(Synchroniser):
         server = None
         if (number := stage.number_of(stage.everybody.rank)) is not None:
             server = stage.make_server(number)
-        self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name)
+        self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
         self._links = [
             ServerLink(self._exchange.ports[place], pieces, rule, site)
             for place, pieces in zip(stage.servers, stage.shares, strict=True)
