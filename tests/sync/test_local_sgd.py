@@ -143,6 +143,7 @@ def test_the_consensus_inside_a_period_is_the_mean_by_mass():
 
 
 def test_statistics_of_batches_are_pooled_where_workers_meet_and_counts_are_not():
+    torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
     def work(group, period):

@@ -1,3 +1,4 @@
+import copy
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,10 @@ def test_nothing_asked_for_and_borrowed_samples_count_for_nothing() -> None:
 
 @pytest.mark.parametrize("shares", [(1, 3), (3, 1), (2, 2), (0, 4)])
 def test_workers_that_are_asked_for_unequal_numbers_learn_as_one(shares: tuple[int, int]) -> None:
+    start = make_model()  # not in threads, which share torch's generator
+
     def train(group: Any, samples: slice, num_samples: int) -> tuple[float, float, list[Tensor]]:
-        module = make_model()
+        module = copy.deepcopy(start)
         replica = Replica(module, torch.optim.SGD(module.parameters(), lr=1.0), group=group)
         for _ in range(3):
             loss = MaskedLM().loss(replica, make_batch(samples, num_samples))
