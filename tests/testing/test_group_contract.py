@@ -90,6 +90,17 @@ class OneBufferGroup(LocalGroup):
         return self.buffer
 
 
+class PrivateGroup(LocalGroup):
+    """What it calls shared each rank has for itself."""
+
+    @property
+    def neighbours(self):
+        return list(range(self.size))
+
+    def share(self, num_bytes):
+        return {rank: torch.zeros(size, dtype=torch.uint8) for rank, size in num_bytes.items()}
+
+
 class TransposedGroup(LocalGroup):
     """Its all-to-all hands everybody the same row."""
 
@@ -202,6 +213,7 @@ BROKEN = [
     (OneThreadGroup, "duplicates_run_in_other_threads"),
     (DirtyGroup, "allocated_buffers_are_zeroed_and_take_part"),
     (OneBufferGroup, "allocated_buffers_are_zeroed_and_take_part"),
+    (PrivateGroup, "neighbours_see_each_others_memory"),
     (WholeSubgroupGroup, "subgroups_are_apart"),
     (UpperFirstGroup, "links_carry_messages_both_ways"),
 ]
