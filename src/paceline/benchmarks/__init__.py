@@ -8,11 +8,13 @@ from paceline.benchmarks.comparison import Comparison
 from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
+from paceline.benchmarks.memory import MemoryBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.benchmarks.server import ServerBenchmark
 from paceline.benchmarks.stragglers import StragglersBenchmark
 from paceline.benchmarks.sync_comparison import SYNC_COMPARISON
 from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
+from paceline.benchmarks.throughput import ThroughputBenchmark
 from paceline.benchmarks.time_to_loss import TimeToLossBenchmark
 from paceline.benchmarks.workers import Workers
 from paceline.registry import find_variant, list_variants
@@ -26,11 +28,13 @@ __all__ = [
     "ConvergenceBenchmark",
     "ExposedBenchmark",
     "LayoutsBenchmark",
+    "MemoryBenchmark",
     "ReplicaBenchmark",
     "Row",
     "ServerBenchmark",
     "StragglersBenchmark",
     "TableRow",
+    "ThroughputBenchmark",
     "TimeToLossBenchmark",
     "Workers",
     "check_new_files",

@@ -120,7 +120,7 @@ def joined() -> Iterator[Group]:
     torch.set_num_threads(1)
     with join() as group:
         if group.size > 1:
-            dist.init_process_group("gloo")
+            dist.init_process_group("nccl" if group.device.type == "cuda" else "gloo")
         try:
             yield group
         finally:

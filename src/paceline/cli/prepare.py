@@ -16,8 +16,10 @@ from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
 from paceline.monitor.events import RunFinished
 from paceline.monitor.reader import read_log, select
+from paceline.planner.available import guess_device
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
+from paceline.training.compiling import check_compiler
 from paceline.training.run import Run, RunFile
 
 
@@ -41,7 +43,7 @@ def check_workers(run: Run, num_workers: int) -> Splits:
     """Refuse at once what every worker would refuse later, and return the data.
 
     Raises:
-        SettingsError: Workers, global batch and shares do not fit.
+        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there.
         DataError: The data cannot be opened.
     """
     layout = run.layout
@@ -61,6 +63,7 @@ def check_workers(run: Run, num_workers: int) -> Splits:
             "workers; raise --global_batch or lower --workers"
         )
     check_shares(run.fixed_shares, num_workers)
+    check_compiler(run.compiler, guess_device(num_workers * layout.ranks_of_worker))
     return run.data.open()
 
 

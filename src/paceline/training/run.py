@@ -20,6 +20,7 @@ from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRat
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
 from paceline.training.checks import Precision, check_layout, check_rule_fits
+from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.model import Model
 from paceline.training.noise_scale import check_noise
@@ -65,6 +66,8 @@ class Run(Settings):
     """How memory is saved, and whether it is checked that it is enough."""
     precision: Precision = "fp32"
     """fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
+    compiler: str = NO_COMPILER
+    """Backend of torch.compile that makes each block of the model faster, such as inductor; none for none."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; none for no clipping."""
     seed: int = 0
@@ -104,6 +107,7 @@ class Run(Settings):
                 f"landing must be update where the whole step is needed at once, but got {self.landing} with "
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
+        check_compiler_fits(self.compiler, self.landing, self.pipeline if self.layout.pipeline > 1 else None)
         check_rule_fits(self.sync, self.precision, self.landing)
         check_layout(self.layout, self.sync, self.landing)
         check_sharing(self.layout, self.sharded_codec)

@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
 from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
@@ -92,6 +93,8 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         sharded_codec=run.sharded_codec,
         sample=splits.train.read(np.arange(1))[0].to(group.device),
     )
+    if run.compiler != NO_COMPILER:
+        compile_blocks(part.module, run.compiler)
     # A norm is told only where it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     return Replica(

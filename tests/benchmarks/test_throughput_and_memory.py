@@ -1,0 +1,48 @@
+"""`bench throughput` and `bench memory`: both run for real, small."""
+
+import pytest
+
+from paceline.benchmarks import MemoryBenchmark, ThroughputBenchmark, Workers
+from paceline.benchmarks.memory import TECHNIQUES
+from paceline.errors import UnknownNameError
+from paceline.recipes.transformer_lm import TransformerLM
+
+SMALL = TransformerLM(width=16, num_layers=2, num_heads=2)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tokens_and_utilisation_stand_beside_a_plain_loop(num_workers):
+    bench = ThroughputBenchmark(
+        model=SMALL,
+        sequence_length=8,
+        batch=2,
+        compiler="aot_eager",
+        num_pairs=4,
+        workers=Workers(num_workers=num_workers),
+    )
+    (tokens,) = bench.measure()
+    assert tokens.metric == "tokens"
+    assert tokens.ours > 0
+    assert f"{num_workers} x CPU thread" in tokens.case
+    peak = 1e6
+    tokens, mfu = bench.model_copy(update={"peak_flops": peak}).measure()
+    num_parameters = sum(p.numel() for p in SMALL.build(bench.spec).parameters())
+    of_token = 6 * num_parameters + 12 * 2 * 16 * 8
+    assert mfu.ours == pytest.approx(100 * tokens.ours * of_token / (peak * num_workers))
+    assert mfu.ratio == pytest.approx(tokens.ratio)
+
+
+def test_memory_stands_beside_its_estimate():
+    names = ("none", "recompute full", "zero 3", "offload optimizer")
+    rows = MemoryBenchmark(model=SMALL, global_batch=4, techniques=names).measure()
+    by_name = {row.case: row for row in rows}
+    assert list(by_name) == ["none", "recompute full", "zero 3"], "offloading needs a GPU"
+    assert by_name["recompute full"].ours < by_name["none"].ours
+    assert by_name["none"].ratio == pytest.approx(1, abs=0.1)
+
+
+def test_every_technique_is_a_run_of_its_own():
+    runs = [MemoryBenchmark().make_run(name) for name in TECHNIQUES]
+    assert len({run.model_dump_json() for run in runs}) == len(runs)
+    with pytest.raises(UnknownNameError, match="technique must be a known name, but got 'magic'"):
+        MemoryBenchmark(techniques=("magic",)).measure()

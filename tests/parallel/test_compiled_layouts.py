@@ -1,0 +1,56 @@
+"""Blocks that are compiled after they were laid out learn what they did before."""
+
+from typing import Any
+
+import pytest
+import test_layouts
+import torch
+from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE, train
+
+from paceline.comm import join
+from paceline.parallel.part import Part
+from paceline.testing.processes import run_processes
+from paceline.training.compiling import compile_blocks
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"context": 2},
+    {"sharded": 2, "zero_stage": 3},
+    {"pipeline": 2, "order": "interleaved"},
+]
+
+
+def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
+    """Return, for each layout, how far losses and parameters of compiled blocks are from those that are not."""
+    lay_out = test_layouts.lay_out
+
+    def lay_out_and_compile(*arguments: Any, **options: Any) -> Part:
+        part = lay_out(*arguments, **options)
+        compile_blocks(part.module, "aot_eager")
+        return part
+
+    group = join()
+    torch.set_num_threads(1)
+    differences = []
+    for layout in layouts:
+        test_layouts.lay_out = lay_out
+        losses, tensors = train(group, layout, 1)
+        test_layouts.lay_out = lay_out_and_compile
+        torch._dynamo.utils.counters.clear()
+        compiled_losses, compiled = train(group, layout, 1)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
+        loss = max(abs(a - b) for a, b in zip(compiled_losses, losses, strict=True))
+        distances = [float((compiled[name] - tensor).abs().max()) for name, tensor in tensors.items()]
+        differences.append([loss, max(distances, default=0.0)])
+    group.close()
+    return differences
+
+
+@pytest.mark.timeout(120)
+def test_compiled_blocks_learn_the_same_in_every_layout() -> None:
+    results = run_processes(2, compare_compiled, {"layouts": LAYOUTS}, timeout_s=100)
+    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    for result in results:
+        for layout, (loss, parameter) in zip(LAYOUTS, result.value, strict=True):
+            assert loss < LOSS_TOLERANCE, layout
+            assert parameter < PARAMETER_TOLERANCE, layout
