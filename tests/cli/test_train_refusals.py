@@ -61,7 +61,6 @@ def refuse(monkeypatch, capsys, *arguments):
             "train transformer_lm --sync diloco --landing next_forward --clip_norm none",
             "landing must be update with sync diloco",
         ),
-        ("train transformer_lm --sync asgd --precision fp16", "precision must be fp32 or bf16 with sync asgd"),
         ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
         ("train transformer_lm --workers 0", "--workers must be at least 1"),
         (
@@ -82,6 +81,18 @@ def refuse(monkeypatch, capsys, *arguments):
         ("train mine.py:walk", "must define the function 'walk', but it has: number"),
         ("train mine.py:number", "must return a paceline.Run, but got int"),
         ("train no.such.module:run", "must be importable"),
+        ("train transformer_lm --compiler gcc", "compiler must be a known name, but got 'gcc'"),
+        ("train transformer_lm --layout.tensor 3", "must be a multiple of tensor(3), but got"),
+        ("train transformer_lm --layout.pipeline 50", "and the model has"),
+        (
+            'train transformer_lm --layout.pipeline 2 --pipeline.cuts ["nowhere"]',
+            "cuts must name pieces of the model that a stage can begin with, but got 'nowhere'",
+        ),
+        ("train resnet --layout.context 2", "what looks at other tokens must do so through"),
+        (
+            "train transformer_lm --layout.context 3 --data.sequence_length 128",
+            "a sequence for context(3) must be a multiple of 6 tokens, but got 128",
+        ),
         ("train --resume missing", "must hold run.json"),
         ("report missing", "missing"),
         ("bench nope", "benchmark must be a known name"),

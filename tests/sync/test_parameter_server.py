@@ -241,3 +241,60 @@ def test_state_of_some_servers_is_that_of_another_number(num_servers):
 
 
 _KEYS = (("parameter", ""), ("optimizer", "/exp_avg"), ("optimizer", "/step"))
+
+
+@pytest.mark.parametrize("host_size", [1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_step_that_overflows_in_half_precision_is_not_pushed(host_size, clip_norm):
+    """It is as if its worker had had no samples; where workers of a host sum first, none of them had."""
+    bad_step, hit = 2, [0, 1] if host_size == 2 else [1]
+
+    def work(group, overflows):
+        module = make_linear(dtype=torch.float32)
+        rule = ParameterServer(host_size=host_size)
+        replica = Replica(module, _adamw(module), group=group, sync=rule, precision="fp16", clip_norm=clip_norm)
+        skipped, seen = [], []
+        for step in range(5):
+            handle = None
+            is_bad = step == bad_step and group.rank == 1
+            if is_bad and overflows:
+                handle = module.weight.register_hook(lambda gradient: gradient * torch.inf)
+            inputs, targets = make_samples(group.rank, step, torch.float32)
+            # Small, so that the first scale of 65,536 does not overflow by itself.
+            loss = 0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets)
+            is_absent = step == bad_step and group.rank in hit
+            replica.backward(loss, weight=0.0 if is_absent and not overflows else 1.0)
+            skipped.append(replica.update().skipped)
+            if handle is not None:
+                handle.remove()
+            seen.append(flatten(module))
+        replica.close()
+        return skipped, torch.stack(seen), replica.loss_scale
+
+    results = LocalGroup.run(4, lambda group: work(group, True))
+    without = LocalGroup.run(4, lambda group: work(group, False))
+    for rank, ((skipped, seen, scale), (_, expected, usual)) in enumerate(zip(results, without, strict=True)):
+        assert skipped == [rank in hit and step == bad_step for step in range(5)]
+        assert scale == (usual / 2 if rank in hit else usual)
+        assert seen.isfinite().all()
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_asynchronous_workers_push_nothing_of_an_overflow():
+    def work(group):
+        module = make_linear(dtype=torch.float32)
+        replica = Replica(module, make_sgd(module), group=group, sync=ASGD(), precision="fp16")
+        moved = []
+        for step in range(3):
+            before = flatten(module)
+            handle = module.weight.register_hook(lambda gradient: gradient * torch.inf) if step == 1 else None
+            inputs, targets = make_samples(0, step, torch.float32)
+            replica.backward(0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets))
+            replica.update()
+            if handle is not None:
+                handle.remove()
+            moved.append(not torch.equal(before, flatten(module)))
+        replica.close()
+        return moved
+
+    assert LocalGroup.run(1, work) == [[True, False, True]]

@@ -20,6 +20,7 @@ from paceline.planner.available import guess_device
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.compiling import check_compiler
+from paceline.training.rehearsal import check_parts
 from paceline.training.run import Run, RunFile
 
 
@@ -43,7 +44,8 @@ def check_workers(run: Run, num_workers: int) -> Splits:
     """Refuse at once what every worker would refuse later, and return the data.
 
     Raises:
-        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there.
+        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there; or
+            the model does not fit the layout.
         DataError: The data cannot be opened.
     """
     layout = run.layout
@@ -64,7 +66,9 @@ def check_workers(run: Run, num_workers: int) -> Splits:
         )
     check_shares(run.fixed_shares, num_workers)
     check_compiler(run.compiler, guess_device(num_workers * layout.ranks_of_worker))
-    return run.data.open()
+    splits = run.data.open()
+    check_parts(run, splits)
+    return splits
 
 
 def prepare_new(

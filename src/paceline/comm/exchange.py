@@ -284,7 +284,7 @@ def _serve(service: Service, line: Line, caller: int, lines: list[Line]) -> None
     """Answer one caller until it leaves."""
     try:
         while True:
-            header, body = line.receive(service.buffer(caller))
+            header, body = line.receive(NOTHING if len(line.inbox) else service.buffer(caller))
             if header.kind == _GOODBYE:
                 line.wait_until_sent()
                 service.lose(caller, None)

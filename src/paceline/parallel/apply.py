@@ -9,11 +9,13 @@ from paceline.comm.group import Group
 from paceline.compression.codec import Codec
 from paceline.errors import SettingsError
 from paceline.parallel import zero_redundancy
-from paceline.parallel.context import check_length, cut_attention
-from paceline.parallel.fully_sharded import shard
+from paceline.parallel.context import check_attention, check_length, cut_attention
+from paceline.parallel.fully_sharded import check_parameters, shard
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
+from paceline.parallel.pipeline.costs import cut_at
+from paceline.parallel.pipeline.pieces import list_pieces
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
@@ -76,6 +78,23 @@ def lay_out(
     coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     group = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
     return Part(group, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded)
+
+
+def check_model(
+    module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
+) -> None:
+    """Raise `SettingsError` where `lay_out` would, as far as the model tells alone; it may be on the meta device."""
+    if layout.tensor > 1:
+        make_plan(module, tensor_plan, layout.tensor)
+    if layout.pipeline > 1:
+        pieces = list_pieces(module, pipeline.sequence)
+        pipeline.count_stages(layout.pipeline, len(pieces))
+        if isinstance(pipeline.cuts, tuple):
+            cut_at(pipeline.cuts, [piece.name for piece in pieces])
+    if layout.context > 1:
+        check_attention(module, layout.context)
+    if layout.shares_parameters:
+        check_parameters(module)
 
 
 def check_sharing(layout: Layout, sharded_codec: Codec | None) -> None:

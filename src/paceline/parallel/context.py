@@ -102,18 +102,23 @@ def cut_attention(module: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.size("context") == 1:
         return
+    check_attention(module, mesh.size("context"))
+    context = CutContext(mesh.device_mesh["context"])
+    for part in _list_contextual(module):
+        part.context = context
+
+
+def check_attention(module: nn.Module, size: int) -> None:
+    """Raise `SettingsError` where `module` attends otherwise than through `Contextual.context`."""
     parts = _list_contextual(module)
     own = [name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention | nn.RNNBase)]
     if own or not parts:
         what = f"{own[0]} does not" if own else f"no module of the {type(module).__name__} does"
         raise SettingsError(
             f"what looks at other tokens must do so through paceline.parallel.context.Contextual for "
-            f"context({mesh.size('context')}), but {what}; derive it from that and call self.context.attend, or set "
+            f"context({size}), but {what}; derive it from that and call self.context.attend, or set "
             "layout.context 1"
         )
-    context = CutContext(mesh.device_mesh["context"])
-    for part in parts:
-        part.context = context
 
 
 @contextmanager

@@ -50,8 +50,7 @@ def shard(
     """
     if mesh.size("sharded") == 1:
         return module
-    _check_parameters(module)
-    policy = MixedPrecisionPolicy(gather_dtype, reduce_dtype=_dtype_of(module), cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(gather_dtype, reduce_dtype=check_parameters(module), cast_forward_inputs=False)
     found = _list_blocks(module, find_blocks(module) if blocks is None else blocks)
     device_mesh = mesh.device_mesh["sharded"]
     # Torch's None: let go after forward, but for the root, with whose end backward begins.
@@ -150,7 +149,8 @@ def _list_blocks(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [found[name] for name in inner_first]
 
 
-def _check_parameters(module: nn.Module) -> None:
+def check_parameters(module: nn.Module) -> torch.dtype:
+    """Return the dtype of the parameters, and raise `SettingsError` where they cannot be sharded."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise SettingsError(
@@ -161,9 +161,6 @@ def _check_parameters(module: nn.Module) -> None:
                 f"a sharded parameter must be contiguous, but {name} has strides {tuple(parameter.stride())}; "
                 "leave memory formats such as channels_last to inputs, or shard with zero_stage 1"
             )
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
     dtypes = {parameter.dtype: name for name, parameter in module.named_parameters()}
     if len(dtypes) != 1:
         named = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())

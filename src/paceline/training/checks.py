@@ -32,7 +32,7 @@ def check_replica(
     check_settings(precision, clip_norm, parameters)
     check_placement(parameters, part.group)
     check_optimizer(optimizer, module)
-    check_rule_fits(rule, precision, landing)
+    check_rule_fits(rule, landing)
     check_layout(part.layout, rule, landing)
     if rule.carries_momentum:
         check_momentum(own_part(optimizer))
@@ -95,12 +95,10 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
 
 
-def check_rule_fits(rule: Rule, precision: str, landing: str) -> None:
+def check_rule_fits(rule: Rule, landing: str) -> None:
     """Refuse what does not go together with a rule that does more than to sum gradients."""
     if landing == "next_forward" and not rule.keeps_replicas_equal:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
-    if not rule.runs_optimizer and precision == "fp16":
-        raise SettingsError(f"precision must be fp32 or bf16 with sync {rule.name}, but got {precision}; take bf16")
 
 
 def check_layout(layout: Layout, rule: Rule, landing: str) -> None:

@@ -62,29 +62,33 @@ class OptimizerStep:
         self,
         optimizer: torch.optim.Optimizer,
         number: int,
-        before: Callable[[], None],
+        before: Callable[[bool], None],
         *,
         is_optimizer_run: bool = True,
+        has_gradients: bool = True,
     ) -> Stepped:
         """Unscale, clip, call `before`, and step.
 
         Args:
             optimizer: What is stepped.
             number: Updates done before.
-            before: What comes between clipping and the step.
-            is_optimizer_run: Whether the optimizer is stepped: not where a server does it, nor without gradients.
+            before: What comes between clipping and the step; it is told whether gradients are of no use, where a
+                server is to step with them.
+            is_optimizer_run: Whether the optimizer is stepped: not where a server does it.
+            has_gradients: Whether there are any.
 
         Raises:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
         """
-        if is_optimizer_run:
+        if has_gradients:
             self._agree_on_overflow()
             self._scaler.unscale_(optimizer)
         gradient_norm = self._clip(optimizer, number) if self.clip_norm is not None else None
-        before()
+        before(self.is_scaled and not is_optimizer_run and has_gradients and self._is_overflown())
         scale = self._scaler.get_scale()
-        if is_optimizer_run:
-            self._scaler.step(optimizer)
+        if has_gradients:
+            if is_optimizer_run:
+                self._scaler.step(optimizer)
             self._scaler.update()
         return Stepped(gradient_norm, self._scaler.get_scale() < scale)
 
@@ -96,6 +100,10 @@ class OptimizerStep:
         """Take on a saved state."""
         if state:
             self._scaler.load_state_dict(state)
+
+    def _is_overflown(self) -> bool:
+        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def _agree_on_overflow(self) -> None:
         """Show an overflow that one rank of a worker sees to all of them, or some would step and others not."""

@@ -1,7 +1,7 @@
 """A run's step, as it is rehearsed to know its memory, and the savings of memory that the run asks for."""
 
+import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ from paceline.memory import (
 )
 from paceline.memory.absent_group import AbsentGroup
 from paceline.optim import SGD
+from paceline.parallel.apply import check_model
+from paceline.parallel.context import check_length
 from paceline.training.model import Model
 from paceline.training.run import Run
 
@@ -126,6 +128,23 @@ def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -
     )
 
 
+def check_parts(run: Run, splits: Splits) -> None:
+    """Refuse a model that the run's layout cannot share out, before there are ranks to do it.
+
+    A model that cannot be built without contents is left to them.
+
+    Raises:
+        SettingsError: It does not fit the layout.
+    """
+    if run.layout.is_plain:
+        return
+    with contextlib.suppress(RehearsalError):
+        module = guarded(lambda: _build(run.model, splits))
+        check_model(module, run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
+        if run.layout.context > 1:
+            check_length(splits.train.spec.input_shape[0], context=run.layout.context)
+
+
 def guarded(rehearsing: Callable[[], T]) -> T:
     """Return what a rehearsal returns.
 
@@ -152,5 +171,5 @@ def _build(model: Model, splits: Splits) -> nn.Module:
 
 def _forward(module: nn.Module, precision: str, device: str, inputs: Tensor) -> Any:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    with nullcontext() if precision == "fp32" else torch.autocast(device, dtype=dtype):
+    with contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, dtype=dtype):
         return module(inputs)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -409,12 +410,18 @@ class Replica:
         sync = self._synchroniser
         mass = self._meetings.mass if self._meetings is not None else self._weight
         step = LocalStep(self.num_updates, mass, met.mass if met else 0.0, self._stop_requested)
+
+        def push(is_overflown: bool) -> None:
+            if sync is not None:
+                sync.before_update(replace(step, mass=0.0) if is_overflown else step)
+
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(
             self.optimizer,
             self.num_updates,
-            before=lambda: sync.before_update(step) if sync is not None else None,
-            is_optimizer_run=self.sync.runs_optimizer and has_gradients,
+            before=push,
+            is_optimizer_run=self.sync.runs_optimizer,
+            has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()
         self._times.buckets = self._sum.finish(skipped=stepped.skipped)

@@ -108,7 +108,7 @@ class Run(Settings):
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
             )
         check_compiler_fits(self.compiler, self.landing, self.pipeline if self.layout.pipeline > 1 else None)
-        check_rule_fits(self.sync, self.precision, self.landing)
+        check_rule_fits(self.sync, self.landing)
         check_layout(self.layout, self.sync, self.landing)
         check_sharing(self.layout, self.sharded_codec)
         if self.shares == "measured" and not self.layout.is_plain:

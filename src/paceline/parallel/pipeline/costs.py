@@ -41,7 +41,7 @@ def cut(
     """
     num_stages = settings.count_stages(mesh.size("pipeline"), len(pieces))
     if isinstance(settings.cuts, tuple):
-        return _cut_at(settings.cuts, [piece.name for piece in pieces])
+        return cut_at(settings.cuts, [piece.name for piece in pieces])
     with undisturbed(model):
         if settings.cuts == "estimated":
             return partition(estimate(model, pieces, sample), num_stages)
@@ -113,7 +113,12 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _cut_at(names: Sequence[str], known: Sequence[str]) -> list[range]:
+def cut_at(names: Sequence[str], known: Sequence[str]) -> list[range]:
+    """Return the places of each stage's pieces, of the `known` ones, where each but the first begins at a name.
+
+    Raises:
+        SettingsError: There is no such piece, or not in this order.
+    """
     for name in names:
         if name not in known[1:]:
             raise SettingsError(
