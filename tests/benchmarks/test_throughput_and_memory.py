@@ -32,6 +32,15 @@ def test_tokens_and_utilisation_stand_beside_a_plain_loop(num_workers):
     assert mfu.ratio == pytest.approx(tokens.ratio)
 
 
+def test_the_peak_is_of_the_whole_word_and_of_half_precision():
+    def find_peak(name, precision="bf16"):
+        return ThroughputBenchmark(precision=precision)._find_peak(name)
+
+    assert find_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert find_peak("NVIDIA H100 PCIe") < find_peak("NVIDIA H100 80GB HBM3") == find_peak("NVIDIA H200")
+    assert find_peak("NVIDIA A10G") is find_peak("CPU thread") is find_peak("NVIDIA A100", "fp32") is None
+
+
 def test_memory_stands_beside_its_estimate():
     names = ("none", "recompute full", "zero 3", "offload optimizer")
     rows = MemoryBenchmark(model=SMALL, global_batch=4, techniques=names).measure()

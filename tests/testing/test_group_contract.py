@@ -94,7 +94,7 @@ class PrivateGroup(LocalGroup):
     """What it calls shared each rank has for itself."""
 
     @property
-    def neighbours(self):
+    def host_ranks(self):
         return list(range(self.size))
 
     def share(self, num_bytes):
@@ -213,7 +213,7 @@ BROKEN = [
     (OneThreadGroup, "duplicates_run_in_other_threads"),
     (DirtyGroup, "allocated_buffers_are_zeroed_and_take_part"),
     (OneBufferGroup, "allocated_buffers_are_zeroed_and_take_part"),
-    (PrivateGroup, "neighbours_see_each_others_memory"),
+    (PrivateGroup, "ranks_of_a_host_see_each_others_memory"),
     (WholeSubgroupGroup, "subgroups_are_apart"),
     (UpperFirstGroup, "links_carry_messages_both_ways"),
 ]

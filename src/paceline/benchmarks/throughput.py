@@ -1,5 +1,6 @@
 """`bench throughput`: tokens a second of a compiled language model, and model FLOPs utilisation."""
 
+import re
 import time
 
 import torch
@@ -31,7 +32,7 @@ _PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Of a device by what its name contains: dense, half precision with sums in single precision, as its maker states."""
+"""Of a device by words of its name: dense, half precision with sums in single precision, as its maker states."""
 
 
 @register("throughput")
@@ -54,7 +55,8 @@ class ThroughputBenchmark(Benchmark):
     num_pairs: int = Field(default=40, ge=4)
     """Timed pairs of steps."""
     peak_flops: float | None = Field(default=None, gt=0)
-    """Of one worker's device in this precision, a second; by default that of its name. Without it there is no MFU."""
+    """Of one worker's device in this precision, a second; by default that of its name, in half precision. Without it
+    there is no MFU."""
     workers: Workers = Workers(num_workers=1)
     """Where they run; with GPUs, one each."""
 
@@ -71,7 +73,7 @@ class ThroughputBenchmark(Benchmark):
         case = f"{num_parameters / 1e6:.0f}M, {self.precision}, {self.compiler}, {self.workers.num_workers} x {name}"
         ours, reference = ([num_tokens / seconds for seconds in times] for times in (ours, reference))
         rows = [Row.of_pairs(self.name, case, "tokens", "1/s", ours, reference, "plain loop")]
-        peak = self.peak_flops or next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+        peak = self.peak_flops or self._find_peak(name)
         if peak is not None:
             shape = self.model
             of_token = 6 * num_parameters + 12 * shape.num_layers * shape.width * self.sequence_length
@@ -79,6 +81,11 @@ class ThroughputBenchmark(Benchmark):
             ours, reference = ([factor * rate for rate in rates] for rates in (ours, reference))
             rows.append(Row.of_pairs(self.name, case, "MFU", "%", ours, reference, "plain loop"))
         return rows
+
+    def _find_peak(self, name: str) -> float | None:
+        if self.precision == "fp32":
+            return None
+        return next((flops for words, flops in _PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def time_steps(settings: dict[str, object]) -> tuple[list[float], list[float], str, int]:

@@ -267,7 +267,7 @@ def _share_boxes(
     group: Group, routes: Collection[Route], body_bytes: Mapping[int, tuple[int, int]]
 ) -> dict[Route, tuple[Tensor, Tensor]]:
     """Return where requests and replies lie, by route between two ranks that share memory."""
-    sizes = dict.fromkeys(group.neighbours, 0)
+    sizes = dict.fromkeys(group.host_ranks, 0)
     places: dict[Route, list[tuple[int, slice]]] = {}
     for route in sorted(routes):
         if route[0] != route[1] and route[1] in body_bytes and sizes.keys() >= set(route):

@@ -134,17 +134,17 @@ class Group(ABC):
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     @property
-    def neighbours(self) -> list[int]:
-        """Ranks that can share memory with this one, and itself."""
+    def host_ranks(self) -> list[int]:
+        """Ranks that can share memory with this one, which is among them."""
         return [self.rank]
 
     def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return zeroed byte buffers that all neighbours see, by rank; none where memory is not shared.
+        """Return zeroed byte buffers that all ranks of a host see, by rank; none where memory is not shared.
 
         Every rank calls it, in the same order, and each writes into those that it may by agreement.
 
         Args:
-            num_bytes: Size of each neighbour's, the same on each of them. A rank takes the memory of its own.
+            num_bytes: Size of each of `host_ranks`', the same on each of them. A rank takes the memory of its own.
         """
         return {}
 

@@ -159,13 +159,13 @@ class HostGroup(Group):
         return self._neighbours.allocate(num_elements, dtype)
 
     @property
-    def neighbours(self) -> list[int]:
+    def host_ranks(self) -> list[int]:
         """The ranks of this host."""
         return self._hosts[self._here]
 
     def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
         """Return the buffers of this host's ranks."""
-        here = self.neighbours
+        here = self.host_ranks
         shared = self._neighbours.share({place: num_bytes[rank] for place, rank in enumerate(here)})
         return {here[place]: buffer for place, buffer in shared.items()}
 

@@ -180,13 +180,13 @@ def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
     expect_equal(second, torch.zeros_like(second), "the other buffer")
 
 
-def neighbours_see_each_others_memory(group: Group) -> None:
-    """What one writes into its shared buffer all neighbours read; where nothing is shared there is no buffer."""
-    sizes = {rank: 0 if rank % 3 == 2 else 5000 + rank for rank in group.neighbours}
+def ranks_of_a_host_see_each_others_memory(group: Group) -> None:
+    """What one writes into its shared buffer all ranks of its host read; where nothing is shared there is no buffer."""
+    sizes = {rank: 0 if rank % 3 == 2 else 5000 + rank for rank in group.host_ranks}
     buffers = group.share(sizes)
-    documents = group.gather_documents([group.neighbours, sorted(buffers)], name="shares")
-    assert group.rank in group.neighbours
-    assert all(documents[rank] == documents[group.rank] for rank in group.neighbours), f"{documents}"
+    documents = group.gather_documents([group.host_ranks, sorted(buffers)], name="shares")
+    assert group.rank in group.host_ranks
+    assert all(documents[rank] == documents[group.rank] for rank in group.host_ranks), f"{documents}"
     if buffers:
         assert [len(buffers[rank]) for rank in sizes] == list(sizes.values())
         assert not any(bool(buffer.any()) for buffer in buffers.values())
@@ -242,7 +242,7 @@ GROUP_CHECKS: tuple[Check, ...] = (
     barrier_holds_everybody_until_the_last,
     members_know_their_place,
     allocated_buffers_are_zeroed_and_take_part,
-    neighbours_see_each_others_memory,
+    ranks_of_a_host_see_each_others_memory,
     subgroups_are_apart,
     links_carry_messages_both_ways,
     *MESSAGE_CHECKS,

@@ -1,5 +1,6 @@
 """Layer 7: a run, the replica of a worker, and the loop that trains it."""
 
+from paceline.training.compiling import compile_blocks
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.loop import train
 from paceline.training.model import FunctionModel, Model
@@ -22,6 +23,7 @@ __all__ = [
     "RunFile",
     "StepResult",
     "UnusedParametersWarning",
+    "compile_blocks",
     "evaluate",
     "train",
 ]

@@ -158,7 +158,7 @@ class SharedMemoryGroup(Group):
         return self._buffers.add(memory, num_elements, dtype)
 
     @property
-    def neighbours(self) -> list[int]:
+    def host_ranks(self) -> list[int]:
         """All ranks."""
         return list(range(self.size))
 
