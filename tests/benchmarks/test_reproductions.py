@@ -7,10 +7,11 @@ from typer.testing import CliRunner
 
 from paceline.benchmarks import Workers
 from paceline.benchmarks.reproductions import LanguageModelSync, find_reproduction, language_model_sync
-from paceline.benchmarks.reproductions.base import train_once
+from paceline.benchmarks.reproductions.base import Hiccups, train_once
 from paceline.benchmarks.reproductions.language_model_sync import SyncRow
 from paceline.cli.main import app
 from paceline.errors import SettingsError, UnknownNameError
+from paceline.sync import ASGD
 
 TINY = {"num_steps": 2, "global_batch": 2, "num_seeds": 1, "max_bytes": 300_000, "workers": {"num_workers": 1}}
 
@@ -25,8 +26,9 @@ def trained(monkeypatch):
     """Runs end at once, as they did where the published numbers come from; their settings."""
     runs = []
 
-    def train(run, recipe, workers):
+    def train(run, recipe, workers, hiccups):
         runs.append(run)
+        assert hiccups == Hiccups(0.1, 0.25)
         way = {"asgd": "asynchronous", "every_step": "synchronous"}[run.sync.name]
         if way == "synchronous" and run.sync.codec.name != "none":
             way = "compression"
@@ -51,7 +53,7 @@ def test_ratios_stand_beside_the_published_ones(trained):
 
 
 def test_ways_differ_by_rule_and_asynchronous_rate(trained):
-    LanguageModelSync(num_seeds=1).reproduce()
+    LanguageModelSync(num_seeds=1, asynchronous=ASGD()).reproduce()
     synchronous, asynchronous, compression = trained
     assert asynchronous.optimizer.learning_rate == pytest.approx(synchronous.optimizer.learning_rate / 2)
     assert compression.sync.codec.name == "int8"
@@ -59,16 +61,26 @@ def test_ways_differ_by_rule_and_asynchronous_rate(trained):
     assert asynchronous.model_copy(update=alike) == synchronous == compression.model_copy(update=alike)
 
 
-def test_a_run_is_trained_by_a_process_of_its_own():
+def test_steps_of_as_many_pushes_as_workers_have_the_synchronous_rate(trained):
+    LanguageModelSync(num_seeds=1).reproduce()
+    assert trained[1].optimizer == trained[0].optimizer
+    assert trained[1].sync.pushes_per_step == 4
+
+
+def test_a_run_is_trained_by_a_process_of_its_own_and_is_late_when_told_to():
     benchmark = LanguageModelSync.model_validate(TINY)
-    found = train_once(benchmark.make_run("synchronous", 0), "transformer_lm", benchmark.workers)
+    run = benchmark.make_run("synchronous", 0)
+    found = train_once(run, "transformer_lm", benchmark.workers)
+    late = train_once(run, "transformer_lm", benchmark.workers, Hiccups(1.0, 1.5))
+    assert late.finish.event.duration_s > 3, "two steps"
+    assert late.finish.event.held_out_loss == found.finish.event.held_out_loss
     assert found.finish.event.held_out_loss > 3
     assert found.finish.event.duration_s > 0
     assert [step.event.num_samples for step in found.steps] == [2, 2]
 
 
 def test_a_run_that_fails_is_told_of(monkeypatch):
-    monkeypatch.setattr(Workers, "start", lambda workers, function, folder, file: function(folder, file) and {0: 1})
+    monkeypatch.setattr(Workers, "start", lambda workers, function, *arguments: function(*arguments) and {0: 1})
     benchmark = LanguageModelSync.model_validate(TINY)
     run = benchmark.make_run("synchronous", 0)
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": "/nowhere"})})

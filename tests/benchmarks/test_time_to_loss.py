@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from paceline.benchmarks import TimeToLossBenchmark, Workers
 from paceline.benchmarks.language import LanguageTask, make_rule_side
-from paceline.benchmarks.time_to_loss import train_sides
+from paceline.benchmarks.time_to_loss import train_sides, train_start
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
 from paceline.sync import EveryStep, LocalSGD
@@ -32,6 +32,9 @@ def starts(monkeypatch):
     asked = []
 
     def start(workers, function, task, plans, num_compute_steps):
+        if function is train_start:
+            asked.append((workers, {"start_steps": plans, "start": num_compute_steps}))
+            return {}
         assert function is train_sides
         json.dumps([task, plans])  # it goes to hosts so
         asked.append((workers, {plan["name"]: plan for plan in plans}))
@@ -107,6 +110,31 @@ def test_speed_ups_stand_beside_the_ceiling(starts):
     assert (again.ours, again.reference) == (2.0, 2.3)
 
 
+def test_all_sides_go_on_from_what_ddp_makes_of_the_start(starts):
+    measure(task={"num_steps": 25}, start_steps=5)
+    (workers, began), (_, judged), (_, timed) = starts
+    assert workers.bandwidth is None
+    assert began["start_steps"] == 5
+    for plan in [*judged.values(), *timed.values()]:
+        assert (plan["start"], plan["start_steps"]) == (began["start"], 5)
+    assert {plan["num_steps"] for plan in judged.values()} == {20}
+
+
+def test_to_go_on_from_a_start_is_to_have_done_its_steps(tmp_path):
+    path = str(tmp_path / "start.pt")
+    task = TINY.model_dump(mode="json")
+    plan = {"name": "ddp", "rule": None, "period": 3, "judge_interval": 0}
+    plans = [{**plan, "num_steps": 6}, {**plan, "num_steps": 4, "start": path, "start_steps": 2}]
+    for function, arguments in [
+        ("train_start", {"task": task, "num_steps": 2, "path": path}),
+        ("train_sides", {"task": task, "plans": plans, "num_compute_steps": 2}),
+    ]:
+        results = run_processes(2, f"paceline.benchmarks.time_to_loss:{function}", arguments, timeout_s=55)
+        assert [result.exit_code for result in results] == [0, 0], results[0].output
+    straight, gone_on = results[0].value
+    assert gone_on["curve"][0][1] == straight["curve"][0][1]
+
+
 def test_a_loss_that_ddp_does_not_reach_is_refused(starts):
     with pytest.raises(
         SettingsError,
@@ -117,7 +145,7 @@ def test_a_loss_that_ddp_does_not_reach_is_refused(starts):
 
 
 def test_fewer_steps_than_a_period_are_refused():
-    with pytest.raises(ValidationError, match="num_steps must be at least the period, but got 5 and 10"):
+    with pytest.raises(ValidationError, match="at least the period, without start_steps, but got 5, 10 and 0"):
         TimeToLossBenchmark(period=10, task={"num_steps": 5})
 
 
@@ -127,8 +155,8 @@ def test_sides_begin_alike_and_see_the_same_data():
         side = make_rule_side(TINY, splits, group, rule)
         losses = [TINY.judge(side.module, splits, group)]
         batches = iter(TINY.load(splits, group))
-        for _ in range(4):
-            side.step(next(batches))
+        for number in range(4):
+            side.step(number, next(batches))
         with side.consensus():
             losses.append(TINY.judge(side.module, splits, group))
         side.close()

@@ -13,8 +13,10 @@ from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
+from paceline.comm.exchange import NOTHING, Header
 from paceline.errors import CommunicationError, SettingsError
 from paceline.sync import ASGD
+from paceline.sync.parameter_server.server import Kind
 from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
@@ -26,6 +28,7 @@ MITIGATED = {
     "corrected": ASGD(correct_momentum=True),
     "all": ASGD(scale_rate=True, compensation=2.0, compensation_decay=0.5, correct_momentum=True),
 }
+SOFT = ASGD(pushes_per_step=3)
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATED))
@@ -72,6 +75,48 @@ def test_scaled_rates_divide_by_one_plus_the_delay():
     torch.testing.assert_close(by_hand.x, torch.tensor([-1.0, -0.5 / 3], dtype=torch.float64))
 
 
+def test_several_pushes_make_one_step_with_their_mean_whoever_they_are_of():
+    by_hand = ByHand(SOFT, learning_rate=0.5, start=(0.0, 0.0))
+    for worker, gradient in [(0, [1.0, 0.0]), (0, [2.0, 0.0]), (1, [0.0, 6.0])]:
+        assert torch.equal(by_hand.x, torch.zeros(2, dtype=torch.float64))
+        by_hand.swap(worker, gradient)
+    torch.testing.assert_close(by_hand.x, torch.tensor([-0.5, -1.0], dtype=torch.float64))
+    for worker in (0, 1):
+        by_hand.swap(worker, [3.0, 3.0])
+    assert by_hand.shard.version == 1
+    assert by_hand.shard.delays == {0: 4, 1: 1}, "worker 0 pushed once before it had the step"
+
+
+def test_a_mean_of_scaled_pushes_divides_each_by_one_plus_its_delay():
+    by_hand = ByHand(ASGD(pushes_per_step=2, scale_rate=True), learning_rate=1.0, start=(0.0, 0.0))
+    by_hand.swap(0, [0.0, 0.0])
+    by_hand.swap(0, [0.0, 0.0])
+    by_hand.swap(0, [1.0, 0.0])
+    by_hand.swap(1, [0.0, 1.0])  # one step came between
+    torch.testing.assert_close(by_hand.x, torch.tensor([-0.5, -0.25], dtype=torch.float64))
+
+
+def test_what_waits_for_more_pushes_is_not_lost_when_no_more_can_come():
+    by_hand = ByHand(SOFT, learning_rate=0.5, start=(0.0, 0.0))
+    by_hand.swap(0, [1.0, 2.0])
+    by_hand.swap(1, [3.0, 4.0])
+    for worker in (0, 1):
+        assert torch.equal(by_hand.x, torch.zeros(2, dtype=torch.float64))
+        by_hand.server.take(worker, Header(Kind.AWAY), NOTHING)()
+    torch.testing.assert_close(by_hand.x, torch.tensor([-1.0, -1.5], dtype=torch.float64))
+
+
+def test_pushes_of_as_many_workers_are_steps_of_synchronous_sgd_where_nobody_is_ahead():
+    """Workers that push in turn all see the same parameters but for the last of a step, so here gradients are given."""
+    soft, plain = ByHand(ASGD(pushes_per_step=2), momentum=0.9), ByHand(ASGD(), num_workers=1, momentum=0.9)
+    for step in range(4):
+        gradients = torch.tensor([[step, 1.0], [2.0, step]], dtype=torch.float64)
+        for worker in (0, 1):
+            soft.swap(worker, gradients[worker])
+        plain.swap(0, gradients.mean(0))
+    torch.testing.assert_close(soft.x, plain.x, rtol=1e-14, atol=0)
+
+
 def test_compensation_adds_what_the_gradient_missed_to_first_order():
     by_hand = ByHand(ASGD(compensation=0.7), learning_rate=0.5)
     old = by_hand.x.clone()
@@ -112,13 +157,14 @@ def test_what_cannot_be_is_refused():
         train(2, ASGD(num_servers=3), 1)
 
 
+@pytest.mark.parametrize("pushes_per_step", [1, 4])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_every_push_counts_once_whoever_comes_first(servers):
+def test_every_push_counts_once_whoever_comes_first(servers, pushes_per_step):
     """With gradients that do not depend on parameters the order cannot matter: all of them are in."""
 
     def work(group):
         module = make_linear()
-        replica = Replica(module, make_sgd(module), group=group, sync=ASGD(num_servers=servers))
+        replica = Replica(module, make_sgd(module), group=group, sync=rule)
         before = flatten(module)
         gradients = []
         for step in range(20):
@@ -132,10 +178,11 @@ def test_every_push_counts_once_whoever_comes_first(servers):
         replica.close()
         return torch.stack(gradients).sum(0), change, delays
 
+    rule = ASGD(num_servers=servers, pushes_per_step=pushes_per_step)
     results = LocalGroup.run(3, work)
     total = sum(gradients for gradients, _, _ in results)
     for _, change, delays in results:
-        torch.testing.assert_close(change, -0.05 * total, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(change, -0.05 * total / pushes_per_step, rtol=1e-12, atol=1e-12)
         assert sum(delays.counts.values()) == 60
 
 

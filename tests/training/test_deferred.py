@@ -1,4 +1,4 @@
-"""Landing in the next forward: the same training, with the last bucket still on the wire when forward starts."""
+"""Landing bucket by bucket: the same training, with others still on the wire, at most while the next forward runs."""
 
 import time
 
@@ -49,18 +49,58 @@ def _train(group, make, landing, optimizer=torch.optim.AdamW, num_steps=8, **set
     return losses, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
+@pytest.mark.parametrize("landing", ["arrival", "next_forward"])
 @pytest.mark.parametrize("codec", ["none", "one_bit", "power_sgd"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
-def test_it_is_the_same_training_bit_for_bit(optimizer, codec):
+def test_it_is_the_same_training_bit_for_bit(optimizer, codec, landing):
     sync = EveryStep(codec={"name": codec, "dense_below": 0})
     at_update = LocalGroup.run(2, lambda group: _train(group, Tied, "update", optimizer, sync=sync))
-    in_forward = LocalGroup.run(
-        2, lambda group: _train(group, Tied, "next_forward", optimizer, sync=sync, hash_interval=3)
-    )
+    by_bucket = LocalGroup.run(2, lambda group: _train(group, Tied, landing, optimizer, sync=sync, hash_interval=3))
     for rank in range(2):
-        assert in_forward[rank][0] == at_update[rank][0]
+        assert by_bucket[rank][0] == at_update[rank][0]
         for name, tensor in at_update[rank][1].items():
-            assert torch.equal(in_forward[rank][1][name], tensor), name
+            assert torch.equal(by_bucket[rank][1][name], tensor), name
+
+
+def test_the_optimizer_steps_with_buckets_that_have_come_while_the_last_is_under_way():
+    """The first bucket's parameters have changed when the wire has the last one."""
+    seen = []
+
+    class Watched(LocalGroup):
+        def all_reduce(self, tensor, *, name):
+            work = super().all_reduce(tensor, name=name)
+            return Spy(work) if name == "bucket 2" else work
+
+    class Spy:
+        def __init__(self, work):
+            self._work = work
+
+        def __getattr__(self, name):
+            return getattr(self._work, name)
+
+        def wait(self):
+            if now["module"] is not None:
+                pairs = zip(now["old"], now["module"].parameters(), strict=True)
+                seen.append([not torch.equal(old, new) for old, new in pairs])
+            self._work.wait()
+
+    now = {"module": None, "old": []}
+
+    def worker(group):
+        group.__class__ = Watched
+        module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        replica = Replica(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing="arrival", bucket_bytes=64
+        )
+        for step in range(3):
+            replica.backward(replica(_inputs(step)).square().mean())
+            if step == 2 and group.rank == 0:
+                now.update(module=module, old=[p.clone() for p in module.parameters()])
+            replica.update()
+        replica.close()
+
+    LocalGroup.run(2, worker)
+    assert [False, True, True] in seen  # gradients of the last layer come first
 
 
 def test_forward_begins_before_the_last_bucket_has_come():
@@ -120,16 +160,18 @@ def test_a_parameter_used_elsewhere_than_before_is_an_error():
         LocalGroup.run(2, worker)
 
 
+@pytest.mark.parametrize("landing", ["arrival", "next_forward"])
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [({"clip_norm": 1.0}, "clip_norm"), ({"precision": "fp16"}, "fp16"), ({"optimizer": "lbfgs"}, "LBFGS")],
     ids=["clipping", "fp16", "lbfgs"],
 )
-def test_what_needs_the_whole_step_is_refused(settings, rule):
+def test_what_needs_the_whole_step_is_refused(settings, rule, landing):
     module = make_module()
-    kind = torch.optim.LBFGS if settings.pop("optimizer", None) else torch.optim.SGD
+    kind = torch.optim.LBFGS if "optimizer" in settings else torch.optim.SGD
+    settings = {name: value for name, value in settings.items() if name != "optimizer"}
     with pytest.raises(SettingsError, match=rule):
-        Replica(module, kind(module.parameters(), lr=0.1), landing="next_forward", **settings)
+        Replica(module, kind(module.parameters(), lr=0.1), landing=landing, **settings)
 
 
 def test_urgent_buckets_go_first_and_the_wire_is_never_idle():

@@ -125,8 +125,8 @@ def train_rules(tasks: list[dict[str, Any]], rules: list[dict[str, Any]]) -> lis
 def _train(task: LanguageTask, splits: Splits, group: Group, rule: Rule) -> tuple[float, int]:
     side = make_rule_side(task, splits, group, rule)
     sent = 0
-    for _, batch in zip(range(task.num_steps), task.load(splits, group), strict=False):
-        sent += side.step(batch)
+    for number, batch in zip(range(task.num_steps), task.load(splits, group), strict=False):
+        sent += side.step(number, batch)
     with side.consensus():
         loss = task.judge(side.module, splits, group)
     side.close()

@@ -13,10 +13,13 @@ from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, mak
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
 from paceline.sync import EveryStep
+from paceline.training.checks import Landing
 
 Side = Literal[
     "none", "fp16", "bf16", "int8", "one_bit", "top_k", "random_k", "power_sgd", "ddp", "ddp_fp16", "ddp_power_sgd"
 ]
+
+_HOOKS = {"ddp_fp16": "DDP's fp16 hook", "ddp_power_sgd": "DDP's PowerSGD hook"}
 
 
 @register("exposed")
@@ -34,8 +37,12 @@ class ExposedBenchmark(Benchmark):
     """Samples of each worker."""
     sides: tuple[Side, ...] = ("none",)
     """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP."""
+    landing: Literal["update", "arrival"] = "update"
+    """When Paceline's gradients reach the optimizer: all at once, or each bucket as it arrives."""
     num_rounds: int = Field(default=200, ge=3)
-    """Timed steps of each side."""
+    """Timed turns of each side."""
+    steps_per_turn: int = Field(default=1, ge=1)
+    """Steps that a side takes one after another; a turn's time is their mean."""
     workers: Workers = Workers()
     """Where they run."""
 
@@ -43,11 +50,13 @@ class ExposedBenchmark(Benchmark):
         """Time all sides."""
         sides: list[JsonValue] = ["floor", "ddp", *(side for side in self.sides if side != "ddp")]
         times: dict[str, list[float]] = self.workers.start(
-            time_sides, self.problem, self.batch, sides, self.num_rounds
+            time_sides, self.problem, self.batch, sides, self.landing, self.num_rounds, self.steps_per_turn
         )[0]
-        return [
-            _compare(side, f"{self.problem}, {self._describe_wire()}", times) for side in self.sides if side != "ddp"
-        ]
+        case = f"{self.problem}, {self._describe_wire()}"
+        hooks = [side for side in self.sides if side in _HOOKS]
+        rows = [_compare(side, "ddp", case, times) for side in self.sides if side != "ddp"]
+        ours = [side for side in self.sides if side not in ("ddp", *hooks)]
+        return rows + [_compare(side, hook, case, times) for hook in hooks for side in ours]
 
     def _describe_wire(self) -> str:
         if self.workers.bandwidth is None:
@@ -56,9 +65,14 @@ class ExposedBenchmark(Benchmark):
 
 
 def time_sides(
-    problem: Literal["lm", "resnet"], batch: int, sides: list[str], num_rounds: int
+    problem: Literal["lm", "resnet"],
+    batch: int,
+    sides: list[str],
+    landing: Landing,
+    num_rounds: int,
+    steps_per_turn: int,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each side's steps. Every worker runs it."""
+    """Return the seconds of a step of each side, by round. Every worker runs it."""
     with joined() as group:
         first = make_problem(problem, batch, group.rank)
         steps: dict[str, Step] = {}
@@ -70,7 +84,7 @@ def time_sides(
                 hook = side.removeprefix("ddp").removeprefix("_")
                 steps[side] = ddp_step(mine, hook or None)  # type: ignore[arg-type]
             else:
-                steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}))
+                steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}), landing)
         del first
         times: dict[str, list[float]] = {side: [] for side in sides}
         for index in range(-4, num_rounds):
@@ -78,14 +92,15 @@ def time_sides(
             for side in turn:
                 group.barrier()
                 began_s = time.perf_counter()
-                steps[side]()
+                for _ in range(steps_per_turn):
+                    steps[side]()
                 if index >= 0:
-                    times[side].append(time.perf_counter() - began_s)
+                    times[side].append((time.perf_counter() - began_s) / steps_per_turn)
     return times
 
 
-def _compare(side: str, case: str, times: dict[str, list[float]]) -> Row:
-    ours, reference, floor = times[side], times["ddp"], times["floor"]
+def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) -> Row:
+    ours, reference, floor = times[side], times[other], times["floor"]
     generator = random.Random(0)
     rounds = range(len(floor))
     ratios = sorted(_ratio(ours, reference, floor, generator.choices(rounds, k=len(rounds))) for _ in range(2000))
@@ -96,7 +111,7 @@ def _compare(side: str, case: str, times: dict[str, list[float]]) -> Row:
         unit="s",
         ours=statistics.median(ours) - statistics.median(floor),
         reference=statistics.median(reference) - statistics.median(floor),
-        reference_name="DDP",
+        reference_name=_HOOKS.get(other, "DDP"),
         ratio=_ratio(ours, reference, floor, rounds),
         ratio_upper=ratios[int(0.95 * len(ratios))],
         ratio_lower=ratios[int(0.05 * len(ratios))],

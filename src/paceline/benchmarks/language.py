@@ -98,16 +98,28 @@ class Side:
 
     Args:
         module: This worker's own.
-        step: Takes the next step with a batch, and returns the bytes that this worker sent, by the price of the
-            exchange; 0 where nobody says.
+        optimizer: Of its parameters.
+        step: Takes the step of the number given with a batch, and returns the bytes that this worker sent, by the price
+            of the exchange; 0 where nobody says.
         consensus: Inside it parameters of `module` are those that all workers together stand for.
         close: Lets go of what it holds.
     """
 
     module: nn.Module
-    step: Callable[[Batch], int]
+    optimizer: torch.optim.Optimizer
+    step: Callable[[int, Batch], int]
     consensus: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     close: Callable[[], None] = lambda: None
+
+    def save(self, path: str) -> None:
+        """Write weights and optimizer state."""
+        torch.save([self.module.state_dict(), self.optimizer.state_dict()], path)
+
+    def load(self, path: str) -> None:
+        """Go on from what a side has saved."""
+        module, optimizer = torch.load(path, weights_only=True)
+        self.module.load_state_dict(module)
+        self.optimizer.load_state_dict(optimizer)
 
 
 def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule) -> Side:
@@ -116,25 +128,27 @@ def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule)
     optimizer = task.make_optimizer(module)
     replica = Replica(module, optimizer, group=group, sync=rule, clip_norm=task.clip_norm, hash_interval=0)
 
-    def step(batch: Batch) -> int:
-        task.set_rate(optimizer, replica.num_updates)
+    def step(number: int, batch: Batch) -> int:
+        task.set_rate(optimizer, number)
         replica.backward(task.loss(replica, batch), weight=batch.targets.numel())
         return replica.update().wire_bytes
 
-    return Side(module, step, replica.consensus, replica.close)
+    return Side(module, optimizer, step, replica.consensus, replica.close)
 
 
 def make_plain_side(task: LanguageTask, splits: Splits) -> Side:
     """Return a loop that exchanges nothing."""
     module = task.build(splits)
-    return Side(module, _make_step(task, module, module, task.make_optimizer(module)))
+    optimizer = task.make_optimizer(module)
+    return Side(module, optimizer, _make_step(task, module, module, optimizer))
 
 
 def make_ddp_side(task: LanguageTask, splits: Splits) -> Side:
     """Return DistributedDataParallel at its best: gradients are views of its buckets."""
     module = task.build(splits)
+    optimizer = task.make_optimizer(module)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return Side(module, _make_step(task, module, model, task.make_optimizer(module)))
+    return Side(module, optimizer, _make_step(task, module, model, optimizer))
 
 
 def make_post_local_side(task: LanguageTask, splits: Splits, period: int) -> Side:
@@ -142,27 +156,24 @@ def make_post_local_side(task: LanguageTask, splits: Splits, period: int) -> Sid
     from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns, which concerns nobody else
 
     module = task.build(splits)
+    optimizer = task.make_optimizer(module)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook)
     # Its first average is after step `warmup_steps`, counted from 0.
     averager = PeriodicModelAverager(period, warmup_steps=period - 1)
-    return Side(module, _make_step(task, module, model, PostLocalSGDOptimizer(task.make_optimizer(module), averager)))
+    return Side(module, optimizer, _make_step(task, module, model, PostLocalSGDOptimizer(optimizer, averager)))
 
 
 def _make_step(
     task: LanguageTask, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[Batch], int]:
-    number = 0
-
-    def step(batch: Batch) -> int:
-        nonlocal number
+) -> Callable[[int, Batch], int]:
+    def step(number: int, batch: Batch) -> int:
         task.set_rate(optimizer, number)
         task.loss(model, batch).backward()
         nn.utils.clip_grad_norm_(module.parameters(), task.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        number += 1
         return 0
 
     return step

@@ -18,6 +18,7 @@ from paceline.data import Spec
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.sync import EveryStep
+from paceline.training.checks import Landing
 from paceline.training.replica import Replica
 
 Step = Callable[[], None]
@@ -60,13 +61,14 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def replica_step(problem: Problem, group: Group, sync: EveryStep | None = None) -> Step:
+def replica_step(problem: Problem, group: Group, sync: EveryStep | None = None, landing: Landing = "update") -> Step:
     """Return Paceline's step."""
     replica = Replica(
         problem.module,
         make_optimizer(problem.module),
         group=group,
         sync=sync or EveryStep(),
+        landing=landing,
         hash_interval=0,
     )
 

@@ -1,8 +1,11 @@
 """`bench time_to_loss`: how long training takes on a slow network, beside what its arithmetic alone would take."""
 
+import itertools
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -41,6 +44,10 @@ class _Plan(Settings):
     period: int
     num_steps: int
     judge_interval: int
+    start: str | None = None
+    """File to go on from."""
+    start_steps: int = 0
+    """Steps done in it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class _Timing:
 class TimeToLossBenchmark(Benchmark):
     """Time to a held-out loss: torch's DDP and PostLocalSGD, and rules that exchange rarely, from the same start.
 
+    The start is random, or with `start_steps` what DDP makes of it in so many steps, as one goes on from a checkpoint.
     In which step each side reaches a loss is found first, with workers on this machine: it does not depend on the
     network. Then each side trains again from the start where it was asked to (`--hosts 4 --bandwidth 10mbit`), to the
     step in which it reaches the lowest loss, and nothing is judged before its clock has stopped. The ceiling of any
@@ -82,6 +90,9 @@ class TimeToLossBenchmark(Benchmark):
     """What is learnt."""
     sides: tuple[SideName, ...] = ("post_local_sgd", "local_sgd", "diloco", "streaming_diloco")
     """That are measured beside DDP; post_local_sgd is torch's."""
+    start_steps: int = Field(default=0, ge=0)
+    """Steps of `task.num_steps` that DDP takes before; every side goes on from there, with its weights, optimizer state
+    and data."""
     period: int = Field(default=8, ge=2)
     """Of all sides; that of the rules below is replaced by it."""
     local_sgd: Rule = LocalSGD()
@@ -101,17 +112,25 @@ class TimeToLossBenchmark(Benchmark):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        if self.task.num_steps < self.period:
+        if self.task.num_steps - self.start_steps < self.period:
             raise ValueError(
-                f"task.num_steps must be at least the period, but got {self.task.num_steps} and {self.period}; raise it"
+                "task.num_steps must be at least the period, without start_steps, but got "
+                f"{self.task.num_steps}, {self.period} and {self.start_steps}; raise it"
             )
         return self
 
     def measure(self) -> list[Row]:
         """Find each side's step, then time each side to it."""
+        with tempfile.TemporaryDirectory(prefix="paceline-time-to-loss-") as directory:
+            return self._measure(str(Path(directory, "start.pt")) if self.start_steps else None)
+
+    def _measure(self, start: str | None) -> list[Row]:
         names = ["ddp", *(side for side in self.sides if side != "ddp")]
         local = Workers(num_workers=self.workers.num_workers)
-        judged = self._train(local, [self._plan(name, self.task.num_steps, judged=True) for name in names])[0]
+        if start is not None:
+            local.start(train_start, self.task.model_dump(mode="json"), self.start_steps, start)
+        num_steps = self.task.num_steps - self.start_steps
+        judged = self._train(local, [self._plan(name, num_steps, start, judged=True) for name in names])[0]
         curves = {name: result["curve"] for name, result in zip(names, judged, strict=True)}
         needed = {name: self._find_steps(curve) for name, curve in curves.items()}
         if missed := [target for target in self.target_losses if target not in needed["ddp"]]:
@@ -119,7 +138,7 @@ class TimeToLossBenchmark(Benchmark):
                 f"target_losses must be some that DDP reaches in task.num_steps={self.task.num_steps}, but it did not "
                 f"reach {missed}, and came to {curves['ddp'][-1][1]:.3f}; raise them, or task.num_steps"
             )
-        plans = [self._plan(name, max(steps.values()), judged=False) for name, steps in needed.items() if steps]
+        plans = [self._plan(name, max(steps.values()), start, judged=False) for name, steps in needed.items() if steps]
         by_rank = self._train(self.workers, plans)
         timings = {plan.name: _Timing.of([mine[i] for mine in by_rank.values()]) for i, plan in enumerate(plans)}
         rows = self._describe_losses(curves, timings) + self._describe_ceiling(timings)
@@ -128,9 +147,16 @@ class TimeToLossBenchmark(Benchmark):
             rows += self._describe_times(target, steps, timings)
         return rows
 
-    def _plan(self, name: str, num_steps: int, *, judged: bool) -> _Plan:
-        interval = (self.period if name in _MEETING else self.judge_interval) if judged else 0
-        return _Plan(name=name, rule=self._rule(name), period=self.period, num_steps=num_steps, judge_interval=interval)
+    def _plan(self, name: str, num_steps: int, start: str | None, *, judged: bool) -> _Plan:
+        return _Plan(
+            name=name,
+            rule=self._rule(name),
+            period=self.period,
+            num_steps=num_steps,
+            judge_interval=(self.period if name in _MEETING else self.judge_interval) if judged else 0,
+            start=start,
+            start_steps=self.start_steps,
+        )
 
     def _train(self, workers: Workers, plans: list[_Plan]) -> dict[int, list[dict[str, Any]]]:
         documents = [plan.model_dump(mode="json") for plan in plans]
@@ -209,6 +235,18 @@ def _step_s(timings: dict[str, _Timing]) -> tuple[float, float]:
     return ddp[-1] / len(ddp), statistics.median(timing.compute_s for timing in timings.values())
 
 
+def train_start(task: dict[str, Any], num_steps: int, path: str) -> None:
+    """Write what DDP makes of the random start to a file. Every worker runs it."""
+    settings = LanguageTask.model_validate(task)
+    splits = settings.open()
+    with joined() as group:
+        side = make_ddp_side(settings, splits)
+        for number, batch in zip(range(num_steps), settings.load(splits, group), strict=False):
+            side.step(number, batch)
+        if group.rank == 0:
+            side.save(path)
+
+
 def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_steps: int) -> list[dict[str, Any]]:
     """Train sides one after another, each from the start. Every worker runs it.
 
@@ -224,7 +262,7 @@ def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_s
     results = []
     with joined() as group:
         for plan in map(_Plan.model_validate, plans):
-            warm_up = plan.model_copy(update={"num_steps": 2 * plan.period, "judge_interval": 0})
+            warm_up = plan.model_copy(update={"num_steps": 2 * plan.period, "judge_interval": 0, "start": None})
             _train_side(tiny, splits, group, warm_up)
             compute_s = _time_compute(settings, splits, group, num_compute_steps)
             results.append({"compute_s": compute_s, **_train_side(settings, splits, group, plan)})
@@ -233,15 +271,17 @@ def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_s
 
 def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> dict[str, Any]:
     side = _make_side(task, splits, group, plan)
+    if plan.start is not None:
+        side.load(plan.start)
     curve: Curve = []
     ended_s: list[float] = []
     largest_bytes = 0
-    batches = iter(task.load(splits, group))
+    batches = itertools.islice(task.load(splits, group), plan.start_steps, None)
     batch = next(batches)
     group.barrier()
     began_s = time.perf_counter()
     for step in range(1, plan.num_steps + 1):
-        largest_bytes = max(largest_bytes, side.step(batch))
+        largest_bytes = max(largest_bytes, side.step(plan.start_steps + step - 1, batch))
         ended_s.append(time.perf_counter() - began_s)
         if step < plan.num_steps:
             batch = next(batches)
@@ -270,9 +310,9 @@ def _time_compute(task: LanguageTask, splits: Splits, group: Group, num_steps: i
     """Return the seconds of a step of a loop that exchanges nothing, while all workers run it."""
     side = make_plain_side(task, splits)
     batches = iter(task.load(splits, group))
-    side.step(next(batches))
+    side.step(0, next(batches))
     group.barrier()
     began_s = time.perf_counter()
-    for _ in range(num_steps):
-        side.step(next(batches))
+    for number in range(num_steps):
+        side.step(number, next(batches))
     return (time.perf_counter() - began_s) / num_steps

@@ -88,7 +88,7 @@ class EveryStep(Rule):
         if program is None and self.codec.algebra is not Algebra.LINEAR and isinstance(group, TorchGroup):
             # Measured: gloo's own all-to-all and all-gather take up to half as long again as messages to each peer.
             program = Direct() if group.device.type == "cpu" else None
-        return CodecExchanger(group, self.codec, program, seed, in_order)
+        return CodecExchanger(group, self.codec, program, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a step, of gradients as they are or as the codec makes them."""

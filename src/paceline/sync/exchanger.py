@@ -45,6 +45,9 @@ class Exchanger(ABC):
     bucket_bytes: int | None = None
     """Size of a parcel that suits it; None where the device's does."""
 
+    num_lanes: int = 1
+    """Exchanges that are under way at a time."""
+
     state_of: str = ""
     """Name of the codec whose state it keeps; no other can go on from that."""
 

@@ -75,14 +75,12 @@ class CodecExchanger(Exchanger):
     weight in any other. Whether they are finite is told to all with each parcel: signs and largest elements hide it.
     """
 
-    def __init__(
-        self, group: Group, codec: Codec, program: Algorithm | None, seed: int, in_order: bool = False
-    ) -> None:
+    def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes = codec.bucket_bytes
+        self.bucket_bytes, self.num_lanes = codec.bucket_bytes, codec.num_lanes
         self._rank, self._size = group.rank, group.size
-        self._lanes = [_Lane(group, program) for _ in range(1 if in_order else codec.num_lanes)]
+        self._lanes = [_Lane(group, program) for _ in range(self.num_lanes)]
         self._num_exchanges = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}

@@ -16,6 +16,8 @@ from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Landing = Literal["update", "arrival", "next_forward"]
+"""When a bucket's gradients reach the optimizer: with all others, as it arrives, or when the next forward needs it."""
 
 
 def check_replica(
@@ -24,7 +26,7 @@ def check_replica(
     part: Part,
     rule: Rule,
     precision: Precision,
-    landing: str,
+    landing: Landing,
     clip_norm: float | None,
 ) -> None:
     """Refuse what a replica cannot train, or not in that way."""
@@ -36,8 +38,8 @@ def check_replica(
     check_layout(part.layout, rule, landing)
     if rule.carries_momentum:
         check_momentum(own_part(optimizer))
-    if landing == "next_forward":
-        check_deferrable(optimizer, precision, clip_norm)
+    if landing != "update":
+        check_lands_by_bucket(optimizer, precision, clip_norm)
 
 
 def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -81,7 +83,7 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm: float | None) -> None:
+def check_lands_by_bucket(optimizer: torch.optim.Optimizer, precision: str, clip_norm: float | None) -> None:
     """Refuse what must see the whole step's gradients before any parameter changes."""
     reason = ""
     if clip_norm is not None:
@@ -92,12 +94,12 @@ def check_deferrable(optimizer: torch.optim.Optimizer, precision: str, clip_norm
         known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
         reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
     if reason:
-        raise SettingsError(f"landing in the next forward must not need the whole step's gradients, but {reason}")
+        raise SettingsError(f"landing bucket by bucket must not need the whole step's gradients, but {reason}")
 
 
 def check_rule_fits(rule: Rule, landing: str) -> None:
     """Refuse what does not go together with a rule that does more than to sum gradients."""
-    if landing == "next_forward" and not rule.keeps_replicas_equal:
+    if landing != "update" and not rule.keeps_replicas_equal:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
 
 
@@ -106,7 +108,7 @@ def check_layout(layout: Layout, rule: Rule, landing: str) -> None:
     if layout.is_plain:
         return
     reason = ""
-    if landing == "next_forward":
+    if landing != "update":
         reason = f"landing {landing}; leave it out"
     elif rule.is_asynchronous or not rule.runs_optimizer or rule.num_server_processes or rule.reads_gradients:
         reason = f"sync {rule.name}; take every_step, or a rule of the local family such as diloco"

@@ -1,4 +1,4 @@
-"""Gradients that land in the next forward pass, each just before its parameters are used."""
+"""Gradients that land bucket by bucket: each as it arrives, or in the next forward, before its parameters are used."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -15,35 +15,18 @@ from paceline.training.gradients import Gradients
 from paceline.training.times import BucketTimes
 
 
-class ForwardLanding:
-    """Lands buckets in the next forward, so that the last of them may still be on the wire when it starts.
-
-    The first forward is watched: which module, innermost, uses which parameter. From then on a bucket lands before the
-    first module that uses one of its parameters runs, whoever owns it (a tied weight, a parent that reads a child's
-    weight). Parameters that were not seen are landed before forward begins. One that is used elsewhere
-    later, before it has landed, is found in the backward pass and is an error.
+class BucketLanding:
+    """Lands buckets one by one, the optimizer stepping with the gradients of each: as they arrive.
 
     Args:
-        module: The module whose forward is watched.
-        parameters: Those that are landed, by name.
-        optimizer: Updates them, some at a time.
+        optimizer: Updates the parameters of one bucket at a time.
         gradients: Where they come from.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        gradients: Gradients,
-    ) -> None:
-        self._module = module
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
         self._pending: list[Bucket] = []
-        self._late: set[str] = set()
-        self._handles: list[RemovableHandle] = []
         self._unused: list[str] = []
         self.unused: list[str] = []
         """Parameters nobody used in the last step that has landed."""
@@ -51,37 +34,14 @@ class ForwardLanding:
         self._settings: list[dict[str, Any]] = []
         self._divisor = 1.0
         self._step = 0
-        self.needed: dict[str, int] | None = None
-        """Place of each parameter in the order of first use, once a forward has been watched."""
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether all is learnt that it depends on."""
-        return self.needed is not None and not self._gradients.is_learning()
-
-    def defer(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Land the step's buckets when they are needed, with the optimizer's settings of now.
-
-        Returns:
-            The times of the buckets that have landed since the last call.
-        """
+    def begin(self, divisor: float, step: int) -> None:
+        """Take on the step's buckets, to land with the optimizer's settings of now."""
         self._pending = list(self._gradients.buckets)
         for bucket in self._pending:
             bucket.drop_gradients()  # the optimizer must see those of one bucket at a time
         self._settings = [_copy_settings(group) for group in self._optimizer.param_groups]
         self._divisor, self._step = divisor, step
-        times, self._times = self._times, []
-        return times
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
-        if not torch.is_grad_enabled():
-            self.flush()
-            return forward()
-        if self.needed is None:
-            return self._watch(forward)
-        self._land_those_of(set(self._names.values()) - set(self.needed))
-        return forward()
 
     def flush(self) -> set[str]:
         """Land all that is left, and return its parameters."""
@@ -89,26 +49,13 @@ class ForwardLanding:
         self._land_those_of(late)
         return late
 
-    def begin_backward(self) -> None:
-        """Land what forward did not need."""
-        self._late |= self.flush()
+    def take_times(self) -> list[BucketTimes]:
+        """Return the times of the buckets that have landed since the last call."""
+        times, self._times = self._times, []
+        return times
 
     def close(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def check_backward(self) -> None:
-        """Refuse gradients of parameters that landed after the forward pass they are of."""
-        used = {slot.name for bucket in self._gradients.buckets for slot in bucket.slots if slot.used}
-        stale = sorted(self._late & used)
-        self._late = set()
-        if stale:
-            raise GradientError(
-                f"a parameter must be used where its first forward used it, but {stale[0]} was used elsewhere before "
-                "its last update had landed; for models whose forward changes from step to step land at the update"
-            )
+        """Let go of what is held."""
 
     def _land_those_of(self, names: Collection[str]) -> None:
         for bucket in [b for b in self._pending if any(slot.name in names for slot in b.slots)]:
@@ -132,6 +79,73 @@ class ForwardLanding:
         if not self._pending:
             self._gradients.exchanger.commit(self._unused)
             self.unused, self._unused = self._unused, []
+
+
+class ForwardLanding(BucketLanding):
+    """Lands buckets in the next forward, so that the last of them may still be on the wire when it starts.
+
+    The first forward is watched: which module, innermost, uses which parameter. From then on a bucket lands before the
+    first module that uses one of its parameters runs, whoever owns it (a tied weight, a parent that reads a child's
+    weight). Parameters that were not seen are landed before forward begins. One that is used elsewhere
+    later, before it has landed, is found in the backward pass and is an error.
+
+    Args:
+        module: The module whose forward is watched.
+        parameters: Those that are landed, by name.
+        optimizer: Updates them, some at a time.
+        gradients: Where they come from.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        gradients: Gradients,
+    ) -> None:
+        super().__init__(optimizer, gradients)
+        self._module = module
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._late: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        self.needed: dict[str, int] | None = None
+        """Place of each parameter in the order of first use, once a forward has been watched."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether all is learnt that it depends on."""
+        return self.needed is not None and not self._gradients.is_learning()
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
+        if not torch.is_grad_enabled():
+            self.flush()
+            return forward()
+        if self.needed is None:
+            return self._watch(forward)
+        self._land_those_of(set(self._names.values()) - set(self.needed))
+        return forward()
+
+    def begin_backward(self) -> None:
+        """Land what forward did not need."""
+        self._late |= self.flush()
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def check_backward(self) -> None:
+        """Refuse gradients of parameters that landed after the forward pass they are of."""
+        used = {slot.name for bucket in self._gradients.buckets for slot in bucket.slots if slot.used}
+        stale = sorted(self._late & used)
+        self._late = set()
+        if stale:
+            raise GradientError(
+                f"a parameter must be used where its first forward used it, but {stale[0]} was used elsewhere before "
+                "its last update had landed; for models whose forward changes from step to step land at the update"
+            )
 
     def _watch(self, forward: Callable[[], Any]) -> Any:
         modules = dict(self._module.named_modules())

@@ -14,8 +14,9 @@ from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part, summed_gradient
 from paceline.sync.rule import Rule
+from paceline.training.checks import Landing
 from paceline.training.control import Control, Verdict
-from paceline.training.deferred import ForwardLanding
+from paceline.training.deferred import BucketLanding, ForwardLanding
 from paceline.training.gradients import Gradients
 from paceline.training.step_result import UnusedParametersWarning
 from paceline.training.times import BucketTimes, StepTimes
@@ -47,12 +48,12 @@ class GradientSum:
         part: Part,
         rule: Rule,
         bucket_bytes: int | Literal["tuned"] | None,
-        landing: Literal["update", "next_forward"],
+        landing: Landing,
         seed: int,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer
         self._part, self._all, self._rule = part, part.group, rule
-        self._bucket_bytes, self._in_order, self._seed = bucket_bytes, landing == "next_forward", seed
+        self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._ranks: list[int] = []
         self._phase = 0
         self._end: weakref.finalize[Any, GradientSum] | None = None
@@ -60,6 +61,7 @@ class GradientSum:
         """The workers that gradients are summed over."""
         self.gradients: Gradients | None = None
         """None where this worker is alone: its gradients stay where autograd puts them."""
+        self._by_bucket: BucketLanding | None = None
         self.deferred: ForwardLanding | None = None
         self.unused: list[str] = []
         """Parameters that nobody near used in the step that landed last."""
@@ -81,6 +83,11 @@ class GradientSum:
         """Whether gradients land in the next forward by now."""
         return self.deferred is not None and self.deferred.is_possible
 
+    @property
+    def is_landing_by_bucket(self) -> bool:
+        """Whether the optimizer steps with the gradients of one bucket at a time by now."""
+        return self.is_landing_in_forward if self.deferred is not None else self._by_bucket is not None
+
     def use(self, step: int) -> None:
         """Sum over the workers that are near in `step`, as the rule does then, from now on."""
         ranks, phase = list(self._rule.near(self._all, step)), self._rule.phase(step)
@@ -88,16 +95,21 @@ class GradientSum:
             return
         self.flush()
         self.close()
-        self._end = self.gradients = self.deferred = None
+        self._end = self.gradients = self._by_bucket = self.deferred = None
         self._ranks, self._phase, self.near = ranks, phase, self._find_near(ranks, step)
         if self.near.size == 1:
             return
-        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=self._in_order, step=step)
+        in_order = self._landing == "next_forward"
+        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=in_order, step=step)
         suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.near.device.type]
         chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
         self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
-        if self._in_order:
-            self.deferred = ForwardLanding(self._module, self._parameters, self._optimizer, self.gradients)
+        if self._landing == "next_forward":
+            self._by_bucket = self.deferred = ForwardLanding(
+                self._module, self._parameters, self._optimizer, self.gradients
+            )
+        elif self._landing == "arrival":
+            self._by_bucket = BucketLanding(self._optimizer, self.gradients)
         # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
         self._end = weakref.finalize(self, _let_go, self.gradients, self.deferred)
         self._end.atexit = False
@@ -165,12 +177,14 @@ class GradientSum:
         self.gradients.reset()
         return times
 
-    def defer(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Land the step's gradients in the next forward, and return the times of those that landed in the last."""
-        assert self.deferred is not None
-        times = self.deferred.defer(divisor, step)
-        self.unused = self.deferred.unused
-        return times
+    def land_by_bucket(self, divisor: float, step: int) -> list[BucketTimes]:
+        """Let the optimizer step with each bucket as it arrives, or in the next forward; return what landed by now."""
+        assert self._by_bucket is not None
+        self._by_bucket.begin(divisor, step)
+        if self.deferred is None:
+            self._by_bucket.flush()
+        self.unused = self._by_bucket.unused
+        return self._by_bucket.take_times()
 
     def note_unused(self, step: int) -> list[str]:
         """Warn of parameters that nobody near used in `step` and that were not told of before; return them."""

@@ -192,7 +192,8 @@ class Gradients:
         pieces = [(bucket, took_s) for bucket in times.buckets for took_s in bucket.piece_s]
         pieces.sort(key=lambda piece: piece[0].index)
         ready = [bucket.ready_s - times.backward_began_s for bucket, _ in pieces]
-        self._measured.append((ready, [took_s for _, took_s in pieces]))
+        # Exchanges that share the wire each take as many times longer; the order is planned for one at a time.
+        self._measured.append((ready, [took_s / self.exchanger.num_lanes for _, took_s in pieces]))
         if len(self._measured) < _MEASURED_STEPS:
             return
         ready_s, duration_s = (

@@ -38,6 +38,7 @@ class MemoryProbe:
             return
         if self._tracker is None:
             self._tracker = StorageTracker("cpu")
+            self._tracker.label("gradients", replica.gradient_buffers)
         with counting(replica.module, replica.optimizer, "cpu", self._tracker):
             # Samples may be views of a whole file in memory.
             self._tracker.label("activations", [batch.inputs, batch.targets], is_part=True)

@@ -19,7 +19,7 @@ from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
-from paceline.training.checks import Precision, check_backward, check_replica
+from paceline.training.checks import Landing, Precision, check_backward, check_replica
 from paceline.training.control import Control, Verdict
 from paceline.training.gradient_sum import GradientSum
 from paceline.training.hashing import Comparison
@@ -50,9 +50,10 @@ class Replica:
         bucket_bytes: Gradients are exchanged in buckets of about this size, the first of 1 MiB at most; by default
             what suits the codec, without one 16 MiB on CPUs, 25 MiB on GPUs.
             ``"tuned"`` tries several sizes in the first steps.
-        landing: ``"next_forward"`` lets the next forward begin before the last bucket has come: each is landed just
-            before its parameters are used, and those that forward uses first are sent first. Call `flush` before
-            anything but forward and backward reads the parameters.
+        landing: When gradients reach the optimizer. ``"arrival"``: it steps with each bucket as it comes, while others
+            are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
+            landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
+            before anything but forward and backward reads the parameters.
         hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
         seed: Of what codecs draw.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
@@ -60,7 +61,7 @@ class Replica:
 
     Raises:
         SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
-            in the next forward cannot be right with the optimizer, precision or clipping chosen.
+            bucket by bucket cannot be right with the optimizer, precision or clipping chosen.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Replica:
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         bucket_bytes: int | Literal["tuned"] | None = None,
-        landing: Literal["update", "next_forward"] = "update",
+        landing: Landing = "update",
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
@@ -147,6 +148,12 @@ class Replica:
     def wire_bytes(self) -> int:
         """Bytes that this rank sends for a step's gradients, by the price of the exchange."""
         return self._sum.wire_bytes + (self.part.coded.wire_bytes if self.part.coded is not None else 0)
+
+    @property
+    def gradient_buffers(self) -> list[Tensor]:
+        """What gradients lie in from step to step; nothing where autograd makes them anew."""
+        gradients = self._sum.gradients
+        return [bucket.parcel.buffer for bucket in gradients.buckets] if gradients is not None else []
 
     @property
     def desk(self) -> Desk | None:
@@ -244,7 +251,7 @@ class Replica:
 
         Raises:
             NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are as before (but
-                for those of earlier buckets where gradients land in the next forward).
+                for those of earlier buckets where they land one by one).
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
@@ -258,11 +265,11 @@ class Replica:
         divisor = (verdict.weight or self._mass_unit) / self._mass_unit
         met: Verdict | None = None
         stop = verdict.stop and self._sum.is_of_all
-        if self._sum.is_landing_in_forward:
-            self._times.buckets = self._sum.defer(divisor, self.num_updates)
+        if self._sum.is_landing_by_bucket:
+            self._times.buckets = self._sum.land_by_bucket(divisor, self.num_updates)
             waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
             stepped, outcome = Stepped(None, False), Outcome()
-            landed_step -= 1
+            landed_step -= self._sum.is_landing_in_forward
         else:
             waited_s += self._sum.land(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
             met, is_voted = self._meet()

@@ -19,7 +19,7 @@ from paceline.registry import Settings, explain
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
-from paceline.training.checks import Precision, check_layout, check_rule_fits
+from paceline.training.checks import Landing, Precision, check_layout, check_rule_fits
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.model import Model
@@ -89,8 +89,9 @@ class Run(Settings):
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
     """Size of the buffers that gradients are exchanged in, the first of 1 MiB at most; by default what suits the codec,
     without one 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
-    landing: Literal["update", "next_forward"] = "update"
-    """When gradients reach the optimizer: at the update, or in the next forward, just before each is needed."""
+    landing: Landing = "update"
+    """When gradients reach the optimizer: at the update, each bucket at its arrival while others are under way, or in
+    the next forward, just before each is needed."""
     timeline_interval: int = Field(default=20, ge=0)
     """Steps from one whose timeline is logged to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -102,7 +103,7 @@ class Run(Settings):
 
     @model_validator(mode="after")
     def _check_landing(self) -> Self:
-        if self.landing == "next_forward" and (self.clip_norm is not None or self.precision == "fp16"):
+        if self.landing != "update" and (self.clip_norm is not None or self.precision == "fp16"):
             raise ValueError(
                 f"landing must be update where the whole step is needed at once, but got {self.landing} with "
                 f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"

@@ -1,10 +1,17 @@
 """What a reproduction is: settings that measure a published table again, and print both."""
 
+import os
+import random
 import tempfile
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from paceline.benchmarks.tables import TableRow
 from paceline.benchmarks.workers import Workers
@@ -27,15 +34,31 @@ class Reproduction(Family):
         """Measure it."""
 
 
-def train_once(run: Run, recipe: str, workers: Workers) -> Summary:
+@dataclass(frozen=True)
+class Hiccups:
+    """When a worker is late: by a script, the same for every run with the same seed."""
+
+    chance: float
+    """Of each forward pass that is trained on."""
+    seconds: float
+    """That it sleeps then."""
+
+
+def train_once(run: Run, recipe: str, workers: Workers, hiccups: Hiccups | None = None) -> Summary:
     """Return how a run of a recipe went, with its workers where they were asked to be; nothing of it is kept.
+
+    Args:
+        run: What is trained.
+        recipe: Its name.
+        workers: Who trains it.
+        hiccups: What holds them up now and then.
 
     Raises:
         SettingsError: It did not finish.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-reproduce-") as folder:
         file = RunFile(recipe=recipe, num_workers=workers.num_workers, run=run.model_dump(mode="json"))
-        codes = workers.start(train_here, folder, file.model_dump(mode="json"))
+        codes = workers.start(train_here, folder, file.model_dump(mode="json"), hiccups and asdict(hiccups))
         summary = summarise(read_log(Path(folder) / "events.jsonl"))
     if summary.finish is None or any(code != ExitCode.FINISHED for code in codes.values()):
         why = "; ".join(failure.event.message for failure in summary.failures) or f"exit codes {codes}"
@@ -43,6 +66,34 @@ def train_once(run: Run, recipe: str, workers: Workers) -> Summary:
     return summary
 
 
-def train_here(directory: str, file: dict[str, Any]) -> int:
+def train_here(directory: str, file: dict[str, Any], hiccups: dict[str, float] | None) -> int:
     """Train a run as one of its workers, and return the exit code. Every worker runs it."""
-    return int(work(Path(directory), RunFile.model_validate(file), join(), 0))
+    run_file = RunFile.model_validate(file)
+    with _late_now_and_then(run_file.run.get("seed", 0), Hiccups(**hiccups)) if hiccups else nullcontext():
+        return int(work(Path(directory), run_file, join(), 0))
+
+
+@contextmanager
+def _late_now_and_then(seed: int, hiccups: Hiccups) -> Iterator[None]:
+    script = random.Random(f"{seed} {os.environ['RANK']}")
+    depth = [0]
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        depth[0] += 1
+        is_whole_model = depth[0] == 1
+        if is_whole_model and module.training and script.random() < hiccups.chance:
+            time.sleep(hiccups.seconds)
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        depth[0] -= 1
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(begin),
+        hooks.register_module_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

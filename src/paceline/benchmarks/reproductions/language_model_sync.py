@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from paceline.benchmarks.reproductions.base import Reproduction, train_once
+from paceline.benchmarks.reproductions.base import Hiccups, Reproduction, train_once
 from paceline.benchmarks.tables import TableRow
 from paceline.benchmarks.workers import Workers
 from paceline.compression import Codec, Int8
@@ -62,11 +62,12 @@ class LanguageModelSync(Reproduction):
 
     The Transformer recipe (0.8M parameters, bytes of the standard library's source) at the same number of samples,
     which stands for the epoch; perplexity is exp(held-out loss), of a byte. Times can only differ as they do there
-    where waiting takes a part of the synchronous step: asynchronous workers saved a sixth of it. By default workers
-    are processes of this machine, which takes no rights, but there is little to wait for; `--hosts 4 --bandwidth
-    500mbit` is a network that takes a fifth to two fifths of a step of this model on two cores. Asynchronous workers
-    take a step for each worker's samples: `num_workers` times as many, of smaller batches, so that their learning rate
-    is lower by the square root of that, as is usual with Adam.
+    where waiting takes a part of the synchronous step: asynchronous workers saved a sixth of it. Machines that others
+    share are late now and then, and all wait for the latest; here workers are by a script, the same for each way.
+    By default workers are processes of this machine, which takes no rights; `--hosts 4 --bandwidth 500mbit` adds a
+    network that takes a fifth to two fifths of a step of this model on two cores. Asynchronous steps are of the pushes
+    of as many workers as there are, whoever's they are, at the same learning rate; with fewer to a step it is lower by
+    the square root of their share, as is usual with Adam.
     """
 
     num_steps: int = Field(default=300, ge=1)
@@ -76,10 +77,14 @@ class LanguageModelSync(Reproduction):
     """Runs of each way; ways are run in turn."""
     max_bytes: int = Field(default=8_000_000, ge=1)
     """Text that is read."""
-    asynchronous: Rule = ASGD(num_servers=4)
+    asynchronous: ASGD = ASGD(num_servers=4, pushes_per_step=4)
     """With a server beside each worker no link carries more than an all-reduce would put on it."""
     codec: Codec = Int8()
     """The compression."""
+    late_chance: float = Field(default=0.1, ge=0, le=1)
+    """Of each worker's step to be late; 0 for never."""
+    late_s: float = Field(default=0.25, ge=0)
+    """How late: by default a little more than a step takes on two cores."""
     workers: Workers = Workers(num_workers=4)
     """Where they run."""
 
@@ -88,7 +93,8 @@ class LanguageModelSync(Reproduction):
         summaries: dict[str, list[Summary]] = {way: [] for way in _PUBLISHED}
         for seed in range(self.num_seeds):
             for way, of_way in summaries.items():
-                of_way.append(train_once(self.make_run(way, seed), "transformer_lm", self.workers))
+                run = self.make_run(way, seed)
+                of_way.append(train_once(run, "transformer_lm", self.workers, Hiccups(self.late_chance, self.late_s)))
         return [describe(way, of_way, summaries["synchronous"]) for way, of_way in summaries.items()]
 
     def make_run(self, way: str, seed: int) -> Run:
@@ -99,7 +105,8 @@ class LanguageModelSync(Reproduction):
             "asynchronous": self.asynchronous,
             "compression": EveryStep(codec=self.codec),
         }
-        factor = 1 / math.sqrt(self.workers.num_workers) if way == "asynchronous" else 1.0
+        share = min(1.0, self.asynchronous.pushes_per_step / self.workers.num_workers)
+        factor = math.sqrt(share) if way == "asynchronous" else 1.0
         rate = run.optimizer.learning_rate * factor
         return run.model_copy(
             update={

@@ -1,5 +1,6 @@
 """Asynchronous SGD: a server applies each gradient at once."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -18,18 +19,23 @@ class ASGD(ServedRule):
     """Asynchronous SGD (Dean et al. 2012, Downpour): nobody waits, and gradients are of older parameters.
 
     Each worker pushes the mean gradient of its samples; the servers' optimizer, one for all workers, takes a step with
-    it at once, and the worker pulls what has become of the parameters. The delay of a push counts the updates of others
+    it at once, and the worker pulls what has become of the parameters. The delay of a push counts the updates
     between its pull and it. With one worker it is SGD. Wire: a push and a pull of all parameters a step.
 
-    A push counts as one step whatever its mass, so that n workers make n steps where synchronous SGD makes one; pushes
-    without samples change nothing. Each worker clips its own gradient before it pushes. Weight decay and
-    momentum are the servers'.
+    A push counts as one step whatever its mass, so that n workers make n steps where synchronous SGD makes one, unless
+    `pushes_per_step` says otherwise; pushes without samples change nothing. Each worker clips its own gradient before
+    it pushes. Weight decay and momentum are the servers'. With several pushes to a step, those that wait for others
+    when workers stop, evaluate or save are stepped with then.
 
     What follows makes up for delays; on a push without delay each of them changes nothing.
     """
 
+    pushes_per_step: int = Field(default=1, ge=1)
+    """Pushes, whoever's, that servers take one step with the mean of (n-softsync of Zhang et al. 2016). With as many as
+    there are workers a step is of as many samples as a synchronous one, and learning rates are the same."""
     scale_rate: bool = False
-    """Divide a push's learning rate by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD)."""
+    """Divide a push's learning rate, or with several to a step its part of them, by 1 + its delay (Zhang et al. 2016,
+    Staleness-aware ASGD)."""
     compensation: float = Field(default=0.0, ge=0)
     """Lambda of delay compensation (Zheng et al. 2017, DC-ASGD): g + lambda g g (x - x_old), elementwise, where x_old
     are the parameters that the gradient is of. The servers keep them for each worker. 0 for none."""
@@ -75,10 +81,37 @@ _MEMORY = 0.99
 """Of the running mean of delays."""
 
 
+class _Sum:
+    """Pushes that wait for others.
+
+    Args:
+        values: Where they are added up; new ones without it.
+    """
+
+    def __init__(self, values: Sequence[Tensor] = ()) -> None:
+        self.values = list(values)
+        self.num_pushes = 0
+        self.used: list[bool] = []
+        self.rates: list[float] = []
+        """Of the last push."""
+
+    def add(self, push: Push, factor: float) -> None:
+        """Add `factor` times a push."""
+        if not self.num_pushes:
+            self.values = self.values or [torch.empty_like(value) for value in push.values]
+            self.used = [False] * len(push.used)
+            torch._foreach_zero_(self.values)
+        torch._foreach_add_(self.values, list(push.values), alpha=factor)
+        self.used = [known or new for known, new in zip(self.used, push.used, strict=True)]
+        self.rates = list(push.rates)
+        self.num_pushes += 1
+
+
 class _AtOnce(Landing):
     def __init__(self, rule: ASGD) -> None:
         super().__init__(FreeClocks())
         self._rule = rule
+        self._sum = _Sum()
         self._mean_squares: list[Tensor] = []
         self._mean_delay = 0.0
         self._num_delays = 0
@@ -95,11 +128,18 @@ class _AtOnce(Landing):
         if self._rule.compensation:
             self._compensate(shard, push, delay)
         factor = 1 / (1 + delay) if self._rule.scale_rate else 1.0
-        momenta = self._lower_momentum(shard) if self._rule.correct_momentum else []
-        shard.step(push.values, push.used, [rate * factor for rate in push.rates])
-        for group, momentum in zip(shard.optimizer.param_groups, momenta, strict=False):
-            group["momentum"] = momentum
+        if self._rule.pushes_per_step == 1:
+            self._step(shard, push.values, push.used, [rate * factor for rate in push.rates])
+            return True
+        self._sum.add(push, factor)
+        if self._sum.num_pushes == self._rule.pushes_per_step:
+            self._step_with_mean(shard)
         return True
+
+    def settle(self, shard: Shard) -> None:
+        """Take a step with what there is, once nobody is left who would add to it: all stop, or wait to be saved."""
+        if self._sum.num_pushes and not self.clocks.clocks:
+            self._step_with_mean(shard)
 
     def state(self) -> dict[str, float]:
         """Return the mean delay."""
@@ -110,6 +150,17 @@ class _AtOnce(Landing):
         self._mean_delay = state.get("mean_delay", 0.0)
         self._num_delays = int(state.get("num_delays", 0))
         self._mean_squares = []
+
+    def _step_with_mean(self, shard: Shard) -> None:
+        mean, self._sum = self._sum, _Sum(self._sum.values)
+        torch._foreach_div_(mean.values, float(mean.num_pushes))
+        self._step(shard, mean.values, mean.used, mean.rates)
+
+    def _step(self, shard: Shard, values: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
+        momenta = self._lower_momentum(shard) if self._rule.correct_momentum else []
+        shard.step(values, used, rates)
+        for group, momentum in zip(shard.optimizer.param_groups, momenta, strict=False):
+            group["momentum"] = momentum
 
     def _compensate(self, shard: Shard, push: Push, delay: int) -> None:
         decay = self._rule.compensation_decay
