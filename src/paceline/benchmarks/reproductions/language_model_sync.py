@@ -77,7 +77,7 @@ class LanguageModelSync(Reproduction):
     """Runs of each way; ways are run in turn."""
     max_bytes: int = Field(default=8_000_000, ge=1)
     """Text that is read."""
-    asynchronous: ASGD = ASGD(num_servers=4, pushes_per_step=4)
+    asynchronous: ASGD = ASGD(num_servers=4, pushes_per_step=4, scale_rate=True)
     """With a server beside each worker no link carries more than an all-reduce would put on it."""
     codec: Codec = Int8()
     """The compression."""
