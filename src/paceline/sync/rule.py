@@ -108,7 +108,7 @@ class Rule(Family):
         Args:
             group: The workers.
             seed: Of what codecs draw.
-            in_order: Whether parcels must be exchanged one after another, so that the first arrives soonest.
+            in_order: Whether few parcels may be under way at a time, so that the first arrives soonest.
             step: The first step that it is for; the last one is that of its `phase`.
         """
         return DenseExchanger(group, None, in_order)
