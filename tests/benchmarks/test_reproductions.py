@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from paceline.benchmarks import Workers
 from paceline.benchmarks.reproductions import LanguageModelSync, find_reproduction, language_model_sync
-from paceline.benchmarks.reproductions.base import Hiccups, train_once
+from paceline.benchmarks.reproductions.base import Straggling, train_once
 from paceline.benchmarks.reproductions.language_model_sync import SyncRow
 from paceline.cli.main import app
 from paceline.errors import SettingsError, UnknownNameError
@@ -26,9 +26,9 @@ def trained(monkeypatch):
     """Runs end at once, as they did where the published numbers come from; their settings."""
     runs = []
 
-    def train(run, recipe, workers, hiccups):
+    def train(run, recipe, workers, straggling):
         runs.append(run)
-        assert hiccups == Hiccups(0.1, 0.25)
+        assert straggling == Straggling(0.1, 0.25)
         way = {"asgd": "asynchronous", "every_step": "synchronous"}[run.sync.name]
         if way == "synchronous" and run.sync.codec.name != "none":
             way = "compression"
@@ -67,13 +67,13 @@ def test_steps_of_as_many_pushes_as_workers_have_the_synchronous_rate(trained):
     assert trained[1].sync.pushes_per_step == 4
 
 
-def test_a_run_is_trained_by_a_process_of_its_own_and_is_late_when_told_to():
+def test_a_run_is_trained_by_a_process_of_its_own_and_is_slow_when_told_to():
     benchmark = LanguageModelSync.model_validate(TINY)
     run = benchmark.make_run("synchronous", 0)
     found = train_once(run, "transformer_lm", benchmark.workers)
-    late = train_once(run, "transformer_lm", benchmark.workers, Hiccups(1.0, 1.5))
-    assert late.finish.event.duration_s > 3, "two steps"
-    assert late.finish.event.held_out_loss == found.finish.event.held_out_loss
+    slow = train_once(run, "transformer_lm", benchmark.workers, Straggling(1.0, 1.5))
+    assert slow.finish.event.duration_s > 3, "two steps"
+    assert slow.finish.event.held_out_loss == found.finish.event.held_out_loss
     assert found.finish.event.held_out_loss > 3
     assert found.finish.event.duration_s > 0
     assert [step.event.num_samples for step in found.steps] == [2, 2]

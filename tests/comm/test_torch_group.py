@@ -54,6 +54,24 @@ def refuse_dtype(group):
     return None
 
 
+def count_devices(interface):
+    """Return how many of gloo's devices there are with one group, and with four."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    counts = []
+    group = join(timeout_s=20, device="cpu", transport="network")
+    for name in ("", "a", "b", "c"):
+        KEPT.append(group.duplicate(name) if name else group)
+        total = torch.ones(2)
+        KEPT[-1].all_reduce(total, name="ones").wait()
+        assert total.tolist() == [2.0, 2.0]
+        descriptors = [entry.path for entry in os.scandir("/proc/self/fd")]
+        counts.append(
+            sum(os.readlink(path) == "anon_inode:[eventpoll]" for path in descriptors if os.path.lexists(path))
+        )
+    group.all_reduce(torch.zeros(1), name="end").wait()
+    return counts
+
+
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def contract(request):
     return run_processes(request.param, keep_contract)
@@ -64,6 +82,15 @@ def test_keeps_the_contract(contract):
         assert result.exit_code == 0, result.output
         assert result.value["names"] == [check.__name__ for check in GROUP_CHECKS]
         assert result.value["kind"] == "TorchGroup"
+
+
+@pytest.mark.parametrize("interface", ["", "lo", "lo,lo"])
+def test_groups_share_the_devices_of_their_process(interface):
+    num_devices = len(interface.split(","))
+    for result in run_processes(2, count_devices, {"interface": interface}):
+        assert result.exit_code == 0, result.output
+        assert len(set(result.value)) == 1, "each device wakes a hundred times a second"
+        assert result.value[0] >= num_devices
 
 
 def test_a_call_that_the_backend_refuses_is_no_loss_of_peers(contract):

@@ -12,9 +12,9 @@ from paceline.sync.parameter_server.wire import Wire
 class ByHand:
     """A server of one vector in float64, and the wires of its workers."""
 
-    def __init__(self, rule, num_workers=2, learning_rate=0.1, start=(1.0, -2.0), **options):
+    def __init__(self, rule, num_workers=2, learning_rate=0.1, start=(1.0, -2.0), make=torch.optim.SGD, **options):
         parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
-        optimizer = torch.optim.SGD([parameter], lr=learning_rate, **options)
+        optimizer = make([parameter], lr=learning_rate, **options)
         [pieces] = share_out({"x": parameter}, 1, may_cut=True)
         self.rule = rule
         self.shard = Shard(pieces, {"x": parameter}, optimizer)

@@ -96,6 +96,16 @@ def test_a_mean_of_scaled_pushes_divides_each_by_one_plus_its_delay():
     torch.testing.assert_close(by_hand.x, torch.tensor([-0.5, -0.25], dtype=torch.float64))
 
 
+def test_a_mean_of_scaled_pushes_is_a_step_at_their_mean_rate_for_optimizers_that_divide_by_gradients_too():
+    def make(parameters, lr):
+        return torch.optim.Adam(parameters, lr=lr, betas=(0.0, 0.0), eps=0.0)
+
+    by_hand = ByHand(ASGD(pushes_per_step=2, scale_rate=True), make=make, learning_rate=1.0, start=(0.0, 0.0))
+    for worker in (0, 0, 0, 1):
+        by_hand.swap(worker, [3.0, -3.0])  # the last comes after a step: its delay is 1
+    torch.testing.assert_close(by_hand.x, torch.tensor([-1.75, 1.75], dtype=torch.float64))
+
+
 def test_what_waits_for_more_pushes_is_not_lost_when_no_more_can_come():
     by_hand = ByHand(SOFT, learning_rate=0.5, start=(0.0, 0.0))
     by_hand.swap(0, [1.0, 2.0])

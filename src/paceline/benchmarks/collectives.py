@@ -23,9 +23,9 @@ from paceline.registry import register
 from paceline.topology.units import parse_size
 
 _TIMEOUT_S = 600.0
-_SMALL_BYTES = 2**16
-"""Below it a sample is of many calls: one alone would be as short as the clock's and the scheduler's noise."""
-_SMALL_CALLS = 20
+_SAMPLE_BYTES = 2**22
+"""Below it a sample is of several calls: one would be as short as what workers leave the barrier apart."""
+_MAX_CALLS = 20
 
 Reduce = Callable[[Tensor], None]
 Times = dict[str, list[float]]
@@ -114,7 +114,7 @@ def _time_shared_memory(sizes_bytes: list[int], num_pairs: int) -> list[Times]:
                 mine = group.allocate(num_bytes // 4, torch.float32)
                 sides = {"ours": (_reduce_by(group), mine), "gloo": (dist.all_reduce, torch.zeros_like(mine))}
                 num_samples = num_pairs * min(16, max(1, 2**24 // num_bytes))
-                num_calls = _SMALL_CALLS if num_bytes < _SMALL_BYTES else 1
+                num_calls = min(_MAX_CALLS, max(1, _SAMPLE_BYTES // num_bytes))
                 times.append(_time_sides(sides, num_samples, num_calls))
         return times
 

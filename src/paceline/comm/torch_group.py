@@ -247,8 +247,8 @@ def _first_line(error: RuntimeError) -> str:
 def _gloo_devices(pid: int) -> list[Any]:
     """Return what all connections of this process run on; found as torch does without options.
 
-    A device has a thread that wakes a hundred times a second. With one for each group, as torch makes them, ten groups
-    took a tenth of two cores.
+    A device has a thread that wakes a hundred times a second: torch makes one for each group, of which a worker with
+    servers has many. A forked child has not its parent's threads, so devices are a process's own.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:

@@ -46,7 +46,7 @@ class Exchanger(ABC):
     """Size of a parcel that suits it; None where the device's does."""
 
     num_lanes: int = 1
-    """Exchanges that are under way at a time."""
+    """Exchanges under way at a time, among which the launch order shares out measured times."""
 
     state_of: str = ""
     """Name of the codec whose state it keeps; no other can go on from that."""

@@ -97,13 +97,13 @@ def check_lands_by_bucket(optimizer: torch.optim.Optimizer, precision: str, clip
         raise SettingsError(f"landing bucket by bucket must not need the whole step's gradients, but {reason}")
 
 
-def check_rule_fits(rule: Rule, landing: str) -> None:
+def check_rule_fits(rule: Rule, landing: Landing) -> None:
     """Refuse what does not go together with a rule that does more than to sum gradients."""
     if landing != "update" and not rule.keeps_replicas_equal:
         raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
 
 
-def check_layout(layout: Layout, rule: Rule, landing: str) -> None:
+def check_layout(layout: Layout, rule: Rule, landing: Landing) -> None:
     """Refuse what cannot be right where ranks share a model."""
     if layout.is_plain:
         return

@@ -8,6 +8,7 @@ from torch import nn
 from paceline.errors import SettingsError, unknown_name
 from paceline.parallel.fully_sharded import find_blocks
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.training.checks import Landing
 
 NO_COMPILER = "none"
 
@@ -52,7 +53,7 @@ def check_compiler(compiler: str, device: torch.device) -> None:
         )
 
 
-def check_compiler_fits(compiler: str, landing: str, pipeline: PipelineSettings | None) -> None:
+def check_compiler_fits(compiler: str, landing: Landing, pipeline: PipelineSettings | None) -> None:
     """Refuse a compiler with what goes into the middle of blocks; `pipeline` is None where there is none."""
     if compiler == NO_COMPILER:
         return

@@ -16,8 +16,8 @@ from paceline.parallel.part import Part, summed_gradient
 from paceline.sync.rule import Rule
 from paceline.training.checks import Landing
 from paceline.training.control import Control, Verdict
-from paceline.training.deferred import BucketLanding, ForwardLanding
 from paceline.training.gradients import Gradients
+from paceline.training.landing import BucketLanding, ForwardLanding
 from paceline.training.step_result import UnusedParametersWarning
 from paceline.training.times import BucketTimes, StepTimes
 
@@ -62,7 +62,7 @@ class GradientSum:
         self.gradients: Gradients | None = None
         """None where this worker is alone: its gradients stay where autograd puts them."""
         self._by_bucket: BucketLanding | None = None
-        self.deferred: ForwardLanding | None = None
+        self.in_forward: ForwardLanding | None = None
         self.unused: list[str] = []
         """Parameters that nobody near used in the step that landed last."""
         self._warned_unused: set[str] = set()
@@ -81,12 +81,12 @@ class GradientSum:
     @property
     def is_landing_in_forward(self) -> bool:
         """Whether gradients land in the next forward by now."""
-        return self.deferred is not None and self.deferred.is_possible
+        return self.in_forward is not None and self.in_forward.is_possible
 
     @property
     def is_landing_by_bucket(self) -> bool:
         """Whether the optimizer steps with the gradients of one bucket at a time by now."""
-        return self.is_landing_in_forward if self.deferred is not None else self._by_bucket is not None
+        return self.is_landing_in_forward if self.in_forward is not None else self._by_bucket is not None
 
     def use(self, step: int) -> None:
         """Sum over the workers that are near in `step`, as the rule does then, from now on."""
@@ -95,7 +95,7 @@ class GradientSum:
             return
         self.flush()
         self.close()
-        self._end = self.gradients = self._by_bucket = self.deferred = None
+        self._end = self.gradients = self._by_bucket = self.in_forward = None
         self._ranks, self._phase, self.near = ranks, phase, self._find_near(ranks, step)
         if self.near.size == 1:
             return
@@ -105,13 +105,13 @@ class GradientSum:
         chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
         self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
         if self._landing == "next_forward":
-            self._by_bucket = self.deferred = ForwardLanding(
+            self._by_bucket = self.in_forward = ForwardLanding(
                 self._module, self._parameters, self._optimizer, self.gradients
             )
         elif self._landing == "arrival":
             self._by_bucket = BucketLanding(self._optimizer, self.gradients)
         # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
-        self._end = weakref.finalize(self, _let_go, self.gradients, self.deferred)
+        self._end = weakref.finalize(self, _let_go, self.gradients, self.in_forward)
         self._end.atexit = False
 
     def agree_first_mass(self, weight: float) -> float:
@@ -181,7 +181,7 @@ class GradientSum:
         """Let the optimizer step with each bucket as it arrives, or in the next forward; return what landed by now."""
         assert self._by_bucket is not None
         self._by_bucket.begin(divisor, step)
-        if self.deferred is None:
+        if self.in_forward is None:
             self._by_bucket.flush()
         self.unused = self._by_bucket.unused
         return self._by_bucket.take_times()
@@ -202,15 +202,15 @@ class GradientSum:
 
     def flush(self) -> None:
         """Land what was left for the next forward."""
-        if self.deferred is not None:
-            self.deferred.flush()
+        if self.in_forward is not None:
+            self.in_forward.flush()
 
     def learn(self, times: StepTimes) -> None:
         """Learn layout, bucket size and launch order from a step that has ended."""
         if self.gradients is None or self.is_landing_in_forward:
             return
         # A worker that has run no forward yet must learn at the same steps as the others.
-        needed: Mapping[str, int] | None = self.deferred.needed or {} if self.deferred is not None else None
+        needed: Mapping[str, int] | None = self.in_forward.needed or {} if self.in_forward is not None else None
         self.gradients.learn(times, needed)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class GradientSum:
         return self._all.subgroup(ranks, f"near from step {step}")
 
 
-def _let_go(gradients: Gradients, deferred: ForwardLanding | None) -> None:
-    if deferred is not None:
-        deferred.close()
+def _let_go(gradients: Gradients, in_forward: ForwardLanding | None) -> None:
+    if in_forward is not None:
+        in_forward.close()
     gradients.close()

@@ -128,8 +128,8 @@ class Replica:
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast():
-            if self._sum.deferred is not None:
-                return self._sum.deferred.run(lambda: self.module(*args, **kwargs))
+            if self._sum.in_forward is not None:
+                return self._sum.in_forward.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -205,8 +205,8 @@ class Replica:
             # Only now, so that a backward that failed leaves no mass behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
-        if self._sum.deferred is not None:
-            self._sum.deferred.check_backward()
+        if self._sum.in_forward is not None:
+            self._sum.in_forward.check_backward()
         if last and self._sum.gradients is not None:
             self._sum.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
@@ -387,8 +387,8 @@ class Replica:
             self.part.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
-        if self._sum.deferred is not None:
-            self._sum.deferred.begin_backward()
+        if self._sum.in_forward is not None:
+            self._sum.in_forward.begin_backward()
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
         if self._mass_unit is None:

@@ -35,8 +35,8 @@ class Reproduction(Family):
 
 
 @dataclass(frozen=True)
-class Hiccups:
-    """When a worker is late: by a script, the same for every run with the same seed."""
+class Straggling:
+    """When a worker straggles: by a script, the same for every run with the same seed."""
 
     chance: float
     """Of each forward pass that is trained on."""
@@ -44,21 +44,21 @@ class Hiccups:
     """That it sleeps then."""
 
 
-def train_once(run: Run, recipe: str, workers: Workers, hiccups: Hiccups | None = None) -> Summary:
+def train_once(run: Run, recipe: str, workers: Workers, straggling: Straggling | None = None) -> Summary:
     """Return how a run of a recipe went, with its workers where they were asked to be; nothing of it is kept.
 
     Args:
         run: What is trained.
         recipe: Its name.
         workers: Who trains it.
-        hiccups: What holds them up now and then.
+        straggling: How each of them is slow now and then.
 
     Raises:
         SettingsError: It did not finish.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-reproduce-") as folder:
         file = RunFile(recipe=recipe, num_workers=workers.num_workers, run=run.model_dump(mode="json"))
-        codes = workers.start(train_here, folder, file.model_dump(mode="json"), hiccups and asdict(hiccups))
+        codes = workers.start(train_here, folder, file.model_dump(mode="json"), straggling and asdict(straggling))
         summary = summarise(read_log(Path(folder) / "events.jsonl"))
     if summary.finish is None or any(code != ExitCode.FINISHED for code in codes.values()):
         why = "; ".join(failure.event.message for failure in summary.failures) or f"exit codes {codes}"
@@ -66,23 +66,23 @@ def train_once(run: Run, recipe: str, workers: Workers, hiccups: Hiccups | None 
     return summary
 
 
-def train_here(directory: str, file: dict[str, Any], hiccups: dict[str, float] | None) -> int:
+def train_here(directory: str, file: dict[str, Any], straggling: dict[str, float] | None) -> int:
     """Train a run as one of its workers, and return the exit code. Every worker runs it."""
     run_file = RunFile.model_validate(file)
-    with _late_now_and_then(run_file.run.get("seed", 0), Hiccups(**hiccups)) if hiccups else nullcontext():
+    with _straggle(run_file.run.get("seed", 0), Straggling(**straggling)) if straggling else nullcontext():
         return int(work(Path(directory), run_file, join(), 0))
 
 
 @contextmanager
-def _late_now_and_then(seed: int, hiccups: Hiccups) -> Iterator[None]:
+def _straggle(seed: int, straggling: Straggling) -> Iterator[None]:
     script = random.Random(f"{seed} {os.environ['RANK']}")
     depth = [0]
 
     def begin(module: nn.Module, inputs: Any) -> None:
         depth[0] += 1
         is_whole_model = depth[0] == 1
-        if is_whole_model and module.training and script.random() < hiccups.chance:
-            time.sleep(hiccups.seconds)
+        if is_whole_model and module.training and script.random() < straggling.chance:
+            time.sleep(straggling.seconds)
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         depth[0] -= 1

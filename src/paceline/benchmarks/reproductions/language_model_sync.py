@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from paceline.benchmarks.reproductions.base import Hiccups, Reproduction, train_once
+from paceline.benchmarks.reproductions.base import Reproduction, Straggling, train_once
 from paceline.benchmarks.tables import TableRow
 from paceline.benchmarks.workers import Workers
 from paceline.compression import Codec, Int8
@@ -63,7 +63,7 @@ class LanguageModelSync(Reproduction):
     The Transformer recipe (0.8M parameters, bytes of the standard library's source) at the same number of samples,
     which stands for the epoch; perplexity is exp(held-out loss), of a byte. Times can only differ as they do there
     where waiting takes a part of the synchronous step: asynchronous workers saved a sixth of it. Machines that others
-    share are late now and then, and all wait for the latest; here workers are by a script, the same for each way.
+    share are slow now and then, and all wait for the slowest; here workers are by a script, the same for each way.
     By default workers are processes of this machine, which takes no rights; `--hosts 4 --bandwidth 500mbit` adds a
     network that takes a fifth to two fifths of a step of this model on two cores. Asynchronous steps are of the pushes
     of as many workers as there are, whoever's they are, at the same learning rate; with fewer to a step it is lower by
@@ -81,10 +81,10 @@ class LanguageModelSync(Reproduction):
     """With a server beside each worker no link carries more than an all-reduce would put on it."""
     codec: Codec = Int8()
     """The compression."""
-    late_chance: float = Field(default=0.1, ge=0, le=1)
-    """Of each worker's step to be late; 0 for never."""
-    late_s: float = Field(default=0.25, ge=0)
-    """How late: by default a little more than a step takes on two cores."""
+    slow_chance: float = Field(default=0.1, ge=0, le=1)
+    """Of each worker's step to be slow; 0 for never."""
+    slow_s: float = Field(default=0.25, ge=0)
+    """By how much: by default a little more than a step takes on two cores."""
     workers: Workers = Workers(num_workers=4)
     """Where they run."""
 
@@ -94,7 +94,9 @@ class LanguageModelSync(Reproduction):
         for seed in range(self.num_seeds):
             for way, of_way in summaries.items():
                 run = self.make_run(way, seed)
-                of_way.append(train_once(run, "transformer_lm", self.workers, Hiccups(self.late_chance, self.late_s)))
+                of_way.append(
+                    train_once(run, "transformer_lm", self.workers, Straggling(self.slow_chance, self.slow_s))
+                )
         return [describe(way, of_way, summaries["synchronous"]) for way, of_way in summaries.items()]
 
     def make_run(self, way: str, seed: int) -> Run:

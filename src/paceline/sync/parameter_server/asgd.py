@@ -1,4 +1,4 @@
-"""Asynchronous SGD: a server applies each gradient at once."""
+"""Asynchronous SGD: a server steps with each gradient, or with the mean of several, as they come."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -34,8 +34,8 @@ class ASGD(ServedRule):
     """Pushes, whoever's, that servers take one step with the mean of (n-softsync of Zhang et al. 2016). With as many as
     there are workers a step is of as many samples as a synchronous one, and learning rates are the same."""
     scale_rate: bool = False
-    """Divide a push's learning rate, or with several to a step its part of them, by 1 + its delay (Zhang et al. 2016,
-    Staleness-aware ASGD)."""
+    """Divide the learning rate of a push by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD). With several to
+    a step pushes are averaged with these factors as weights, and the rate is multiplied by the factors' mean."""
     compensation: float = Field(default=0.0, ge=0)
     """Lambda of delay compensation (Zheng et al. 2017, DC-ASGD): g + lambda g g (x - x_old), elementwise, where x_old
     are the parameters that the gradient is of. The servers keep them for each worker. 0 for none."""
@@ -67,13 +67,13 @@ class ASGD(ServedRule):
         return False
 
     def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
-        """Return what applies pushes at once."""
+        """Return what applies pushes as they come."""
         if self.correct_momentum and not any("momentum" in group for group in optimizer.param_groups):
             raise SettingsError(
                 f"the optimizer must have momentum where it is to be corrected, but got {type(optimizer).__name__}; "
                 "take SGD, or turn correct_momentum off"
             )
-        return _AtOnce(self)
+        return _AsTheyCome(self)
 
 
 _EPSILON = 1e-7
@@ -91,6 +91,8 @@ class _Sum:
     def __init__(self, values: Sequence[Tensor] = ()) -> None:
         self.values = list(values)
         self.num_pushes = 0
+        self.weight = 0.0
+        """The sum of the pushes' factors."""
         self.used: list[bool] = []
         self.rates: list[float] = []
         """Of the last push."""
@@ -105,9 +107,10 @@ class _Sum:
         self.used = [known or new for known, new in zip(self.used, push.used, strict=True)]
         self.rates = list(push.rates)
         self.num_pushes += 1
+        self.weight += factor
 
 
-class _AtOnce(Landing):
+class _AsTheyCome(Landing):
     def __init__(self, rule: ASGD) -> None:
         super().__init__(FreeClocks())
         self._rule = rule
@@ -153,8 +156,9 @@ class _AtOnce(Landing):
 
     def _step_with_mean(self, shard: Shard) -> None:
         mean, self._sum = self._sum, _Sum(self._sum.values)
-        torch._foreach_div_(mean.values, float(mean.num_pushes))
-        self._step(shard, mean.values, mean.used, mean.rates)
+        torch._foreach_div_(mean.values, mean.weight)
+        factor = mean.weight / mean.num_pushes  # of the rate: optimizers such as Adam divide by what scales gradients
+        self._step(shard, mean.values, mean.used, [rate * factor for rate in mean.rates])
 
     def _step(self, shard: Shard, values: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
         momenta = self._lower_momentum(shard) if self._rule.correct_momentum else []

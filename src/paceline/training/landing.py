@@ -54,9 +54,6 @@ class BucketLanding:
         times, self._times = self._times, []
         return times
 
-    def close(self) -> None:
-        """Let go of what is held."""
-
     def _land_those_of(self, names: Collection[str]) -> None:
         for bucket in [b for b in self._pending if any(slot.name in names for slot in b.slots)]:
             self._pending.remove(bucket)
