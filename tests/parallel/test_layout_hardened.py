@@ -254,14 +254,16 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
 
 def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts() -> None:
     codec = Codec.model_validate("top_k")
-    check_sharing(Layout(sharded=2), codec)
-    check_sharing(Layout(sharded=2, tensor=2), None)
-    check_sharing(Layout(sharded=2, zero_stage=1, pipeline=2), None)
+    ordinary, split = PipelineSettings(), PipelineSettings(order="zero_bubble")
+    check_sharing(Layout(sharded=2), codec, split)
+    check_sharing(Layout(sharded=2, tensor=2, pipeline=2), None, ordinary)
+    check_sharing(Layout(sharded=2, zero_stage=1, pipeline=2), None, split)
     for layout, used, message in (
-        (Layout(sharded=2, pipeline=2), None, "give --layout.zero_stage 1"),
         (Layout(sharded=2, zero_stage=1, tensor=2), None, "give --layout.zero_stage 3"),
-        (Layout(sharded=2, tensor=2, pipeline=2), None, "give --layout.data 2 instead"),
+        (Layout(sharded=2, pipeline=2), codec, "no tensor or pipeline axis"),
         (Layout(tensor=2), codec, "sharded_codec must go with sharded ranks"),
     ):
         with pytest.raises(SettingsError, match=message):
-            check_sharing(layout, used)
+            check_sharing(layout, used, ordinary)
+    with pytest.raises(SettingsError, match=r"pipeline\.order must leave backward in one piece with zero_stage 2"):
+        check_sharing(Layout(sharded=2, zero_stage=2, pipeline=2), None, split)

@@ -28,7 +28,7 @@ from paceline.training.state import capture, restore
 
 HALF = 5
 CHAIN = [
-    {"sharded": 4, "zero_stage": 3},
+    {"sharded": 2, "pipeline": 2, "order": "1f1b"},
     {"tensor": 2, "pipeline": 2, "order": "1f1b"},
     {"sharded": 2, "zero_stage": 1, "context": 2},
     {"data": 4},

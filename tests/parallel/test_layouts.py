@@ -48,8 +48,14 @@ FOUR = [
     {"sharded": 2, "zero_stage": 1, "pipeline": 2, "order": "gpipe"},
     {"tensor": 2, "context": 2},
     {"sharded": 2, "tensor": 2},
+    {"sharded": 2, "zero_stage": 3, "pipeline": 2, "order": "1f1b"},
+    {"sharded": 2, "zero_stage": 2, "pipeline": 2, "order": "interleaved"},
 ]
-EIGHT = [{"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"}]
+EIGHT = [
+    {"data": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"},
+    {"data": 2, "sharded": 2, "tensor": 2},
+    {"sharded": 2, "tensor": 2, "pipeline": 2, "order": "1f1b"},
+]
 
 
 def make_model(num_layers: int = 4) -> torch.nn.Module:
@@ -131,8 +137,13 @@ def compare(layouts: list[dict[str, Any]], num_layers: int) -> list[list[float]]
     return differences
 
 
-# Several starts, and of small models where many ranks share two cores. Interleaved stages need four layers.
-CASES = [(2, TWO, 4), (4, FOUR[:3], 2), (4, FOUR[3:], 2), (8, EIGHT, 2)]
+# Several starts, and of small models where many ranks share two cores. Orders are compared with four layers.
+CASES = [
+    (2, TWO, 4),
+    (4, FOUR[:3], 2),
+    (4, FOUR[3:], 2),
+    (8, EIGHT, 2),
+]
 
 
 @pytest.mark.timeout(150)

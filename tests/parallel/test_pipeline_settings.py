@@ -253,3 +253,23 @@ def test_a_pipeline_of_one_rank_is_the_model() -> None:
     losses = pipeline.run(x, x, lambda output, targets: (output - targets).square().sum())
     torch.testing.assert_close(sum(losses), (model(x) - x).square().sum().detach())
     mesh.close()
+
+
+def test_what_gathers_stages_must_find_their_parameters_in_modules_of_one_stage() -> None:
+    mesh = Mesh(LocalGroup(), Layout().resolve(1))
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    two_stages = PipelineSettings(order="interleaved")
+
+    def check(model: nn.Module, settings: PipelineSettings, sample: torch.Tensor) -> None:
+        Pipeline(model, mesh, settings, sample).check_stages_are_modules()
+
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    check(layers, two_stages, torch.randn(3, 2))
+    check(nn.Sequential(nn.ReLU(), *layers), two_stages, torch.randn(3, 2))
+    with pytest.raises(SettingsError, match=r"position is of no module of its stage; take --layout\.zero_stage 1"):
+        check(TiedModel(), PipelineSettings(), tokens)
+    layers[3].weight = layers[0].weight
+    check(layers, PipelineSettings(), torch.randn(3, 2))
+    with pytest.raises(SettingsError, match=r"0\.weight is of two stages of a rank"):
+        check(layers, two_stages, torch.randn(3, 2))
+    mesh.close()

@@ -1,6 +1,7 @@
 """A layout applied to a model: which rank holds what, in the one order in which the axes fit into each other."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from paceline.compression.codec import Codec
 from paceline.errors import SettingsError
 from paceline.parallel import zero_redundancy
 from paceline.parallel.context import check_attention, check_length, cut_attention
-from paceline.parallel.fully_sharded import check_parameters, shard
+from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
@@ -51,7 +52,7 @@ def lay_out(
         SettingsError: The layout does not fit the ranks or the model.
     """
     axes = layout.resolve(world.size)
-    check_sharing(layout, sharded_codec)
+    check_sharing(layout, sharded_codec, pipeline or PipelineSettings())
     if layout.is_plain:
         return Part(world, layout, module=module)
     mesh = Mesh(world, axes)
@@ -64,7 +65,8 @@ def lay_out(
     if layout.pipeline > 1:
         if sample is None:
             raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give lay_out one")
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample)
+        peers = mesh.group("sharded") if layout.shares_parameters else None
+        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample, peers)
         module = driver.module
     if layout.tensor > 1:
         tensor_split = split(module, mesh, tensor_plan)
@@ -74,7 +76,7 @@ def lay_out(
         cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
         check_length(sample.shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1)
     if layout.shares_parameters:
-        shard(module, mesh, zero_stage=3 if layout.zero_stage == 3 else 2)
+        _shard(module, driver, mesh, layout)
     coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     group = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
     return Part(group, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded)
@@ -97,17 +99,12 @@ def check_model(
         check_parameters(module)
 
 
-def check_sharing(layout: Layout, sharded_codec: Codec | None) -> None:
+def check_sharing(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
     """Raise `SettingsError` where the sharded axis cannot be beside the others, or with a codec."""
-    if layout.sharded > 1 and layout.tensor > 1 and layout.pipeline > 1:
+    if layout.shares_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
         raise SettingsError(
-            f"sharded must be 1 beside both a tensor and a pipeline axis, but got {layout.sharded}; give "
-            f"--layout.data {layout.sharded} instead"
-        )
-    if layout.shares_parameters and layout.pipeline > 1:
-        raise SettingsError(
-            f"zero_stage must be 1 beside a pipeline, whose stages are no modules that FSDP could gather, but got "
-            f"{layout.zero_stage}; give --layout.zero_stage 1"
+            f"pipeline.order must leave backward in one piece with zero_stage {layout.zero_stage}, whose gradients "
+            f"torch would not find all, but got {pipeline.order}; take 1f1b or interleaved, or --layout.zero_stage 1"
         )
     if layout.shares_optimizer and layout.tensor > 1:
         raise SettingsError(
@@ -119,6 +116,19 @@ def check_sharing(layout: Layout, sharded_codec: Codec | None) -> None:
             f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
             f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
         )
+
+
+def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+    zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
+    if driver is None:
+        shard(module, mesh, zero_stage=zero_stage)
+        return
+    driver.check_stages_are_modules()
+    blocks = {module.get_submodule(name) for name in find_blocks(module)}
+    for stage in driver.stages:
+        names = [name for name, part in stage.named_modules() if part in blocks]
+        if any(True for _ in stage.parameters()):
+            shard(stage, mesh, zero_stage=zero_stage, blocks=names)
 
 
 def share_optimizer(optimizer: torch.optim.Optimizer, part: Part) -> torch.optim.Optimizer:

@@ -111,7 +111,7 @@ class Run(Settings):
         check_compiler_fits(self.compiler, self.landing, self.pipeline if self.layout.pipeline > 1 else None)
         check_rule_fits(self.sync, self.landing)
         check_layout(self.layout, self.sync, self.landing)
-        check_sharing(self.layout, self.sharded_codec)
+        check_sharing(self.layout, self.sharded_codec, self.pipeline)
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
                 f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"

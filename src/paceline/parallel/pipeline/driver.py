@@ -1,12 +1,15 @@
 """A model run as a pipeline: the part of it that this rank holds, and the step of a worker through all ranks."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
 from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import cut, undisturbed
@@ -34,6 +37,7 @@ class Pipeline:
         mesh: The layout.
         settings: Order of work and cuts.
         sample: Inputs of about one micro-batch, by which costs are taken.
+        peers: Ranks whose stages run as often as this one's, since they gather parameters together.
 
     Raises:
         SettingsError: The model cannot be cut so.
@@ -45,6 +49,7 @@ class Pipeline:
         mesh: Mesh,
         settings: PipelineSettings,
         sample: Tensor,
+        peers: Group | None = None,
     ) -> None:
         self.settings = settings
         self.num_ranks = mesh.size("pipeline")
@@ -53,7 +58,8 @@ class Pipeline:
         self._group = mesh.process_group("pipeline")
         self._device = mesh.world.device
         self._clock = Clock(self._device)
-        self._made: dict[tuple[torch.Size, torch.dtype, int], _Made] = {}
+        self._peers = peers
+        self._made: dict[tuple[Any, ...], _Made] = {}
         self._loss: LossOfChunk | None = None
         self._num_losses = 0
         pieces = list_pieces(module, settings.sequence)
@@ -117,7 +123,7 @@ class Pipeline:
 
         Every rank of the pipeline calls it with the same samples. Whether modules train is left as it is.
         """
-        num_micro_batches = self.settings.count_micro_batches(len(inputs), self.num_ranks)
+        num_micro_batches = self.settings.count_micro_batches(math.gcd(*self._gather_counts(inputs)), self.num_ranks)
         with self._explaining("an evaluation"):
             outputs = self._forward().run(inputs.chunk(num_micro_batches))
         if not outputs:
@@ -126,6 +132,23 @@ class Pipeline:
         if len(tensors) < len(outputs):
             raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
         return torch.cat(tensors)
+
+    def check_stages_are_modules(self) -> None:
+        """Raise `SettingsError` where a stage of this rank holds parameters of no module of its own, or of another's.
+
+        What gathers a stage's parameters (FSDP) must find them there.
+        """
+        stages: dict[Tensor, int] = {}
+        for stage in self.stages:
+            inside = set(nn.Module.parameters(stage))
+            for parameter in stage.parameters():
+                if parameter not in inside or stages.setdefault(parameter, stage.index) != stage.index:
+                    [name] = [name for name, one in self.module.named_parameters() if one is parameter]
+                    where = "two stages of a rank" if parameter in inside else "no module of its stage"
+                    raise SettingsError(
+                        f"a sharded parameter of a pipeline must be of one module, but {name} is of {where}; take "
+                        "--layout.zero_stage 1, or an order with one stage a rank"
+                    )
 
     def describe(self) -> list[list[str]]:
         """Return, for each stage, its rank's place on the pipeline axis and its pieces, as JSON."""
@@ -163,9 +186,10 @@ class Pipeline:
 
     def _make(self, inputs: Tensor) -> "_Made":
         """Return torch's schedule for such inputs; the first time, a micro-batch goes forward to learn the shapes."""
-        num_micro_batches = self.settings.count_micro_batches(len(inputs), self.num_ranks)
+        counts = self._gather_counts(inputs)
+        num_micro_batches = self.settings.count_micro_batches(math.gcd(*counts), self.num_ranks)
         chunk = inputs[: len(inputs) // num_micro_batches]
-        key = (chunk.shape, chunk.dtype, num_micro_batches)
+        key = (*counts, chunk.shape, chunk.dtype)  # new for one of the peers is new for all
         made = self._made.pop(key, None)
         if made is None:
             trial = self._forward()
@@ -178,6 +202,15 @@ class Pipeline:
             made = _Made(schedule, num_micro_batches)
         self._made[key] = made  # the newest last
         return made
+
+    def _gather_counts(self, inputs: Tensor) -> list[int]:
+        """Return how many samples each of the peers has."""
+        if self._peers is None or self._peers.size == 1:
+            return [len(inputs)]
+        counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
+        mine = torch.tensor([len(inputs)], device=self._device)
+        self._peers.all_gather(counts, mine, name="samples of a pipeline").wait()
+        return [int(count) for count in counts]
 
     def _make_stage(self, stage: Stage, takes: Description, gives: Description) -> TimedStage:
         return TimedStage(

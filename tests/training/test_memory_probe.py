@@ -1,0 +1,35 @@
+"""The memory of one step, measured while a replica trains."""
+
+import torch
+import torch.nn.functional as F
+from training_models import make_batch, make_module, make_replica
+
+from paceline.comm import LocalGroup
+from paceline.data.base import Batch
+from paceline.data.order import Interval
+from paceline.training.memory_probe import MEASURED_STEP, MemoryProbe
+
+
+def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
+    def worker(group):
+        replica = make_replica(make_module(), group, bucket_bytes=200)
+        probe = MemoryProbe(is_on=group.rank == 0)
+        inputs, targets = make_batch()
+        batch = Batch(inputs, targets, len(inputs), Interval(0, len(inputs)), True)
+        found = []
+        for _ in range(MEASURED_STEP + 2):
+            with probe.watching(replica, batch):
+                replica.backward(F.cross_entropy(replica(inputs), targets), weight=12)
+                replica.update()
+            found.append(probe.end_step(replica))
+        return found, sum(buffer.nbytes for buffer in replica.gradient_buffers)
+
+    (found, buffer_bytes), (elsewhere, _) = LocalGroup.run(2, worker)
+    assert elsewhere == [None] * len(found)
+    assert [number for number, one in enumerate(found) if one is not None] == [MEASURED_STEP]
+    measured, module = found[MEASURED_STEP], make_module()
+    assert measured.bytes_of["gradients"] == buffer_bytes
+    assert buffer_bytes >= sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    assert measured.bytes_of["parameters"] == sum(p.nbytes for p in module.parameters())
+    assert measured.bytes_of["activations"] >= torch.float32.itemsize * 12 * 11, "logits"
+    assert measured.peak_bytes == sum(measured.bytes_of.values())
