@@ -1,5 +1,6 @@
 """A layout applied to a model: which rank holds what, in the one order in which the axes fit into each other."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -124,6 +125,8 @@ def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layou
         shard(module, mesh, zero_stage=zero_stage)
         return
     driver.check_stages_are_modules()
+    # What a stage returns is sent on, or goes into the loss.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, part in stage.named_modules() if part in blocks]
