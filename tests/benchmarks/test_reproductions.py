@@ -28,7 +28,7 @@ def trained(monkeypatch):
 
     def train(run, recipe, workers, straggling):
         runs.append(run)
-        assert straggling == Straggling(0.1, 0.25)
+        assert straggling == Straggling(0.1, 0.5)
         way = {"asgd": "asynchronous", "every_step": "synchronous"}[run.sync.name]
         if way == "synchronous" and run.sync.codec.name != "none":
             way = "compression"

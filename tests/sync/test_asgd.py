@@ -158,11 +158,23 @@ def test_momentum_is_lowered_by_what_the_mean_delay_adds():
     assert by_hand.shard.optimizer.param_groups[0]["momentum"] == 0.9
 
 
+def test_the_first_of_adams_betas_is_its_momentum():
+    def make(parameters, lr):
+        return torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.95))
+
+    by_hand = ByHand(ASGD(correct_momentum=True), make=make, start=(0.0, 0.0))
+    by_hand.swap(0, [1.0, 1.0])
+    by_hand.swap(1, [0.0, 0.0])  # delay 1, mean 1/2: implicit momentum 1/3
+    [state] = by_hand.shard.optimizer.state.values()
+    torch.testing.assert_close(state["exp_avg"], torch.full((2,), 0.1 * (0.9 - 1 / 3), dtype=torch.float64))
+    assert by_hand.shard.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValidationError, match="compensation must be more than 0 with compensation_decay"):
         ASGD(compensation_decay=0.9)
-    with pytest.raises(SettingsError, match=r"the optimizer must have momentum where it is to be corrected.*AdamW"):
-        train(1, ASGD(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.AdamW(module.parameters()))
+    with pytest.raises(SettingsError, match=r"the optimizer must have momentum where it is to be corrected.*Adagrad"):
+        train(1, ASGD(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.Adagrad(module.parameters()))
     with pytest.raises(SettingsError, match=r"num_servers must be at most the number of processes.* got 3 for 2"):
         train(2, ASGD(num_servers=3), 1)
 

@@ -1,6 +1,7 @@
 """Asynchronous SGD: a server steps with each gradient, or with the mean of several, as they come."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -42,8 +43,9 @@ class ASGD(ServedRule):
     compensation_decay: float | None = Field(default=None, ge=0, lt=1)
     """Divide lambda by the root of a running mean of g g with this decay (DC-ASGD-a); none for a constant lambda."""
     correct_momentum: bool = False
-    """Lower the servers' momentum by what asynchrony adds (Mitliagkas et al. 2016): pushes that are delayed by d on
-    average act like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below 0."""
+    """Lower the servers' momentum (the first of Adam's betas) by what asynchrony adds (Mitliagkas et al. 2016): pushes
+    that are delayed by d on average act like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below
+    0."""
 
     @model_validator(mode="after")
     def _check_compensation(self) -> Self:
@@ -68,17 +70,33 @@ class ASGD(ServedRule):
 
     def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
         """Return what applies pushes as they come."""
-        if self.correct_momentum and not any("momentum" in group for group in optimizer.param_groups):
+        if self.correct_momentum and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
             raise SettingsError(
                 f"the optimizer must have momentum where it is to be corrected, but got {type(optimizer).__name__}; "
-                "take SGD, or turn correct_momentum off"
+                "take SGD or AdamW, or turn correct_momentum off"
             )
         return _AsTheyCome(self)
 
 
+_MOMENTUM: dict[str, Callable[[Any, float], Any]] = {
+    "momentum": lambda momentum, by: max(0.0, momentum - by),
+    "betas": lambda betas, by: (max(0.0, betas[0] - by), *betas[1:]),
+}
+"""How the setting of an optimizer that is its momentum is lowered."""
 _EPSILON = 1e-7
 _MEMORY = 0.99
 """Of the running mean of delays."""
+
+
+@contextmanager
+def _less_momentum(optimizer: torch.optim.Optimizer, by: float) -> Iterator[None]:
+    groups = optimizer.param_groups
+    settings = [{name: group[name] for name in _MOMENTUM.keys() & group.keys()} for group in groups]
+    for group, found in zip(groups, settings, strict=True):
+        group.update({name: _MOMENTUM[name](value, by) for name, value in found.items()})
+    yield
+    for group, found in zip(groups, settings, strict=True):
+        group.update(found)
 
 
 class _Sum:
@@ -161,10 +179,9 @@ class _AsTheyCome(Landing):
         self._step(shard, mean.values, mean.used, [rate * factor for rate in mean.rates])
 
     def _step(self, shard: Shard, values: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
-        momenta = self._lower_momentum(shard) if self._rule.correct_momentum else []
-        shard.step(values, used, rates)
-        for group, momentum in zip(shard.optimizer.param_groups, momenta, strict=False):
-            group["momentum"] = momentum
+        implicit = self._mean_delay / (1 + self._mean_delay) if self._rule.correct_momentum else 0.0
+        with _less_momentum(shard.optimizer, implicit):
+            shard.step(values, used, rates)
 
     def _compensate(self, shard: Shard, push: Push, delay: int) -> None:
         decay = self._rule.compensation_decay
@@ -180,10 +197,3 @@ class _AsTheyCome(Landing):
                 square = square / (mean + _EPSILON).sqrt_()
             if delay:
                 value.addcmul_(square, drift, value=self._rule.compensation)
-
-    def _lower_momentum(self, shard: Shard) -> list[float]:
-        implicit = self._mean_delay / (1 + self._mean_delay)
-        momenta = [group["momentum"] for group in shard.optimizer.param_groups]
-        for group in shard.optimizer.param_groups:
-            group["momentum"] = max(0.0, group["momentum"] - implicit)
-        return momenta
