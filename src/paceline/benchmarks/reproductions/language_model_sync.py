@@ -64,8 +64,8 @@ class LanguageModelSync(Reproduction):
     which stands for the epoch; perplexity is exp(held-out loss), of a byte. Times can only differ as they do there
     where waiting takes a part of the synchronous step: asynchronous workers saved a sixth of it. Machines that others
     share are slow now and then, and all wait for the slowest; here workers are by a script, the same for each way.
-    By default workers are processes of this machine, which takes no rights; `--hosts 4 --bandwidth 500mbit` adds a
-    network that takes a fifth to two fifths of a step of this model on two cores. Asynchronous steps are of the pushes
+    By default workers are processes of this machine, which takes no rights; `--hosts 4 --bandwidth 250mbit` adds a
+    network that takes about half of a step of this model on two cores. Asynchronous steps are of the pushes
     of as many workers as there are, whoever's they are, at the same learning rate; with fewer to a step it is lower by
     the square root of their share, as is usual with Adam.
     """
