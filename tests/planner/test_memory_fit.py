@@ -79,6 +79,12 @@ def test_layouts_divide():
     assert [part["optimizer"] for part in by_stage] == [400, 400, 400]
     assert [part["gradients"] for part in by_stage] == [800, 200, 200]
     assert [part["parameters"] for part in by_stage] == [800, 800, 200]
+    added_up = [
+        divide(whole, Layout(sharded=4), num_micro_batches=2).bytes_of,
+        divide(whole, Layout(sharded=4, pipeline=2)).bytes_of,
+    ]
+    assert [part["gradients"] for part in added_up] == [800, 400]
+    assert [part["parameters"] for part in added_up] == [200, 100]
     assert divide(whole, Layout(context=4)).bytes_of["activations"] == 2000
 
 
