@@ -73,9 +73,10 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
 
     Reckoned from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
     activations; the context axis activations; of the sharded axis stage 1 divides optimizer state, stage 2 gradients
-    too where no micro-batches add them up whole, stage 3 parameters too. A stage of a pipeline holds as many micro-batches' activations as there are stages, or
-    as there are micro-batches. What is whole on every rank (norms, embeddings of another stage), and a block's
-    parameters gathered from the sharded axis, are not in it: it may be a fifth too low.
+    too where no micro-batches add them up whole, stage 3 parameters too. A stage of a pipeline holds as many
+    micro-batches' activations as there are stages, or as there are micro-batches. What is whole on every rank (norms,
+    embeddings of another stage), and a block's parameters gathered from the sharded axis, are not in it: it may be a
+    fifth too low.
     """
     model = layout.tensor * layout.pipeline
     accumulates = num_micro_batches > 1 or layout.pipeline > 1
