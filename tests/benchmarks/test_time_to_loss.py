@@ -23,6 +23,8 @@ CURVES = {
     "local_sgd": [[10, 2.9], [20, 2.5]],
 }
 STEP_S = {"ddp": 5.0, "post_local_sgd": 0.625, "diloco": 0.25, "streaming_diloco": 0.2, "local_sgd": 0.5}
+SLOWER = (1.0, 4.0, 0.5)
+"""By round: what others do on the machine."""
 BYTES = {"ddp": 0, "post_local_sgd": 0, "local_sgd": 4000, "diloco": 1000, "streaming_diloco": 260}
 
 
@@ -40,15 +42,18 @@ def starts(monkeypatch):
         asked.append((workers, {plan["name"]: plan for plan in plans}))
         judged = plans[0]["judge_interval"] > 0
 
-        def answer(rank, plan):
+        def answer(rank, place, plan):
             name = plan["name"]
+            slower = SLOWER[place // len({plan["name"] for plan in plans})]
             if judged:
                 return {"ended_s": [], "compute_s": 9.0, "curve": CURVES[name], "largest_bytes": 0}
-            ended_s = [(number + 1) * STEP_S[name] - 0.1 * rank for number in range(plan["num_steps"])]
-            seconds = {"ended_s": ended_s, "compute_s": 0.2 - 0.1 * rank}
+            ended_s = [slower * (number + 1) * STEP_S[name] - 0.1 * rank for number in range(plan["num_steps"])]
+            seconds = {"ended_s": ended_s, "compute_s": slower * 0.2 - 0.1 * rank}
             return {**seconds, "curve": [[plan["num_steps"], 2.0]], "largest_bytes": BYTES[name] - rank}
 
-        return {rank: [answer(rank, plan) for plan in plans] for rank in range(workers.num_workers)}
+        return {
+            rank: [answer(rank, place, plan) for place, plan in enumerate(plans)] for rank in range(workers.num_workers)
+        }
 
     monkeypatch.setattr(Workers, "start", start)
     return asked
@@ -110,6 +115,17 @@ def test_speed_ups_stand_beside_the_ceiling(starts):
     assert (again.ours, again.reference) == (2.0, 2.3)
 
 
+def test_of_several_rounds_medians_are_told(starts):
+    assert measure(num_rounds=3) == measure()
+
+
+def test_steps_that_are_not_judged_are_still_those_of_the_schedule(starts):
+    measure(num_judged_steps=15, target_losses=(2.4,))
+    assert {plan["num_steps"] for plan in starts[0][1].values()} == {15}
+    with pytest.raises(ValidationError, match=r"num_judged_steps must be at most task\.num_steps=20, but got 30"):
+        measure(num_judged_steps=30)
+
+
 def test_all_sides_go_on_from_what_ddp_makes_of_the_start(starts):
     measure(task={"num_steps": 25}, start_steps=5)
     (workers, began), (_, judged), (_, timed) = starts
@@ -138,7 +154,7 @@ def test_to_go_on_from_a_start_is_to_have_done_its_steps(tmp_path):
 def test_a_loss_that_ddp_does_not_reach_is_refused(starts):
     with pytest.raises(
         SettingsError,
-        match=r"target_losses must be some that DDP reaches in task\.num_steps=20, .* \[1\.5\], and came to 2\.2",
+        match=r"target_losses must be some that DDP reaches in 20 steps, .* \[1\.5\], and came to 2\.2",
     ):
         measure(target_losses=(2.5, 1.5))
     assert len(starts) == 1

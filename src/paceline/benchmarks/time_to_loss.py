@@ -4,6 +4,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -64,6 +65,13 @@ class _Timing:
     """That one worker sent in one step."""
 
     @classmethod
+    def median(cls, rounds: Sequence[Self]) -> Self:
+        """Return the medians of several timings of a side."""
+        ended_s = [statistics.median(times) for times in zip(*(timing.ended_s for timing in rounds), strict=True)]
+        compute_s = statistics.median(timing.compute_s for timing in rounds)
+        return cls(ended_s, compute_s, rounds[0].loss, rounds[0].largest_bytes)
+
+    @classmethod
     def of(cls, results: list[dict[str, Any]]) -> Self:
         """Return it from what all workers say."""
         return cls(
@@ -105,6 +113,11 @@ class TimeToLossBenchmark(Benchmark):
     """Held out; nats a byte. At random it is 5.5."""
     judge_interval: int = Field(default=2, ge=1)
     """Steps from one judgement to the next; sides whose workers differ between meetings are judged at meetings."""
+    num_judged_steps: int | None = Field(default=None, ge=1)
+    """Steps of `task.num_steps` that sides are judged in; by default all. Learning rates are those of the whole
+    training."""
+    num_rounds: int = Field(default=1, ge=1)
+    """Timings of each side, which take turns; of each time the median is told."""
     num_compute_steps: int = Field(default=20, ge=1)
     """Timed steps of the loop that exchanges nothing, before each side."""
     workers: Workers = Workers(num_workers=4)
@@ -112,12 +125,21 @@ class TimeToLossBenchmark(Benchmark):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        if self.task.num_steps - self.start_steps < self.period:
+        if self.num_judged_steps is not None and self.num_judged_steps > self.task.num_steps:
             raise ValueError(
-                "task.num_steps must be at least the period, without start_steps, but got "
-                f"{self.task.num_steps}, {self.period} and {self.start_steps}; raise it"
+                f"num_judged_steps must be at most task.num_steps={self.task.num_steps}, but got "
+                f"{self.num_judged_steps}; lower it"
+            )
+        if self._last_step - self.start_steps < self.period:
+            raise ValueError(
+                "the steps that are judged must be at least the period, without start_steps, but got "
+                f"{self._last_step}, {self.period} and {self.start_steps}; raise task.num_steps or num_judged_steps"
             )
         return self
+
+    @property
+    def _last_step(self) -> int:
+        return self.num_judged_steps or self.task.num_steps
 
     def measure(self) -> list[Row]:
         """Find each side's step, then time each side to it."""
@@ -129,18 +151,19 @@ class TimeToLossBenchmark(Benchmark):
         local = Workers(num_workers=self.workers.num_workers)
         if start is not None:
             local.start(train_start, self.task.model_dump(mode="json"), self.start_steps, start)
-        num_steps = self.task.num_steps - self.start_steps
+        num_steps = self._last_step - self.start_steps
         judged = self._train(local, [self._plan(name, num_steps, start, judged=True) for name in names])[0]
         curves = {name: result["curve"] for name, result in zip(names, judged, strict=True)}
         needed = {name: self._find_steps(curve) for name, curve in curves.items()}
         if missed := [target for target in self.target_losses if target not in needed["ddp"]]:
             raise SettingsError(
-                f"target_losses must be some that DDP reaches in task.num_steps={self.task.num_steps}, but it did not "
-                f"reach {missed}, and came to {curves['ddp'][-1][1]:.3f}; raise them, or task.num_steps"
+                f"target_losses must be some that DDP reaches in {self._last_step} steps, but it did not reach "
+                f"{missed}, and came to {curves['ddp'][-1][1]:.3f}; raise them, or task.num_steps"
             )
         plans = [self._plan(name, max(steps.values()), start, judged=False) for name, steps in needed.items() if steps]
-        by_rank = self._train(self.workers, plans)
-        timings = {plan.name: _Timing.of([mine[i] for mine in by_rank.values()]) for i, plan in enumerate(plans)}
+        by_rank = self._train(self.workers, plans * self.num_rounds)
+        rounds = [_Timing.of(list(results)) for results in zip(*by_rank.values(), strict=True)]
+        timings = {plan.name: _Timing.median(rounds[i :: len(plans)]) for i, plan in enumerate(plans)}
         rows = self._describe_losses(curves, timings) + self._describe_ceiling(timings)
         for target in sorted(self.target_losses, reverse=True):
             steps = {name: steps[target] for name, steps in needed.items() if target in steps}
