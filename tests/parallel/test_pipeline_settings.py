@@ -261,7 +261,7 @@ def test_what_gathers_stages_must_find_their_parameters_in_modules_of_one_stage(
     two_stages = PipelineSettings(order="interleaved")
 
     def check(model: nn.Module, settings: PipelineSettings, sample: torch.Tensor) -> None:
-        Pipeline(model, mesh, settings, sample).check_stages_are_modules()
+        Pipeline(model, mesh, settings, sample, peers=mesh.group("sharded"))
 
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     check(layers, two_stages, torch.randn(3, 2))

@@ -124,7 +124,6 @@ def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layou
     if driver is None:
         shard(module, mesh, zero_stage=zero_stage)
         return
-    driver.check_stages_are_modules()
     # What a stage returns is sent on, or goes into the loss.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}

@@ -37,7 +37,7 @@ class Pipeline:
         mesh: The layout.
         settings: Order of work and cuts.
         sample: Inputs of about one micro-batch, by which costs are taken.
-        peers: Ranks whose stages run as often as this one's, since they gather parameters together.
+        peers: Ranks that will gather parameters of stages together with this one: theirs run as often as its own.
 
     Raises:
         SettingsError: The model cannot be cut so.
@@ -66,6 +66,8 @@ class Pipeline:
         self.pieces_of_stages = [[pieces[i] for i in places] for places in cut(module, pieces, settings, mesh, sample)]
         """The pieces of each stage of the whole pipeline."""
         self.num_stages = len(self.pieces_of_stages)
+        if peers is not None:
+            self._check_gatherable(module)
         self.shared = self._find_shared(module)
         """Names of the parameters and buffers that several ranks hold a copy of, with the places of these ranks on the
         pipeline axis. Gradients of such a parameter must be summed over them."""
@@ -133,23 +135,6 @@ class Pipeline:
             raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
         return torch.cat(tensors)
 
-    def check_stages_are_modules(self) -> None:
-        """Raise `SettingsError` where a stage of this rank holds parameters of no module of its own, or of another's.
-
-        What gathers a stage's parameters (FSDP) must find them there.
-        """
-        stages: dict[Tensor, int] = {}
-        for stage in self.stages:
-            inside = set(nn.Module.parameters(stage))
-            for parameter in stage.parameters():
-                if parameter not in inside or stages.setdefault(parameter, stage.index) != stage.index:
-                    [name] = [name for name, one in self.module.named_parameters() if one is parameter]
-                    where = "two stages of a rank" if parameter in inside else "no module of its stage"
-                    raise SettingsError(
-                        f"a sharded parameter of a pipeline must be of one module, but {name} is of {where}; take "
-                        "--layout.zero_stage 1, or an order with one stage a rank"
-                    )
-
     def describe(self) -> list[list[str]]:
         """Return, for each stage, its rank's place on the pipeline axis and its pieces, as JSON."""
         return [
@@ -180,6 +165,23 @@ class Pipeline:
         named = [*module.named_parameters(), *module.named_buffers()]
         places = {name: [i for i, tensors in enumerate(owned) if tensor in tensors] for name, tensor in named}
         return {name: holders for name, holders in places.items() if len(holders) > 1}
+
+    def _check_gatherable(self, module: nn.Module) -> None:
+        """Refuse parameters that are of no module of their stage, or of two stages of a rank: FSDP gathers modules."""
+        modules = dict(module.named_modules())
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        holders: dict[tuple[Tensor, int], int] = {}
+        for stage, pieces in enumerate(self.pieces_of_stages):
+            owned_modules = [modules[name] for piece in pieces for name in piece.owns if name in modules]
+            inside = {parameter for owned in owned_modules for parameter in owned.parameters()}
+            for parameter in find_owned(module, pieces) & names.keys():
+                is_shared = holders.setdefault((parameter, self._place_of(stage)), stage) != stage
+                if is_shared or parameter not in inside:
+                    where = "two stages of a rank" if is_shared else "no module of its stage"
+                    raise SettingsError(
+                        f"a sharded parameter of a pipeline must be of one module, but {names[parameter]} is of "
+                        f"{where}; take --layout.zero_stage 1, or an order with one stage a rank"
+                    )
 
     def _forward(self) -> ForwardPass:
         return ForwardPass(self.stages, self.num_stages, self.settings.behaviour, self._group)

@@ -94,9 +94,11 @@ def _less_momentum(optimizer: torch.optim.Optimizer, by: float) -> Iterator[None
     settings = [{name: group[name] for name in _MOMENTUM.keys() & group.keys()} for group in groups]
     for group, found in zip(groups, settings, strict=True):
         group.update({name: _MOMENTUM[name](value, by) for name, value in found.items()})
-    yield
-    for group, found in zip(groups, settings, strict=True):
-        group.update(found)
+    try:
+        yield
+    finally:
+        for group, found in zip(groups, settings, strict=True):
+            group.update(found)
 
 
 class _Sum:
