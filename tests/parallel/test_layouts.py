@@ -1,5 +1,6 @@
 """Every layout trains as one process does: the same losses, norms and parameters, whoever holds what."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -119,16 +120,16 @@ def train(
     return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model/")}
 
 
-def compare(layouts: list[dict[str, Any]], num_layers: int) -> list[list[float]]:
-    """Return, for each layout without and with accumulation, how far losses and parameters are from one process's."""
+def compare(layouts: list[list[dict[str, Any]]], num_layers: int) -> list[list[float]]:
+    """Return, for the layouts without and with accumulation, how far losses and parameters are from one process's."""
     group = join()
     torch.set_num_threads(1)
     differences = []
-    for num_micro_batches in (1, 2):
-        alone = train(LocalGroup(), {}, 1, num_layers)
-        for layout in layouts:
+    alone = train(LocalGroup(), {}, 1, num_layers) if group.rank == 0 else None
+    for num_micro_batches, some in enumerate(layouts, start=1):
+        for layout in some:
             numbers, tensors = train(group, layout, num_micro_batches, num_layers)
-            if group.rank == 0:
+            if alone is not None:
                 assert tensors.keys() == alone[1].keys()
                 loss = max(abs(a - b) for a, b in zip(numbers, alone[0], strict=True))
                 parameter = max(float((tensors[name] - alone[1][name]).abs().max()) for name in tensors)
@@ -139,20 +140,23 @@ def compare(layouts: list[dict[str, Any]], num_layers: int) -> list[list[float]]
 
 # Several starts, and of small models where many ranks share two cores. Orders are compared with four layers.
 CASES = [
-    (2, TWO, 4),
-    (4, FOUR[:3], 2),
-    (4, FOUR[3:], 2),
-    (8, EIGHT, 2),
+    (2, [TWO, TWO], 4),
+    (4, [FOUR[:3], FOUR[:3]], 2),
+    (4, [FOUR[3:], FOUR[3:]], 2),
+    (8, [EIGHT[:1], EIGHT], 2),
 ]
+"""Ranks, layouts without and with accumulation, layers of the model."""
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("num_ranks", "layouts", "num_layers"), CASES, ids=["2", "4", "4 mixed", "8"])
-def test_every_layout_trains_as_one_process(num_ranks: int, layouts: list[dict[str, Any]], num_layers: int) -> None:
+def test_every_layout_trains_as_one_process(
+    num_ranks: int, layouts: list[list[dict[str, Any]]], num_layers: int
+) -> None:
     results = run_processes(num_ranks, compare, {"layouts": layouts, "num_layers": num_layers}, timeout_s=120)
 
     assert [result.exit_code for result in results] == [0] * num_ranks, results[0].output
-    for layout, (loss, parameter) in zip([*layouts, *layouts], results[0].value, strict=True):
+    for layout, (loss, parameter) in zip(chain.from_iterable(layouts), results[0].value, strict=True):
         assert loss < LOSS_TOLERANCE, (layout, loss)
         assert parameter < PARAMETER_TOLERANCE, (layout, parameter)
 
