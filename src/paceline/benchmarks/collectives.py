@@ -38,9 +38,10 @@ T = TypeVar("T")
 class CollectivesBenchmark(Benchmark):
     """All-reduce through shared memory, or with --hosts by programs, beside gloo's; programs also beside their bound.
 
-    All sides are held by the same workers, with one thread each, and called in turn, each from a barrier on; a
-    call's time is that of the worker that took longest. Programs are run as programs, never by gloo's own all-reduce.
-    The bound is 2(h-1)/h * bytes / bandwidth for h hosts; frames' headers add 5% to it.
+    All sides are held by the same workers, with one thread each, and called in turn, each from a barrier on; inside a
+    host several times where buffers are small. A call's time is that of the worker that took longest. Programs are run
+    as programs, never by gloo's own all-reduce. The bound is 2(h-1)/h * bytes / bandwidth for h hosts; frames' headers
+    add 5% to it.
     """
 
     sizes: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layou
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, part in stage.named_modules() if part in blocks]
-        if any(True for _ in stage.parameters()):
+        if next(stage.parameters(), None) is not None:
             shard(stage, mesh, zero_stage=zero_stage, blocks=names)
 
 
