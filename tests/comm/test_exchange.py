@@ -11,7 +11,7 @@ import torch
 from paceline.comm import LocalGroup, exchange, join
 from paceline.comm.exchange import NOTHING, Exchange, Header, Service
 from paceline.comm.host_group import HostGroup
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import CommunicationError
 from paceline.testing.processes import run_processes
 
 
@@ -175,11 +175,24 @@ def test_a_service_that_fails_ends_every_request_and_says_why():
     assert LocalGroup.run(3, work_but_for_the_server, timeout_s=5) == [True] * 3
 
 
-def test_a_group_of_gpus_is_refused():
-    group = LocalGroup.create(2)[0]
-    group.device = torch.device("cuda")
-    with pytest.raises(SettingsError, match="sums must run on CPUs"):
-        Exchange(group, [(0, 1)], None, "sums")
+def test_ranks_on_gpus_exchange_over_their_group_on_cpus():
+    class OnGpus(LocalGroup):
+        def on_cpu(self):
+            return beside[self.rank]
+
+        def link(self, peer, name):
+            raise AssertionError("NCCL has no messages")
+
+    beside = LocalGroup.create(2)
+
+    def work(group):
+        opened, service = _open(OnGpus(group.rank, group._room))
+        opened.ports[0].call(Header(0), _ones())
+        group.barrier()
+        opened.close()
+        return None if service is None else service.total.tolist()
+
+    assert LocalGroup.run(2, work) == [[2.0] * 4, None]
 
 
 def _push_over_processes(killed):

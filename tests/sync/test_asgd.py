@@ -16,6 +16,7 @@ from paceline.comm import LocalGroup
 from paceline.comm.exchange import NOTHING, Header
 from paceline.errors import CommunicationError, SettingsError
 from paceline.sync import ASGD
+from paceline.sync.parameter_server.pieces import Pack, copy_all
 from paceline.sync.parameter_server.server import Kind
 from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
@@ -148,6 +149,26 @@ def test_adaptive_compensation_divides_by_the_root_of_the_mean_square():
     mean = 0.25 * first**2 + 0.5 * second**2
     expected = drifted - 0.5 * (second + 0.7 * second**2 / (mean + 1e-7).sqrt() * (drifted - old))
     torch.testing.assert_close(by_hand.x, expected, rtol=1e-14, atol=0)
+
+
+def test_a_server_goes_on_with_the_mean_squares_it_saved():
+    def start():
+        return ByHand(ASGD(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
+
+    straight, resumed = start(), start()
+    for by_hand in (straight, resumed):
+        by_hand.swap(0, [1.0, -3.0])
+    _, saved = resumed.server.take(0, Header(Kind.SAVE), NOTHING)()
+    old, resumed = resumed, start()
+    resumed.server.take(0, Header(Kind.LOAD), saved)
+    for worker, tensor in enumerate(old.have):
+        pack = Pack(old.shard.pieces)
+        copy_all(pack.tensors, [tensor])
+        resumed.server.take(worker, Header(Kind.TELL), pack.bytes)
+    resumed.clocks, resumed.versions = old.clocks, old.versions
+    for by_hand in (straight, resumed):
+        by_hand.swap(1, [2.0, 0.5])
+    assert torch.equal(straight.x, resumed.x)
 
 
 def test_momentum_is_lowered_by_what_the_mean_delay_adds():

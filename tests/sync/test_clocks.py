@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.sync.parameter_server.clocks import BoundedClocks, FreeClocks, Quorum
+from paceline.sync.parameter_server.clocks import BoundedClocks, FollowedQuorum, FreeClocks, Quorum
 
 
 class Bounded(RuleBasedStateMachine):
@@ -144,11 +144,129 @@ class Backups(RuleBasedStateMachine):
         assert self.waiting <= self.counted
 
 
-Bounded.TestCase.settings = Backups.TestCase.settings = settings(
+class TwoServers(RuleBasedStateMachine):
+    """Workers that push to two servers, the second of which follows the first; everything on its way may be late.
+
+    On its way is, by receiver and sender, a list of: a worker's clock, pushed with or without a gradient; its leaving;
+    and from the first server to the second its verdicts.
+    """
+
+    @initialize(num_workers=st.integers(1, 5), num_backups=st.integers(0, 3))
+    def begin(self, num_workers, num_backups):
+        self.servers = [Quorum(min(num_backups, num_workers - 1)), FollowedQuorum()]
+        self.sent = {(server, worker): [] for server in range(2) for worker in range(num_workers)}
+        self.verdicts, self.taken = [], {}
+        self.computing, self.dead = set(range(num_workers)), set()
+        self.clocks = {}  # of each worker at each server; None while it waits for a reply from there
+        self.asking = set()  # pairs of server and worker whose push has come and has no reply
+        self.gradients = [set(), set()]  # pairs of worker and step that have come to each server
+        for server, worker in self.sent:
+            self.clocks[server, worker] = self.servers[server].join(worker)
+
+    def live(self):
+        return {worker for _, worker in self.clocks} - self.dead
+
+    def settle(self, number):
+        server = self.servers[number]
+        while server.is_complete:
+            taken, step = server.advance(), server.step - 1
+            if number == 0:
+                self.taken[step] = taken
+                self.verdicts.append((step, taken))
+            assert all((worker, step) in self.gradients[number] for worker in taken)
+            assert taken <= self.taken[step]
+            assert self.taken[step] - taken <= self.dead, "the servers take the gradients of others"
+        for worker in sorted(self.live()):
+            if (number, worker) in self.asking and server.may_read(worker):
+                server.read(worker)
+                self.asking.discard((number, worker))
+                self.clocks[number, worker] = server.clocks[worker]
+                self.catch_up(worker)
+
+    def catch_up(self, worker):
+        clocks = [self.clocks[number, worker] for number in range(2)]
+        if None in clocks:
+            return
+        if clocks[0] == clocks[1]:
+            self.computing.add(worker)
+            return
+        self.send(clocks.index(min(clocks)), worker, has_gradient=False)
+
+    def send(self, number, worker, *, has_gradient):
+        self.sent[number, worker].append((self.clocks[number, worker], has_gradient))
+        self.clocks[number, worker] = None
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def push(self, data):
+        self.begin_push(data.draw(st.sampled_from(sorted(self.computing))))
+
+    def begin_push(self, worker):
+        self.computing.discard(worker)
+        for number in range(2):
+            self.send(number, worker, has_gradient=True)
+
+    @precondition(lambda self: any(self.sent.values()))
+    @rule(data=st.data())
+    def receive(self, data):
+        number, worker = data.draw(st.sampled_from(sorted(key for key, sent in self.sent.items() if sent)))
+        self.deliver(number, worker)
+
+    def deliver(self, number, worker):
+        server = self.servers[number]
+        clock, has_gradient = self.sent[number, worker].pop(0)
+        if clock is None:
+            server.leave(worker)
+        else:
+            assert server.clocks[worker] == clock
+            if has_gradient:
+                self.gradients[number].add((worker, clock))
+            assert number or has_gradient or server.is_late(worker), "the first server counts who has nothing"
+            server.tick(worker)
+            self.asking.add((number, worker))
+        self.settle(number)
+
+    @precondition(lambda self: self.verdicts)
+    @rule()
+    def hear(self):
+        self.servers[1].hear(*self.verdicts.pop(0))
+        self.settle(1)
+
+    @precondition(lambda self: len(self.live()) > 1)
+    @rule(data=st.data())
+    def die(self, data):
+        """What it had sent may be lost, to one server or both."""
+        worker = data.draw(st.sampled_from(sorted(self.live())))
+        self.dead.add(worker)
+        self.computing.discard(worker)
+        for number in range(2):
+            sent = self.sent[number, worker]
+            del sent[data.draw(st.integers(0, len(sent))) :]
+            sent.append((None, False))
+
+    def teardown(self):
+        """Once everything has come, somebody can go on; and if all go on, all come to the same step."""
+        if not hasattr(self, "servers"):
+            return
+        for _ in range(3):
+            while self.verdicts or any(self.sent.values()):
+                for number, worker in self.sent:
+                    while self.sent[number, worker]:
+                        self.deliver(number, worker)
+                if self.verdicts:
+                    self.hear()
+            assert self.computing, "all wait for each other"
+            assert self.servers[0].step == self.servers[1].step
+            for worker in sorted(self.computing):
+                self.begin_push(worker)
+
+
+Bounded.TestCase.settings = Backups.TestCase.settings = TwoServers.TestCase.settings = settings(
     max_examples=50, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestBounded = Bounded.TestCase
 TestBackups = Backups.TestCase
+TestTwoServers = TwoServers.TestCase
 
 
 def test_nobody_waits_where_clocks_are_free():

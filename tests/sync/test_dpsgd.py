@@ -8,7 +8,6 @@ from gossiping import (
     flat,
     loss_of,
     make_module,
-    make_optimizer,
     make_replica,
     mix_by,
     take_step,
@@ -96,20 +95,6 @@ def test_directed_edges_that_do_not_keep_the_mean_are_refused():
 def test_graphs_of_other_numbers_of_workers_are_refused():
     with pytest.raises(SettingsError, match=r"edges must join ranks from 0 to 1, but got 2"):
         LocalGroup.run(2, lambda group: make_replica(group, DPSGD(graph=EdgeListGraph(edges=((0, 1), (1, 2))))))
-
-
-def test_a_gpu_is_refused_where_messages_are_needed():
-    def site(size):
-        group = LocalGroup.create(size)[0]
-        group.device = torch.device("cuda")
-        module = make_module()
-        return Site(module, make_optimizer(module), group)
-
-    with pytest.raises(
-        SettingsError, match=r"must be the CPU with sync dpsgd, .* but got cuda; train on CPUs, or take"
-    ):
-        DPSGD().start_synchroniser(site(2))
-    assert DPSGD().start_synchroniser(site(1)) is None, "a worker alone needs none"
 
 
 @pytest.mark.parametrize("name", ["ring", "torus", "one_peer_exponential", "exponential", "star"])

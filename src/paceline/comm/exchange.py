@@ -9,14 +9,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.line import NOTHING, Header, Line, Reply
 from paceline.comm.shared_memory.segment import round_to_pages
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import CommunicationError
 
 __all__ = ["NOTHING", "Exchange", "Header", "Port", "Reply", "Service"]
 
@@ -195,9 +194,6 @@ class Exchange:
         name: What errors call it.
         body_bytes: Size of requests' and of replies' bodies by server, where they should lie in memory that both ends
             share, if they can.
-
-    Raises:
-        SettingsError: The group is of GPUs, which have no messages.
     """
 
     def __init__(
@@ -208,22 +204,18 @@ class Exchange:
         name: str,
         body_bytes: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        if group.device.type != "cpu":
-            raise SettingsError(
-                f"{name} must run on CPUs, since it needs messages, but got a group on {group.device}; train on CPUs"
-            )
+        group = group.on_cpu()
         self.ports: dict[int, Port] = {}
         """By the rank that serves."""
         self._service = service
         self._lines: list[Line] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
-        number = _NUM_OPENED[group] = _NUM_OPENED.get(group, 0) + 1
         self._boxes = _share_boxes(group, routes, body_bytes or {})
         # In the same order everywhere, so that nobody waits in a ring.
         for caller, server in sorted(routes, key=lambda route: (min(route), max(route), route)):
             if group.rank in (caller, server):
-                self._open(group, caller, server, f"{name} {number} of rank {caller} at {server}")
+                self._open(group, caller, server, f"{name} of rank {caller} at {server}")
         for thread in self._threads:
             thread.start()
         # Threads know no more than they need, or an exchange that was forgotten would live on in them.
@@ -312,7 +304,3 @@ def _keep_alive(ports: list[Port], closed: threading.Event) -> None:
     while not closed.wait(_ALIVE_INTERVAL_S):
         for port in ports:
             port.keep_alive()
-
-
-_NUM_OPENED: "weakref.WeakKeyDictionary[Group, Any]" = weakref.WeakKeyDictionary()
-"""Exchanges of each group so far: links need names that were never used."""

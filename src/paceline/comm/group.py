@@ -2,6 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +64,7 @@ class Group(ABC):
         """What errors call each rank: its number in the group that this one is, in the end, a subgroup of."""
         self.device = device
         self.epoch = epoch
+        self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self.next_tag = 0
         """The tag that the next program begins with (`execute`); the same on every rank."""
 
@@ -110,9 +112,9 @@ class Group(ABC):
     def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
         """Return a group of some of these ranks, this one among them; its rank i is ``ranks[i]`` here.
 
-        Only those ranks call it, with the same `ranks` in ascending order and a `name` that they have not used before.
-        It fails by itself: when one of its ranks dies, this group is not lost, nor are other subgroups. It is closed
-        with this group.
+        Only those ranks call it, with the same `ranks` in ascending order and the same `name`; those of one name are
+        opened in the same order. It fails by itself: when one of its ranks dies, this group is not lost, nor are other
+        subgroups. It is closed with this group.
         """
 
     def link(self, peer: int, name: str) -> "Group":
@@ -121,6 +123,20 @@ class Group(ABC):
         Both call it; whoever opens several does so in the order of ranks, so that nobody waits in a ring.
         """
         return self.subgroup(sorted((self.rank, peer)), name)
+
+    def on_cpu(self) -> "Group":
+        """Return a group of the same ranks whose tensors are in host memory: this one, where it is of CPUs.
+
+        Messages need it. Every rank calls it, in the same order; it is opened once, and closed with this group.
+        """
+        return self
+
+    def _name_anew(self, ranks: Sequence[int], name: str) -> str:
+        """Return a name that no subgroup of `ranks` has had, the same on each of them."""
+        opened = tuple(ranks), name
+        self._num_opened[opened] += 1
+        number = self._num_opened[opened]
+        return name if number == 1 else f"{name} ({number})"
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:

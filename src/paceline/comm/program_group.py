@@ -100,6 +100,10 @@ class ProgramGroup(Group):
         """Return a link of the group."""
         return self._group.link(peer, name)
 
+    def on_cpu(self) -> Group:
+        """Return the group's, without programs."""
+        return self._group.on_cpu()
+
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer of the group's."""
         return self._group.allocate(num_elements, dtype)

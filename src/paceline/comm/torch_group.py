@@ -28,7 +28,7 @@ class TorchGroup(Group):
     """Ranks that are processes, on one host or many. It never touches torch's global default group.
 
     An operation that fails closes this rank's connections, so that all others notice at once. On GPUs there are no
-    messages: NCCL knows no tags, and one that waits would hold up everything queued behind it.
+    messages: NCCL knows no tags, and one that waits would hold up everything queued behind it. They go `on_cpu`.
 
     Args:
         store: Where the ranks find each other; keys are this group's own (give it a prefix).
@@ -57,6 +57,7 @@ class TorchGroup(Group):
         self._sequence = 0
         self._num_duplicates = 0
         self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+        self._on_cpu: TorchGroup | None = None
         self._senders: Channel | None = None
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
@@ -100,16 +101,21 @@ class TorchGroup(Group):
         """Return a group with connections of its own."""
         self._num_duplicates += 1
         store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self.store)
-        duplicate = self._open(store, range(self.size))
-        self._duplicates.add(duplicate)
-        return duplicate
+        return self._open(store, range(self.size), self.device)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
         """Return a group with connections of its own among `ranks`."""
-        store = dist.PrefixStore(f"subgroup {name} {','.join(map(str, ranks))}", self.store)
-        subgroup = self._open(store, ranks)
-        self._duplicates.add(subgroup)
-        return subgroup
+        store = dist.PrefixStore(f"subgroup {self._name_anew(ranks, name)} {','.join(map(str, ranks))}", self.store)
+        return self._open(store, ranks, self.device)
+
+    def on_cpu(self) -> "TorchGroup":
+        """Return this group, or one of gloo beside NCCL's."""
+        if self.device.type == "cpu":
+            return self
+        if self._on_cpu is None:
+            store = dist.PrefixStore("on cpu", self.store)
+            self._on_cpu = self._open(store, range(self.size), torch.device("cpu"))
+        return self._on_cpu
 
     def begin(self, name: str) -> None:
         """Post it."""
@@ -126,16 +132,19 @@ class TorchGroup(Group):
         if error is not None:
             self._disconnect()
 
-    def _open(self, store: dist.Store, ranks: Sequence[int]) -> "TorchGroup":
-        return TorchGroup(
+    def _open(self, store: dist.Store, ranks: Sequence[int], device: torch.device) -> "TorchGroup":
+        """Return a group that is closed with this one."""
+        opened = TorchGroup(
             store,
             self.place_in(ranks),
             len(ranks),
-            device=self.device,
+            device=device,
             timeout_s=self.timeout_s,
             epoch=self.epoch,
             names=self.names_of(ranks),
         )
+        self._duplicates.add(opened)
+        return opened
 
     def _check_message(self, tensor: Tensor, peer: int, tag: int) -> None:
         self.check_message(peer, tag)

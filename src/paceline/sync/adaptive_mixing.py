@@ -92,7 +92,7 @@ class AdaptiveSynchroniser(Synchroniser):
 
     def __init__(self, site: Site, rule: AdaptiveMixing, candidates: Edges) -> None:
         self._site, self._rule, self._candidates = site, rule, candidates
-        self._group = site.group.duplicate("links")
+        self._group = site.group.on_cpu().duplicate("links")
         self._flat = FlatParameters(site.parameters)
         self._use(rule.graph.mixing_matrix(site.group.size))
         self._mixing = DPSGDSynchroniser(site, lambda step: self._row)
@@ -142,7 +142,7 @@ class AdaptiveSynchroniser(Synchroniser):
         """Measure, and let rank 0 choose for all; return the bytes sent."""
         group, model = self._site.group, self._flat.read()
         sketches = torch.zeros(group.size, _NUM_BUCKETS, dtype=torch.float64)
-        group.all_gather(sketches, sketch(model, self._site.seed), name="sketches").wait()
+        group.on_cpu().all_gather(sketches, sketch(model, self._site.seed), name="sketches").wait()
         lengths = group.gather_documents(float((model - before).double().norm()), name="lengths of steps")
         seconds, wire_bytes = measure_links(self._group, self._candidates, self._rule.probe_bytes)
         everybody = group.gather_documents(seconds, name="times of links")

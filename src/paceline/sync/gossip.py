@@ -11,7 +11,6 @@ import torch
 from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
-from paceline.errors import SettingsError
 from paceline.sync.rule import Rule, Traffic
 from paceline.sync.synchroniser import Site, Synchroniser
 from paceline.topology.graphs import Floats, Graph, RingGraph
@@ -22,7 +21,7 @@ class GossipRule(Rule):
 
     What a worker counts for in the mean of all is what the graph says, not how many samples it had: masses weigh the
     samples of one worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay with
-    their worker, and are pooled when the model is judged.
+    their worker, and are pooled when the model is judged. Mixing is done in host memory, on GPUs too.
     """
 
     graph: Graph = RingGraph()
@@ -41,15 +40,10 @@ class GossipRule(Rule):
         """Return what mixes; a worker alone has nobody to mix with.
 
         Raises:
-            SettingsError: Workers are on GPUs, or the graph cannot be of so many, or not do what the rule needs.
+            SettingsError: The graph cannot be of so many, or not do what the rule needs.
         """
         if site.group.size == 1:
             return None
-        if site.group.device.type != "cpu":
-            raise SettingsError(
-                f"the device must be the CPU with sync {self.name}, whose workers send each other messages, but got "
-                f"{site.group.device}; train on CPUs, or take a rule of collectives such as local_sgd"
-            )
         return self.start_mixing(site)
 
     @abstractmethod
@@ -131,6 +125,8 @@ class Rows:
 class FlatParameters:
     """Parameters side by side in one buffer, of a dtype that holds all of them.
 
+    Buffers are in host memory, where messages come from: parameters on a GPU are copied there and back.
+
     Args:
         parameters: By name.
     """
@@ -140,12 +136,11 @@ class FlatParameters:
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self.num_elements = sum(self._sizes)
         self.dtype = reduce(torch.promote_types, (parameter.dtype for parameter in self._parameters))
-        self.device = self._parameters[0].device
 
     def read(self, buffer: Tensor | None = None) -> Tensor:
         """Fill a buffer, or a new one, with the parameters and return it."""
         if buffer is None:
-            buffer = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+            buffer = torch.empty(self.num_elements, dtype=self.dtype)
         for part, parameter in zip(buffer.split(self._sizes), self._parameters, strict=True):
             part.copy_(parameter.detach().reshape(-1))
         return buffer
@@ -164,7 +159,8 @@ class FlatParameters:
         """
         own = [parameter.detach().clone() for parameter in self._parameters]
         total = numerator.to(torch.promote_types(self.dtype, torch.float32), copy=True)
-        masses = torch.tensor([mass], dtype=torch.float64, device=group.device)
+        masses = torch.tensor([mass], dtype=torch.float64)
+        group = group.on_cpu()
         works = [group.all_reduce(total, name="mean of workers"), group.all_reduce(masses, name="mass of workers")]
         for work in works:
             work.wait()
@@ -190,7 +186,7 @@ class Swap:
     """
 
     def __init__(self, group: Group, num_elements: int, dtype: torch.dtype) -> None:
-        self._group = group.duplicate("gossip")
+        self._group = group.on_cpu().duplicate("gossip")
         self.outgoing = torch.zeros(num_elements, dtype=dtype)
         """What is sent; to be left alone while a swap is under way."""
         self._incoming: dict[int, Tensor] = {}

@@ -199,15 +199,21 @@ def ranks_of_a_host_see_each_others_memory(group: Group) -> None:
 
 
 def subgroups_are_apart(group: Group) -> None:
-    """A subgroup's ranks are those it was asked for, in their order, and its sums are of them alone."""
+    """A subgroup's ranks are those it was asked for, in their order; its sums are of them alone, whatever its name."""
     ranks = list(range(group.rank % 2, group.size, 2))
-    subgroup = group.subgroup(ranks, f"of {ranks[0]} and each second")
-    members_know_their_place(subgroup)
-    for num_elements in (3, 100_000):
-        values = torch.full((num_elements,), float(group.rank), device=group.device)
-        subgroup.all_reduce(values, name="sum in a subgroup").wait()
+    subgroups = [group.subgroup(ranks, f"of {ranks[0]} and each second") for _ in range(2)]
+    for subgroup in subgroups:
+        members_know_their_place(subgroup)
+    works = []
+    for subgroup in subgroups if group.rank % 4 < 2 else reversed(subgroups):
+        for num_elements in (3, 100_000):
+            values = torch.full((num_elements,), float(group.rank), device=group.device)
+            works.append((values, subgroup.all_reduce(values, name=f"sum of {num_elements}")))
+    for values, work in works:
+        work.wait()
         expect_equal(values, torch.full_like(values, sum(ranks)), f"sum over ranks {ranks}")
-    subgroup.close()
+    for subgroup in subgroups:
+        subgroup.close()
 
 
 def links_carry_messages_both_ways(group: Group) -> None:

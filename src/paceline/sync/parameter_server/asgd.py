@@ -1,6 +1,6 @@
 """Asynchronous SGD: a server steps with each gradient, or with the mean of several, as they come."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -68,7 +68,7 @@ class ASGD(ServedRule):
         """Never: each push is a mean."""
         return False
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
         """Return what applies pushes as they come."""
         if self.correct_momentum and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
             raise SettingsError(
@@ -84,6 +84,8 @@ _MOMENTUM: dict[str, Callable[[Any, float], Any]] = {
 }
 """How the setting of an optimizer that is its momentum is lowered."""
 _EPSILON = 1e-7
+_SQUARES = "mean_square"
+"""What mean squares of gradients are called in checkpoints."""
 _MEMORY = 0.99
 """Of the running mean of delays."""
 
@@ -164,15 +166,17 @@ class _AsTheyCome(Landing):
         if self._sum.num_pushes and not self.clocks.clocks:
             self._step_with_mean(shard)
 
-    def state(self) -> dict[str, float]:
-        """Return the mean delay."""
-        return {"mean_delay": self._mean_delay, "num_delays": self._num_delays}
+    def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the mean squares, if there are any yet, and the mean delay."""
+        squares = {f"{_SQUARES}/{piece.name}": t for piece, t in zip(shard.pieces, self._mean_squares, strict=False)}
+        return squares, {"mean_delay": self._mean_delay, "num_delays": self._num_delays}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take on the mean delay; mean squares are learnt anew."""
-        self._mean_delay = state.get("mean_delay", 0.0)
-        self._num_delays = int(state.get("num_delays", 0))
-        self._mean_squares = []
+    def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        """Take on both."""
+        self._mean_delay = numbers.get("mean_delay", 0.0)
+        self._num_delays = int(numbers.get("num_delays", 0))
+        names = [f"{_SQUARES}/{piece.name}" for piece in shard.pieces]
+        self._mean_squares = [tensors[name].clone() for name in names] if tensors.keys() >= set(names) else []
 
     def _step_with_mean(self, shard: Shard) -> None:
         mean, self._sum = self._sum, _Sum(self._sum.values)

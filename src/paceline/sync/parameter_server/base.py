@@ -20,7 +20,7 @@ from paceline.sync.synchroniser import Site, Synchroniser
 
 
 class ServedRule(Rule):
-    """Settings of a method whose parameters are kept by servers."""
+    """Settings of a method whose parameters are kept by servers, in host memory."""
 
     num_servers: int = Field(default=1, ge=1)
     """Servers that the parameters are shared out over, by bytes."""
@@ -48,6 +48,11 @@ class ServedRule(Rule):
         return True
 
     @property
+    def follows_first(self) -> bool:
+        """Whether the first server says to the others whose gradients a step takes."""
+        return False
+
+    @property
     def keeps_replicas_equal(self) -> bool:
         """Never: what must be saved is the servers'."""
         return False
@@ -66,8 +71,8 @@ class ServedRule(Rule):
         serve(self, site, num_workers)
 
     @abstractmethod
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
-        """Return what a server does with pushes."""
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+        """Return what the server of that number does with pushes."""
 
     def start_synchroniser(self, site: Site) -> Synchroniser:
         """Return the worker's side; the servers beside workers are started with it."""

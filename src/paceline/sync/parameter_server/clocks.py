@@ -5,6 +5,8 @@ died, are waited for by nobody.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection
 
 
 class Clocks(ABC):
@@ -81,52 +83,20 @@ class BoundedClocks(Clocks):
         return min(self.clocks.values(), default=self._furthest)
 
 
-class Quorum(Clocks):
-    """All take the same step, which is done when enough have told of it (backup workers: Chen et al. 2016).
+class StepClocks(Clocks):
+    """All take the same step; who comes too late for it is given the next one.
 
-    Args:
-        num_backups: How many of those that take part need not have come.
+    Attributes:
+        step: Steps that are done.
     """
 
-    def __init__(self, num_backups: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_backups = num_backups
         self.step = 0
-        """Steps that are done."""
-        self.arrived: set[int] = set()
-        """Who has told of the step under way."""
-
-    def join(self, worker: int, clock: int = 0) -> int:
-        """Let a worker take part, from the step under way on."""
-        assert worker not in self.clocks
-        self.step = max(self.step, clock)
-        self.clocks[worker] = self.step
-        return self.step
-
-    def leave(self, worker: int) -> None:
-        """Take a worker out; what it told of the step under way still counts."""
-        super().leave(worker)
-
-    def tick(self, worker: int) -> None:
-        """Note that a worker has told of its step; if that is done without it, it is late and nothing changes."""
-        if not self.is_late(worker):
-            self.arrived.add(worker)
 
     def is_late(self, worker: int) -> bool:
         """Whether the step that a worker is at was done without it."""
         return self.clocks[worker] < self.step
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether enough have told of the step under way: all but the backups, of those that take part or have told."""
-        num_workers = len(self.clocks.keys() | self.arrived)
-        return bool(self.arrived) and len(self.arrived) >= num_workers - self.num_backups
-
-    def advance(self) -> None:
-        """Begin the next step."""
-        assert self.is_complete
-        self.step += 1
-        self.arrived.clear()
 
     def may_read(self, worker: int) -> bool:
         """Whether the step that a worker is at is done; after reading it is at the step under way."""
@@ -135,3 +105,113 @@ class Quorum(Clocks):
     def read(self, worker: int) -> None:
         """Note that a worker has the parameters of the step under way."""
         self.clocks[worker] = self.step
+
+    @property
+    @abstractmethod
+    def arrived(self) -> Collection[int]:
+        """Who has told of a step that is not done."""
+
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether the step under way can be done."""
+
+    @abstractmethod
+    def advance(self) -> frozenset[int]:
+        """Begin the next step, and return whose gradients the one that is done takes."""
+
+
+class Quorum(StepClocks):
+    """A step is done when enough have told of it (backup workers: Chen et al. 2016).
+
+    Args:
+        num_backups: How many of those that take part need not have come.
+    """
+
+    def __init__(self, num_backups: int = 0) -> None:
+        super().__init__()
+        self.num_backups = num_backups
+        self._arrived: set[int] = set()
+
+    @property
+    def arrived(self) -> Collection[int]:
+        """Who has told of the step under way; of those that have left since, it still counts."""
+        return self._arrived
+
+    def join(self, worker: int, clock: int = 0) -> int:
+        """Let a worker take part, from the step under way on."""
+        assert worker not in self.clocks
+        self.step = max(self.step, clock)
+        self.clocks[worker] = self.step
+        return self.step
+
+    def tick(self, worker: int) -> None:
+        """Note that a worker has told of its step; if that is done without it, it is late and nothing changes."""
+        if not self.is_late(worker):
+            self._arrived.add(worker)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough have told of the step under way: all but the backups, of those that take part or have told."""
+        num_workers = len(self.clocks.keys() | self._arrived)
+        return bool(self._arrived) and len(self._arrived) >= num_workers - self.num_backups
+
+    def advance(self) -> frozenset[int]:
+        """Begin the next step; all that have told of this one count."""
+        assert self.is_complete
+        taken = frozenset(self._arrived)
+        self.step += 1
+        self._arrived.clear()
+        return taken
+
+
+class FollowedQuorum(StepClocks):
+    """Another server's quorum, so that all servers take the gradients of the same workers.
+
+    Its verdicts come here later than a worker may come with its next clock: so clocks run ahead of `step`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[int, int] = {}
+        """The clock of each that has told of a step which is not done."""
+        self._verdicts: deque[tuple[int, frozenset[int]]] = deque()
+
+    @property
+    def arrived(self) -> Collection[int]:
+        """Who has told of a step that is not done; of those that have left since, it still counts."""
+        return self._told
+
+    def join(self, worker: int, clock: int = 0) -> int:
+        """Let a worker take part from a step that the other server has given it, or from a later one."""
+        assert worker not in self.clocks
+        self.clocks[worker] = max(clock, self.step)
+        return self.clocks[worker]
+
+    def tick(self, worker: int) -> None:
+        """Note that a worker has told of its step, unless it is late."""
+        if not self.is_late(worker):
+            self._told[worker] = self.clocks[worker]
+
+    def hear(self, step: int, workers: Collection[int]) -> None:
+        """Note who counts in a step, later than in all before."""
+        self._verdicts.append((step, frozenset(workers)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all who count have told of the step of the next verdict, or have left."""
+        if not self._verdicts:
+            return False
+        step, workers = self._verdicts[0]
+        return not any(
+            self._told.get(worker) != step and self.clocks.get(worker, step + 1) <= step for worker in workers
+        )
+
+    def advance(self) -> frozenset[int]:
+        """Begin the step after that of the next verdict; who told of it and does not count is late."""
+        assert self.is_complete
+        step, workers = self._verdicts.popleft()
+        self.step = step + 1
+        taken = frozenset(worker for worker in workers if self._told.get(worker) == step)
+        self._told = {worker: clock for worker, clock in self._told.items() if clock > step}
+        return taken

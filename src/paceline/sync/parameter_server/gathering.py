@@ -1,11 +1,11 @@
 """Landing of the pushes of one step together: summed in the order of ranks, once enough are there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.sync.parameter_server.clocks import Quorum
+from paceline.sync.parameter_server.clocks import StepClocks
 from paceline.sync.parameter_server.shard import Landing, Push, Shard
 
 
@@ -44,17 +44,21 @@ class Together(Landing):
     """Keeps the pushes of a step until enough are there.
 
     Args:
-        num_backups: How many workers need not have come.
+        clocks: Say when enough are.
         land: What is done with the mean of a step.
+
+    Attributes:
+        announce: Called with each step that is done and the workers that count in it.
     """
 
-    clocks: Quorum
+    clocks: StepClocks
 
-    def __init__(self, num_backups: int, land: Callable[[Shard, Gathered], None]) -> None:
-        super().__init__(Quorum(num_backups))
+    def __init__(self, clocks: StepClocks, land: Callable[[Shard, Gathered], None]) -> None:
+        super().__init__(clocks)
         self._land = land
+        self.announce: Callable[[int, Collection[int]], None] = lambda step, workers: None
         self._pushes: dict[int, Push] = {}
-        """Those of the step under way; their values lie in buffers that stay until they are replied to."""
+        """Those of steps that are not done; their values lie in buffers that stay until they are replied to."""
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Keep it, unless its step is done."""
@@ -65,11 +69,11 @@ class Together(Landing):
 
     def settle(self, shard: Shard) -> None:
         """Land the step if enough are there."""
-        if not self.clocks.is_complete:
-            return
-        gathered = gather(self._pushes)
-        shard.delays[0] += len(self._pushes)
-        self._pushes.clear()
-        self.clocks.advance()
-        if gathered is not None:
-            self._land(shard, gathered)
+        while self.clocks.is_complete:
+            workers = self.clocks.advance()
+            self.announce(self.clocks.step - 1, workers)
+            gathered = gather({worker: self._pushes[worker] for worker in workers})
+            shard.delays[0] += len(workers)
+            self._pushes = {worker: self._pushes[worker] for worker in self.clocks.arrived}
+            if gathered is not None:
+                self._land(shard, gathered)

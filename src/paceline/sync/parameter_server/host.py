@@ -35,7 +35,8 @@ class ServedHost(Synchroniser):
             leaders = group.subgroup(self._leaders, f"{rule.name} leaders")
             self._leader = ServedWorker(rule, replace(site, group=leaders))
         self._parameters = list(site.parameters.values())
-        self._pack = Pack([Piece(name, 0, 0, p.shape, p.dtype) for name, p in site.parameters.items()])
+        pieces = [Piece(name, 0, 0, p.shape, p.dtype) for name, p in site.parameters.items()]
+        self._pack = Pack(pieces, body=torch.zeros(Pack.size_of(pieces), dtype=torch.uint8, device=group.device))
 
     def meets(self, number: int) -> bool:
         """Whether all workers tell each other of the step: always."""
@@ -43,7 +44,7 @@ class ServedHost(Synchroniser):
 
     def before_update(self, step: LocalStep) -> None:
         """Push the host's gradient, with the mass of all its workers."""
-        mass = torch.tensor([step.mass], dtype=torch.float64)
+        mass = torch.tensor([step.mass], dtype=torch.float64, device=self._crew.device)
         self._crew.all_reduce(mass, name="mass of the host").wait()
         if self._leader is not None:
             self._leader.before_update(replace(step, mass=float(mass)))

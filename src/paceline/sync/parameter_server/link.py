@@ -51,11 +51,11 @@ class ServerLink:
         """The pieces' parts of this worker's parameters."""
 
     def _move_in(self) -> None:
-        """Let whole parameters live where pulls land, which saves a copy of each pull."""
+        """Let whole parameters on the CPU live where pulls land, which saves a copy of each pull."""
         for piece, parameter, home in zip(
             self.pieces, self._parameters, self._pull_wire.view(self._pulled).tensors, strict=True
         ):
-            if not piece.stop and parameter.is_contiguous():
+            if not piece.stop and parameter.is_contiguous() and parameter.device == home.device:
                 parameter.data = home.copy_(parameter.data)
 
     def gradients(self) -> list[Tensor | None]:
@@ -75,12 +75,8 @@ class ServerLink:
             used = [float(value is not None) for value in values]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             given = [
-                torch.zeros(piece.shape, dtype=piece.dtype)
-                if value is None
-                else value * factor
-                if factor != 1.0
-                else value
-                for piece, value in zip(self.pieces, values, strict=True)
+                torch.zeros_like(view) if value is None else value * factor if factor != 1.0 else value
+                for view, value in zip(self.views, values, strict=True)
             ]
             states = self._push_wire.write(body, given, [*rates, *used], self.states, self.clock)
             # What a parameter held back that nobody used was not sent: it stays.
@@ -97,7 +93,7 @@ class ServerLink:
             apart = [(view, t) for view, t in zip(self.views, tensors, strict=True) if view.data_ptr() != t.data_ptr()]
             copy_all([view for view, _ in apart], [tensor for _, tensor in apart])
         elif self.views:
-            torch._foreach_add_(self.views, tensors)
+            torch._foreach_add_(self.views, [t.to(view.device) for view, t in zip(self.views, tensors, strict=True)])
         self.clock, self.version, self.is_dropped = header.clock, header.version, header.value > 0
         return self._push_wire.price + self._pull_wire.price
 
@@ -133,9 +129,13 @@ class ServerLink:
 
     def load_states(self, saved: Mapping[str, Tensor]) -> None:
         """Take on what the codec of pushes held back."""
-        for piece in self.pieces:
+        for piece, view in zip(self.pieces, self.views, strict=True):
             prefix = f"{piece.name}/"
-            state = {name.removeprefix(prefix): t.clone() for name, t in saved.items() if name.startswith(prefix)}
+            state = {
+                name.removeprefix(prefix): tensor.to(view.device, copy=True)
+                for name, tensor in saved.items()
+                if name.startswith(prefix)
+            }
             if state:
                 self.states[piece.name] = state
 

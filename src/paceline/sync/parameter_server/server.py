@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm.exchange import NOTHING, Header, Reply, Service
 from paceline.compression import Codec, NoCodec
 from paceline.errors import CommunicationError
+from paceline.sync.parameter_server.clocks import FollowedQuorum
 from paceline.sync.parameter_server.shard import Landing, Push, Shard
 from paceline.sync.parameter_server.state import pack_state, unpack_state
 from paceline.sync.parameter_server.wire import States, Wire, make_wires, without_residuals
@@ -42,7 +43,7 @@ class Server(Service):
 
     Args:
         shard: Its parameters.
-        landing: What becomes of pushes.
+        landing: What becomes of pushes; an attribute too.
         workers: Ranks that take part from the beginning.
         codec: Of pushes.
         pull_codec: Of the differences to what a worker has, which are then pulled in place of parameters.
@@ -53,7 +54,7 @@ class Server(Service):
         self, shard: Shard, landing: Landing, workers: Sequence[int], codec: Codec, pull_codec: Codec, seed: int
     ) -> None:
         self._shard = shard
-        self._landing = landing
+        self.landing = landing
         for worker in workers:
             landing.clocks.join(worker)
         num_groups = len(shard.optimizer.param_groups)
@@ -102,11 +103,20 @@ class Server(Service):
             self._failure = error
             self._changed.notify_all()
 
+    def hear(self, step: int, workers: Collection[int]) -> None:
+        """Follow the first server: these workers count in a step."""
+        with self._changed:
+            self._check()
+            clocks = self.landing.clocks
+            assert isinstance(clocks, FollowedQuorum)
+            clocks.hear(step, workers)
+            self._settle()
+
     def _swap(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
-        is_taken = self._landing.push(self._shard, self._read_push(caller, header, body))
-        self._shard.num_dropped += not is_taken
+        is_taken = self.landing.push(self._shard, self._read_push(caller, header, body))
+        self._shard.num_dropped += header.mass > 0 and not is_taken
         ticket = self._tickets[caller] = _Ticket(not is_taken)
-        self._landing.clocks.tick(caller)
+        self.landing.clocks.tick(caller)
         self._settle()
 
         def wait() -> Reply:
@@ -129,22 +139,22 @@ class Server(Service):
 
     def _settle(self) -> None:
         """Do what is due, and give parameters to all who may have them, before anybody can change them again."""
-        self._landing.settle(self._shard)
+        self.landing.settle(self._shard)
         for worker, ticket in list(self._tickets.items()):
-            if self._landing.clocks.may_read(worker):
-                self._landing.clocks.read(worker)
-                clock, is_dropped = self._landing.clocks.clocks[worker], float(ticket.is_dropped)
+            if self.landing.clocks.may_read(worker):
+                self.landing.clocks.read(worker)
+                clock, is_dropped = self.landing.clocks.clocks[worker], float(ticket.is_dropped)
                 header = Header(Kind.SWAP, clock, self._shard.version, value=is_dropped)
                 ticket.reply = header, self._mirrors[worker].pull(self._shard, clock)
                 del self._tickets[worker]
         self._changed.notify_all()
 
     def _leave(self, worker: int) -> None:
-        self._landing.clocks.leave(worker)
+        self.landing.clocks.leave(worker)
         self._settle()
 
     def _answer(self, caller: int, header: Header, body: Tensor) -> Reply:
-        clocks, shard = self._landing.clocks, self._shard
+        clocks, shard = self.landing.clocks, self._shard
         clock, reply = 0, NOTHING
         if header.kind == Kind.AWAY:
             self._leave(caller)
@@ -164,13 +174,9 @@ class Server(Service):
 
     def _save(self) -> Tensor:
         tensors, scalars = self._shard.state()
-        document = {
-            "scalars": scalars,
-            "version": self._shard.version,
-            "landing": self._landing.state(),
-            **self._counts(),
-        }
-        return pack_state(tensors, document)
+        kept, numbers = self.landing.state(self._shard)
+        document = {"scalars": scalars, "version": self._shard.version, "landing": numbers, **self._counts()}
+        return pack_state(tensors | kept, document)
 
     def _counts(self) -> dict[str, Any]:
         return {"delays": sorted(self._shard.delays.items()), "num_dropped": self._shard.num_dropped}
@@ -181,7 +187,7 @@ class Server(Service):
         self._shard.version = document.get("version", 0)
         self._shard.delays = Counter(dict(document.get("delays", ())))
         self._shard.num_dropped = document.get("num_dropped", 0)
-        self._landing.load_state(document.get("landing", {}))
+        self.landing.load_state(self._shard, tensors, document.get("landing", {}))
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -60,12 +60,12 @@ class Landing(ABC):
     def settle(self, shard: "Shard") -> None:
         """Do what has become due since a worker's clock moved, or it left."""
 
-    def state(self) -> dict[str, float]:
-        """Return what it keeps, as numbers."""
-        return {}
+    def state(self, shard: "Shard") -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return what it keeps: tensors by ``<kind>/<piece>``, and numbers."""
+        return {}, {}
 
-    def load_state(self, state: dict[str, float]) -> None:
-        """Take on what was kept."""
+    def load_state(self, shard: "Shard", tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        """Take on what was kept; any of it may be missing, and there may be other tensors."""
 
 
 class Shard:
@@ -100,6 +100,8 @@ class Shard:
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = [mine for p in group["params"] for mine in by_original.get(id(p), [])]
+            if "capturable" in group:
+                group["capturable"] = False  # that is for GPUs; these lie in host memory
 
     def step(self, gradients: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
         """Let the optimizer take a step."""

@@ -1,6 +1,6 @@
 """Stale-synchronous parallel: workers run ahead of each other by a bounded number of steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import Field
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.registry import register
 from paceline.sync.parameter_server.base import ServedRule
-from paceline.sync.parameter_server.clocks import BoundedClocks
+from paceline.sync.parameter_server.clocks import BoundedClocks, Quorum
 from paceline.sync.parameter_server.gathering import Together
 from paceline.sync.parameter_server.shard import Landing, Push, Shard
 
@@ -36,10 +36,10 @@ class SSP(ServedRule):
         """Always."""
         return True
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
         """Return what adds updates."""
         if self.staleness == 0:
-            return Together(0, lambda shard, mean: _add(shard, mean.values, 1.0))
+            return Together(Quorum(), lambda shard, mean: _add(shard, mean.values, 1.0))
         return _Adding(self.staleness)
 
 
@@ -70,13 +70,13 @@ class _Adding(Landing):
         for clock in sorted(clock for clock in self._masses if clock < self.clocks.slowest):
             self._step_mass = self._masses.pop(clock) or self._step_mass
 
-    def state(self) -> dict[str, float]:
+    def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the mass of a step."""
-        return {"step_mass": self._step_mass}
+        return {}, {"step_mass": self._step_mass}
 
-    def load_state(self, state: dict[str, float]) -> None:
+    def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         """Take on the mass of a step."""
-        self._step_mass = state.get("step_mass", 0.0)
+        self._step_mass = numbers.get("step_mass", 0.0)
 
 
 def _add(shard: Shard, values: Sequence[Tensor], factor: float) -> None:

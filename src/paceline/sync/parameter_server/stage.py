@@ -8,6 +8,7 @@ from paceline.optim.by_element import BY_ELEMENT
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.shard import Shard
+from paceline.sync.parameter_server.verdicts import Verdicts
 from paceline.sync.parameter_server.wire import make_wires
 from paceline.sync.synchroniser import Site
 
@@ -68,8 +69,12 @@ class Stage:
         """Return the server of that number; its parameters are the site's."""
         rule, site = self._rule, self._site
         shard = Shard(self.shares[number], site.parameters, site.optimizer)
-        landing = rule.start_landing(self.num_workers, site.optimizer)
+        landing = rule.start_landing(self.num_workers, site.optimizer, number=number)
         return Server(shard, landing, range(self.num_workers), rule.codec, rule.pull_codec, site.seed)
+
+    def open_verdicts(self, server: Server | None) -> Verdicts | None:
+        """Let the first server speak to the others, if the rule wants it; `server` is this process's own, if any."""
+        return Verdicts(self.everybody, self.servers, server) if self._rule.follows_first else None
 
 
 def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
@@ -89,7 +94,10 @@ def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
         return
     server = stage.make_server(number)
     exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
+    verdicts = stage.open_verdicts(server)
     exchange.close()
+    if verdicts is not None:
+        verdicts.close()
     if server.lost:
         lost = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(server.lost.items()))
         raise CommunicationError(f"server {number} lost workers: {lost}")

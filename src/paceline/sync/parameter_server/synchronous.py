@@ -12,6 +12,7 @@ from paceline.comm.hosts import find_hosts
 from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.parameter_server.base import ServedRule
+from paceline.sync.parameter_server.clocks import FollowedQuorum, Quorum
 from paceline.sync.parameter_server.gathering import Together
 from paceline.sync.parameter_server.host import ServedHost
 from paceline.sync.parameter_server.shard import Landing
@@ -34,7 +35,8 @@ class ParameterServer(ServedRule):
 
     num_backups: int = Field(default=0, ge=0)
     """Workers that need not have come: a step takes the first n - num_backups gradients, weighted by what they are
-    of, and later ones are dropped. With any, workers take samples at their own pace."""
+    of, and later ones are dropped. With any, workers take samples at their own pace. Of several servers the first
+    decides, so that all take those of the same workers."""
 
     host_size: int | None = Field(default=1, ge=1)
     """Workers of a host, in the order of ranks, that sum their gradients among themselves first, so that one of them
@@ -49,19 +51,15 @@ class ParameterServer(ServedRule):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_backups(self) -> Self:
-        if self.num_backups and self.num_servers > 1:
-            raise SettingsError(
-                f"num_servers must be 1 with backup workers, since several servers would each take other gradients, "
-                f"but got {self.num_servers}; lower it"
-            )
-        return self
-
     @property
     def is_asynchronous(self) -> bool:
         """With backup workers: who is late is left behind."""
         return self.num_backups > 0
+
+    @property
+    def follows_first(self) -> bool:
+        """With backup workers: several servers would each take the gradients of others."""
+        return self.num_backups > 0 and self.num_servers > 1
 
     @property
     def carries_momentum(self) -> bool:
@@ -100,7 +98,7 @@ class ParameterServer(ServedRule):
         ranks = range(group.size)
         return [list(ranks[first : first + self.host_size]) for first in ranks[:: self.host_size]]
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer) -> Landing:
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
         """Return what sums a step's pushes.
 
         Raises:
@@ -111,4 +109,5 @@ class ParameterServer(ServedRule):
                 f"num_backups must be less than the number of workers, but got {self.num_backups} of {num_workers}; "
                 "lower it, or start more workers"
             )
-        return Together(self.num_backups, lambda shard, mean: shard.step(mean.values, mean.used, mean.rates))
+        clocks = FollowedQuorum() if self.follows_first and number else Quorum(self.num_backups)
+        return Together(clocks, lambda shard, mean: shard.step(mean.values, mean.used, mean.rates))

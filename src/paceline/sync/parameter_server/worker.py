@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.comm.exchange import Exchange, Header
 from paceline.sync.desk import SampleDesk
 from paceline.sync.parameter_server.link import ServerLink
-from paceline.sync.parameter_server.pieces import Pack, copy_all
+from paceline.sync.parameter_server.pieces import copy_all
 from paceline.sync.parameter_server.server import Kind
 from paceline.sync.parameter_server.stage import Stage
 from paceline.sync.parameter_server.state import join_pieces, pack_state, unpack_state
@@ -42,20 +42,21 @@ class ServedWorker(Synchroniser):
         if (number := stage.number_of(stage.everybody.rank)) is not None:
             server = stage.make_server(number)
         self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
+        self._verdicts = stage.open_verdicts(server)
         self._links = [
             ServerLink(self._exchange.ports[place], pieces, rule, site)
             for place, pieces in zip(stage.servers, stage.shares, strict=True)
         ]
-        self._before = Pack([piece for share in stage.shares for piece in share]) if rule.runs_optimizer else None
         self._views = [view for link in self._links for view in link.views]
+        self._before = [torch.empty_like(view) for view in self._views] if rule.runs_optimizer else None
+        self._is_dropped = False
+        """Whether the last push came too late to count."""
         self._is_away = False
         self._away = threading.Lock()
         """Held to go away and to come back: workers without samples go away in the thread that asks for some."""
         self._loaded: list[dict[str, Any]] | None = None
         self._desk = (
-            SampleDesk(site.group, self._go_away, lambda: not self._links[0].is_dropped)
-            if rule.is_asynchronous
-            else None
+            SampleDesk(site.group, self._go_away, lambda: not self._is_dropped) if rule.is_asynchronous else None
         )
         if rule.placement == "own":  # their processes have built a model of their own
             self.load_state([], {})
@@ -77,7 +78,7 @@ class ServedWorker(Synchroniser):
         """Push gradients, or keep the parameters that the update is to be compared with."""
         self._come_back()
         if self._before is not None:
-            copy_all(self._before.tensors, self._views)
+            copy_all(self._before, self._views)
             return
         for link in self._links:
             link.push(link.gradients(), step.mass)
@@ -88,16 +89,28 @@ class ServedWorker(Synchroniser):
             self._push_updates(step.mass)
         began_s = time.perf_counter()
         wire_bytes = sum(link.pull() for link in self._links)
+        self._is_dropped = self._links[0].is_dropped
+        if self._rule.follows_first:
+            wire_bytes += self._catch_up()
         waited_s = time.perf_counter() - began_s
         if self._desk is not None and step.is_asked_to_stop:
             self._desk.ask_to_stop()
         return Outcome(waited_s, wire_bytes)
 
+    def _catch_up(self) -> int:
+        """Pull again where a server was at an earlier step than another when it replied; return the bytes."""
+        wire_bytes = 0
+        while behind := [link for link in self._links if link.clock < max(other.clock for other in self._links)]:
+            for link in behind:
+                link.push([], 0.0)
+            wire_bytes += sum(link.pull() for link in behind)
+        return wire_bytes
+
     def _push_updates(self, mass: float) -> None:
         assert self._before is not None
-        changes = torch._foreach_sub(self._views, self._before.tensors)
+        changes = torch._foreach_sub(self._views, self._before)
         with torch.no_grad():  # the pull brings differences to what the servers know
-            copy_all(self._views, self._before.tensors)
+            copy_all(self._views, self._before)
         for link in self._links:
             link.push(changes[: len(link.views)], mass)
             changes = changes[len(link.views) :]
@@ -186,6 +199,8 @@ class ServedWorker(Synchroniser):
         if self._desk is not None:
             self._desk.close()
         self._exchange.close()
+        if self._verdicts is not None:
+            self._verdicts.close()
 
     def _meet(self, what: str) -> None:
         """Wait until all workers have pushed what they had."""
