@@ -31,6 +31,20 @@ def environment(monkeypatch):
     return set_only
 
 
+def test_too_few_gpus_are_left_alone_with_a_warning(environment, monkeypatch):
+    environment({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with (
+        pytest.warns(UserWarning, match="on CPUs, since this host has 2 GPUs for 3 processes"),
+        paceline.join() as group,
+    ):
+        assert group.device == torch.device("cpu")
+    environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    with paceline.join() as group:
+        assert group.device == torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize("variables", [{}, {**LAUNCHED, "WORLD_SIZE": "1"}], ids=["no launcher", "a launcher's"])
 def test_a_world_of_one_needs_no_network(environment, variables):
     environment(variables)

@@ -147,8 +147,8 @@ class Backups(RuleBasedStateMachine):
 class TwoServers(RuleBasedStateMachine):
     """Workers that push to two servers, the second of which follows the first; everything on its way may be late.
 
-    On its way is, by receiver and sender, a list of: a worker's clock, pushed with or without a gradient; its leaving;
-    and from the first server to the second its verdicts.
+    On its way is, by receiver and sender, a list of: a worker's clock, pushed with or without a gradient; its death,
+    its leave, and its return with the clock that the first server gave it; and from the first server the verdicts.
     """
 
     @initialize(num_workers=st.integers(1, 5), num_backups=st.integers(0, 3))
@@ -156,7 +156,7 @@ class TwoServers(RuleBasedStateMachine):
         self.servers = [Quorum(min(num_backups, num_workers - 1)), FollowedQuorum()]
         self.sent = {(server, worker): [] for server in range(2) for worker in range(num_workers)}
         self.verdicts, self.taken = [], {}
-        self.computing, self.dead = set(range(num_workers)), set()
+        self.computing, self.away, self.dead = set(range(num_workers)), set(), set()
         self.clocks = {}  # of each worker at each server; None while it waits for a reply from there
         self.asking = set()  # pairs of server and worker whose push has come and has no reply
         self.gradients = [set(), set()]  # pairs of worker and step that have come to each server
@@ -185,15 +185,15 @@ class TwoServers(RuleBasedStateMachine):
 
     def catch_up(self, worker):
         clocks = [self.clocks[number, worker] for number in range(2)]
-        if None in clocks:
+        if None in clocks or worker in self.dead:
             return
         if clocks[0] == clocks[1]:
             self.computing.add(worker)
             return
-        self.send(clocks.index(min(clocks)), worker, has_gradient=False)
+        self.send(clocks.index(min(clocks)), worker, "without")
 
-    def send(self, number, worker, *, has_gradient):
-        self.sent[number, worker].append((self.clocks[number, worker], has_gradient))
+    def send(self, number, worker, kind):
+        self.sent[number, worker].append((self.clocks[number, worker], kind))
         self.clocks[number, worker] = None
 
     @precondition(lambda self: self.computing)
@@ -204,7 +204,7 @@ class TwoServers(RuleBasedStateMachine):
     def begin_push(self, worker):
         self.computing.discard(worker)
         for number in range(2):
-            self.send(number, worker, has_gradient=True)
+            self.send(number, worker, "with a gradient")
 
     @precondition(lambda self: any(self.sent.values()))
     @rule(data=st.data())
@@ -214,10 +214,16 @@ class TwoServers(RuleBasedStateMachine):
 
     def deliver(self, number, worker):
         server = self.servers[number]
-        clock, has_gradient = self.sent[number, worker].pop(0)
-        if clock is None:
+        clock, kind = self.sent[number, worker].pop(0)
+        if kind in ("dies", "goes"):
             server.leave(worker)
+            if kind == "goes" and worker not in self.dead:
+                self.away.add(worker)
+        elif kind == "comes":  # the dead may have sent it, and die in the message after
+            self.clocks[0, worker], self.clocks[number, worker] = clock, server.join(worker, clock)
+            self.catch_up(worker)
         else:
+            has_gradient = kind == "with a gradient"
             assert server.clocks[worker] == clock
             if has_gradient:
                 self.gradients[number].add((worker, clock))
@@ -225,6 +231,25 @@ class TwoServers(RuleBasedStateMachine):
             server.tick(worker)
             self.asking.add((number, worker))
         self.settle(number)
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def go(self, data):
+        worker = data.draw(st.sampled_from(sorted(self.computing)))
+        self.computing.discard(worker)
+        self.servers[0].leave(worker)
+        self.settle(0)
+        self.sent[1, worker].append((None, "goes"))
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def come(self, data):
+        self.begin_return(data.draw(st.sampled_from(sorted(self.away))))
+
+    def begin_return(self, worker):
+        self.away.discard(worker)
+        clock = self.servers[0].join(worker, max(self.clocks[number, worker] for number in range(2)))
+        self.sent[1, worker].append((clock, "comes"))
 
     @precondition(lambda self: self.verdicts)
     @rule()
@@ -239,13 +264,14 @@ class TwoServers(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(sorted(self.live())))
         self.dead.add(worker)
         self.computing.discard(worker)
+        self.away.discard(worker)
         for number in range(2):
             sent = self.sent[number, worker]
             del sent[data.draw(st.integers(0, len(sent))) :]
-            sent.append((None, False))
+            sent.append((None, "dies"))
 
     def teardown(self):
-        """Once everything has come, somebody can go on; and if all go on, all come to the same step."""
+        """Once everything has come, somebody can go on, or all have gone; and both servers are at the same step."""
         if not hasattr(self, "servers"):
             return
         for _ in range(3):
@@ -255,8 +281,10 @@ class TwoServers(RuleBasedStateMachine):
                         self.deliver(number, worker)
                 if self.verdicts:
                     self.hear()
-            assert self.computing, "all wait for each other"
+            assert self.computing or self.away == self.live(), "who waits, waits for ever"
             assert self.servers[0].step == self.servers[1].step
+            for worker in sorted(self.away):
+                self.begin_return(worker)
             for worker in sorted(self.computing):
                 self.begin_push(worker)
 

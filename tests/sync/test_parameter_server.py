@@ -141,6 +141,32 @@ def test_with_backups_all_servers_take_the_gradients_of_the_same_workers(num_ser
     assert sorted(noted) == [(start, start + 4) for start in range(0, 240, 4)], "each sample counts exactly once"
 
 
+class Falling(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(len(parameter) == 5 for group in self.param_groups for parameter in group["params"]):
+            raise RuntimeError("the roof fell in")
+        super().step(closure)
+
+
+def test_a_step_that_fails_on_a_server_that_follows_ends_all_workers_with_its_cause():
+    def work(group):
+        module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (6, 5)])
+        rule = ParameterServer(num_servers=2, num_backups=1)
+        replica = Replica(module, Falling(module.parameters(), lr=0.1), group=group, sync=rule)
+        try:
+            for _ in range(3):
+                replica.backward(sum(parameter.sum() for parameter in module), weight=1)
+                replica.update()
+        except (CommunicationError, RuntimeError) as error:
+            return str(error)
+
+    began_s = time.monotonic()
+    errors = LocalGroup.run(3, work, timeout_s=30)
+    assert time.monotonic() - began_s < 20
+    assert all(errors)
+    assert "the roof fell in" in errors[1], "the process of that server knows"
+
+
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
 def test_codecs_both_ways_stay_near_the_exact_way(codec):
     sync = ParameterServer(

@@ -9,8 +9,8 @@ from distant import DEVICE, OnDevice
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
-from paceline.compression import Int8, TopK
-from paceline.sync import ASGD, DiLoCo, EveryStep, ParameterServer
+from paceline.compression import Int8, PowerSGD, TopK
+from paceline.sync import ASGD, ChocoSGD, DiLoCo, EveryStep, ParameterServer
 from paceline.testing.rule_contract import every_rule, make_batch, make_module
 from paceline.training.gradient_sum import DEFAULT_BUCKET_BYTES
 from paceline.training.replica import Replica
@@ -18,6 +18,7 @@ from paceline.training.state import capture, restore
 
 RULES = every_rule() | {
     "every_step int8": EveryStep(codec=Int8()),
+    "choco_sgd power_sgd": ChocoSGD(codec=PowerSGD(dense_below=0)),
     "diloco int8": DiLoCo(period=2, codec=Int8()),
     "asgd with codecs": ASGD(codec=TopK(), pull_codec=Int8()),
     "parameter_server of 2": ParameterServer(num_servers=2, codec=Int8()),

@@ -284,14 +284,15 @@ def _serve(service: Service, line: Line, caller: int, lines: list[Line]) -> None
             if header.kind != _ALIVE:
                 line.send(*service.take(caller, header, body)())
     except BaseException as error:
-        _part(service, caller, error, lines)
+        _part(service, caller, error, line, lines)
 
 
-def _part(service: Service, caller: int, error: BaseException, lines: list[Line]) -> None:
+def _part(service: Service, caller: int, error: BaseException, line: Line, lines: list[Line]) -> None:
     """Let go of a caller that is lost; if it is the service that cannot go on, of all."""
     try:
         if isinstance(error, CommunicationError):
             service.lose(caller, error)
+            line.link.close(error)  # it may live, and wait for a reply of a service that has failed elsewhere
             return
     except BaseException as other:  # others' requests came to their turn, and one of them failed
         error = other

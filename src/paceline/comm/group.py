@@ -166,7 +166,9 @@ class Group(ABC):
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has come here."""
-        self.all_reduce(torch.zeros(1, device=self.device), name=name).wait()
+        here = torch.zeros(1, device=self.device)
+        self.all_reduce(here, name=name).wait()
+        here.tolist()  # on a GPU waiting only queues
 
     def gather_documents(self, document: Any, *, name: str) -> list[Any]:
         """Return the JSON documents of all ranks, by rank. Control messages travel as JSON, never as pickle."""

@@ -146,6 +146,13 @@ def _sleep_until(deadline_s: float, complaint: str) -> None:
 
 def _default_device() -> torch.device:
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus >= local_size:
         return torch.device("cuda", local_rank)
+    if num_gpus and local_rank == 0:
+        warnings.warn(
+            f"training is on CPUs, since this host has {num_gpus} GPUs for {local_size} processes; start as many as "
+            "there are GPUs, servers with processes of their own among them",
+            stacklevel=3,
+        )
     return torch.device("cpu")

@@ -101,8 +101,8 @@ class ProgramGroup(Group):
         return self._group.link(peer, name)
 
     def on_cpu(self) -> Group:
-        """Return the group's, without programs."""
-        return self._group.on_cpu()
+        """Return this group, or the one that lies beside NCCL's."""
+        return self if self.device.type == "cpu" else self._group.on_cpu()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer of the group's."""

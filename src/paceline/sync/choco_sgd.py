@@ -139,7 +139,7 @@ class ChocoSynchroniser(Synchroniser):
             self._copies[self._rank].copy_(mine["copy"])
             for name in self._shapes:
                 prefix = f"{self._codec.name}/{name}/"
-                kept = {key.removeprefix(prefix): t for key, t in mine.items() if key.startswith(prefix)}
+                kept = {key.removeprefix(prefix): t.cpu() for key, t in mine.items() if key.startswith(prefix)}
                 self._states[name] = kept
         swap = Swap(self._site.group, self._flat.num_elements, self._flat.dtype)
         swap.outgoing.copy_(self._copies[self._rank])

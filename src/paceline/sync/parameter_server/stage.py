@@ -93,8 +93,8 @@ def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
     if number is None:
         return
     server = stage.make_server(number)
+    verdicts = stage.open_verdicts(server)  # before pushes can come
     exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
-    verdicts = stage.open_verdicts(server)
     exchange.close()
     if verdicts is not None:
         verdicts.close()

@@ -1,17 +1,21 @@
 """With backup workers on several servers: the first server tells the others whose gradients a step takes."""
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import NOTHING, Exchange, Header, Reply, Service
+from paceline.comm.exchange import NOTHING, Exchange, Header, Port, Reply, Service
 from paceline.comm.group import Group
 from paceline.errors import CommunicationError
 from paceline.sync.parameter_server.gathering import Together
 from paceline.sync.parameter_server.server import Server
+
+_Said = SimpleQueue[tuple[int, Collection[int]] | None]
+"""Steps and the workers that count in them; None at the end."""
 
 
 class Verdicts:
@@ -27,33 +31,37 @@ class Verdicts:
         first, *others = servers
         follower = _Follower(server) if server is not None and group.rank in others else None
         self._exchange = Exchange(group, [(first, other) for other in others], follower, "verdicts")
-        self._said: SimpleQueue[tuple[int, Collection[int]] | None] = SimpleQueue()
+        said: _Said = SimpleQueue()
         self._thread: threading.Thread | None = None
+        # The thread knows no more than it needs, so that what is forgotten ends it.
+        self._end = weakref.finalize(self, said.put, None)
+        self._end.atexit = False
         if server is not None and group.rank == first:
             assert isinstance(server.landing, Together)
-            server.landing.announce = lambda step, workers: self._said.put((step, workers))
-            self._thread = threading.Thread(target=self._tell, args=(server,), name="paceline-verdicts", daemon=True)
+            server.landing.announce = lambda step, workers: said.put((step, workers))
+            arguments = said, list(self._exchange.ports.values()), server
+            self._thread = threading.Thread(target=_tell, args=arguments, name="paceline-verdicts", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Tell what is left to tell, once no worker asks any more."""
-        self._said.put(None)
+        self._end()
         if self._thread is not None:
             self._thread.join()
         self._exchange.close()
 
-    def _tell(self, server: Server) -> None:
-        ports = self._exchange.ports.values()
-        try:
-            while (verdict := self._said.get()) is not None:
-                step, workers = verdict
-                body = torch.tensor(sorted(workers)).view(torch.uint8)
-                for port in ports:
-                    port.begin(Header(0, clock=step), body)
-                for port in ports:
-                    port.finish()
-        except CommunicationError as error:
-            server.fail(error)
+
+def _tell(said: _Said, ports: Sequence[Port], server: Server) -> None:
+    try:
+        while (verdict := said.get()) is not None:
+            step, workers = verdict
+            body = torch.tensor(sorted(workers)).view(torch.uint8)
+            for port in ports:
+                port.begin(Header(0, clock=step), body)
+            for port in ports:
+                port.finish()
+    except CommunicationError as error:
+        server.fail(error)
 
 
 class _Follower(Service):
@@ -71,3 +79,7 @@ class _Follower(Service):
         """Without the first server no step can be done any more."""
         if error is not None:
             self._server.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """A step that the verdict made due has failed."""
+        self._server.fail(error)

@@ -41,8 +41,8 @@ class ServedWorker(Synchroniser):
         server = None
         if (number := stage.number_of(stage.everybody.rank)) is not None:
             server = stage.make_server(number)
+        self._verdicts = stage.open_verdicts(server)  # before pushes can come
         self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
-        self._verdicts = stage.open_verdicts(server)
         self._links = [
             ServerLink(self._exchange.ports[place], pieces, rule, site)
             for place, pieces in zip(stage.servers, stage.shares, strict=True)
@@ -121,6 +121,8 @@ class ServedWorker(Synchroniser):
                 clock = max(link.clock for link in self._links)
                 for link in self._links:
                     clock = link.come_back(clock)
+                if self._rule.follows_first:
+                    self._catch_up()
                 self._is_away = False
 
     def _go_away(self) -> None:
