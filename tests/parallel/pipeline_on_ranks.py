@@ -287,8 +287,8 @@ def lose_a_rank() -> str:
 def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str, list[float]]:
     """Return the bubble of each order, measured on sleeping stages, and that of its formula.
 
-    What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer,
-    until it fits or tries are over.
+    What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer, until
+    it fits or tries are over. The last of six sleeps ten times as long as the first, so that waking late matters less.
     """
     bubbles = {}
     with open_mesh() as mesh:
@@ -304,7 +304,7 @@ def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str,
             measured = []
             for i in range(num_tries):
                 for stage in model:
-                    stage.unit_s = unit_s * (i + 1)
+                    stage.unit_s = unit_s * 1.6**i
                 formula, bubble = measure_bubble(pipeline, mesh, samples)
                 measured.append(bubble)
                 if abs(bubble - formula) <= tolerance * formula:

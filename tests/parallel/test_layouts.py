@@ -143,7 +143,7 @@ CASES = [
     (2, [TWO, TWO], 4),
     (4, [FOUR[:3], FOUR[:3]], 2),
     (4, [FOUR[3:], FOUR[3:]], 2),
-    (8, [EIGHT[:1], EIGHT], 2),
+    (8, [[], EIGHT], 2),
 ]
 """Ranks, layouts without and with accumulation, layers of the model."""
 
