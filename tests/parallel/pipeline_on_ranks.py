@@ -287,8 +287,8 @@ def lose_a_rank() -> str:
 def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str, list[float]]:
     """Return the bubble of each order, measured on sleeping stages, and that of its formula.
 
-    What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer, until
-    it fits or tries are over. The last of six sleeps ten times as long as the first, so that waking late matters less.
+    What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer,
+    until it fits or tries are over. The last of six sleeps ten times as long as the first: waking late matters less.
     """
     bubbles = {}
     with open_mesh() as mesh:
