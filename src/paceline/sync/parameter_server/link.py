@@ -35,6 +35,8 @@ class ServerLink:
         self.states: States = {}
         """What the codec of pushes holds back."""
         self._pending: States = {}
+        self._pushed_bytes = 0
+        """Of the push under way, by its price."""
         self._sums_samples = rule.sums_samples
         self._optimizer = site.optimizer
         self._unit = 0.0
@@ -67,10 +69,10 @@ class ServerLink:
 
     def push(self, values: Sequence[Tensor | None], mass: float) -> None:
         """Begin to push; None where nothing was made. Without mass only the step is told of."""
-        body = NOTHING
+        body, self._pushed_bytes = NOTHING, 0
         self._unit = self._unit or mass
         if mass > 0:
-            body = self._pushed
+            body, self._pushed_bytes = self._pushed, self._push_wire.price
             factor = mass / self._unit if self._sums_samples else 1.0
             used = [float(value is not None) for value in values]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -95,7 +97,7 @@ class ServerLink:
         elif self.views:
             torch._foreach_add_(self.views, [t.to(view.device) for view, t in zip(self.views, tensors, strict=True)])
         self.clock, self.version, self.is_dropped = header.clock, header.version, header.value > 0
-        return self._push_wire.price + self._pull_wire.price
+        return self._pushed_bytes + self._pull_wire.price
 
     def read(self) -> int:
         """Make the parameters the server's, and return their version."""
