@@ -1,17 +1,57 @@
 """What tests of several parts share."""
 
 import gc
+import os
+import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.cli.main import main
+from paceline.comm import LocalGroup
 
 RunHere = Callable[..., "subprocess.CompletedProcess[str]"]
+WaitForStep = Callable[[Path, int, "subprocess.Popen[str]"], None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("wall_clock"):
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="AssertionError"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_in_threads_share_a_core() -> Iterator[None]:
+    """Keep the threads of `LocalGroup.run` on one core, one for each process of pytest.
+
+    They take turns at the interpreter anyway; on several cores, each turn wakes another core, which takes longer than
+    most turns. Processes that a test starts use all cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    run = LocalGroup.run.__func__  # type: ignore[attr-defined]
+    cores = os.sched_getaffinity(0)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    core = sorted(cores)[number % len(cores)]
+
+    def run_on_one_core(group: type[LocalGroup], *arguments: Any, **options: Any) -> list[Any]:
+        os.sched_setaffinity(0, {core})  # of this thread, and of those that it starts
+        try:
+            return run(group, *arguments, **options)  # type: ignore[no-any-return]
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalGroup, "run", classmethod(run_on_one_core))
+        yield
 
 
 @pytest.fixture
@@ -40,3 +80,18 @@ def _call_main() -> int:
     with pytest.raises(SystemExit) as exit_:
         main()
     return int(exit_.value.code or 0)
+
+
+@pytest.fixture
+def wait_for_step() -> WaitForStep:
+    """Return what waits until the log of a run, which a process trains, tells of a step."""
+
+    def wait(directory: Path, step: int, process: "subprocess.Popen[str]") -> None:
+        log, told = directory / "events.jsonl", re.compile(f'^{{"kind":"step_finished".*?"step":{step},', re.MULTILINE)
+        deadline_s = time.monotonic() + 60
+        while not (log.exists() and told.search(log.read_text())):  # to parse it again and again would take a core
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s, "the run stands still"
+            time.sleep(0.03)
+
+    return wait

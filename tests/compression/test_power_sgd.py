@@ -101,8 +101,8 @@ def test_the_scale_of_gradients_does_not_matter(scale):
 
 @pytest.mark.parametrize(
     ("noise", "num_steps"),
-    [(0.0, 1000), pytest.param(0.1, 20_000, marks=pytest.mark.slow)],
-    ids=["they cancel out", "20,000 noisy steps"],
+    [(0.0, 1000), (0.1, 5000)],
+    ids=["they cancel out", "5,000 noisy steps"],
 )
 def test_residuals_stay_bounded_where_workers_see_different_data(noise, num_steps):
     """Without an exchange of what differs they would grow by the gradient's norm at each step.

@@ -5,9 +5,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,19 +75,15 @@ def test_a_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_killed_worker_of_bert_is_started_again(tmp_path: Path) -> None:
-    settings = {**SMALL, **RECIPES["bert"], "num_steps": "100", "evaluate_interval": "0"}
+def test_a_killed_worker_of_bert_is_started_again(tmp_path: Path, wait_for_step: Any) -> None:
+    settings = {**SMALL, **RECIPES["bert"], "num_steps": "40", "evaluate_interval": "0"}
     overrides = [word for name, value in settings.items() for word in (f"--{name}", value)]
     directory = tmp_path / "run"
     log = directory / "events.jsonl"
     command = [sys.executable, "-m", "paceline", "train", "bert", "--workers", "2", "--out", str(directory), *overrides]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not (log.exists() and len(select(read_log(log), StepFinished)) >= 10):
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.03)
+            wait_for_step(directory, 10, process)
             os.kill(find_worker(directory), signal.SIGKILL)
             output, _ = process.communicate(timeout=60)
         finally:
@@ -96,7 +92,7 @@ def test_a_killed_worker_of_bert_is_started_again(tmp_path: Path) -> None:
     records = read_log(log)
     assert [record.event.start_step > 0 for record in select(records, RunStarted)] == [False, True]
     assert {record.step: record.event.position for record in select(records, StepFinished)} == {
-        step: 6 * step for step in range(1, 101)
+        step: 6 * step for step in range(1, 41)
     }
     (finished,) = select(records, RunFinished)
     assert 0 < finished.event.metrics["accuracy"] < 1

@@ -286,6 +286,7 @@ def run_scripted(directory, num_workers=4, *, sample_s, script=(), **changes):
     return read_log(directory / "events.jsonl")
 
 
+@pytest.mark.wall_clock
 def test_measured_shares_reach_the_sum_of_speeds_and_learn_the_same(tmp_path):
     """Three workers of speed 1 and one of 1/3 make 10/3; with even shares all go at the slowest's, which makes 4/3.
 
@@ -308,6 +309,7 @@ def test_measured_shares_reach_the_sum_of_speeds_and_learn_the_same(tmp_path):
     assert even[26] < even[1]
 
 
+@pytest.mark.wall_clock
 def test_workers_that_step_alone_follow_speed_too(tmp_path):
     """Where they meet at every step, what they learn is what they learn together."""
     settings = {"num_workers": 2, "num_steps": 18, "global_batch": 12, "clip_norm": None}
@@ -320,6 +322,7 @@ def test_workers_that_step_alone_follow_speed_too(tmp_path):
     assert list(alone.values()) == pytest.approx(list(even.values()), abs=1e-5)
 
 
+@pytest.mark.wall_clock
 @pytest.mark.parametrize("sync", ["local_sgd", "dpsgd"])
 def test_workers_that_seldom_meet_come_to_the_same_shares(sync, tmp_path):
     settings = {"num_workers": 2, "num_steps": 18, "global_batch": 12, "checkpoint_interval": 7}
@@ -329,6 +332,7 @@ def test_workers_that_seldom_meet_come_to_the_same_shares(sync, tmp_path):
     assert len(losses_of(tmp_path)) == 18
 
 
+@pytest.mark.wall_clock
 def test_a_transient_slow_step_triggers_nothing(tmp_path):
     """Were the slow steps what counts, rank 1 would be 5 times slower than the other, and get 3 samples."""
     script = tuple(faults.delay(rank=1, step=step, duration_s=0.2) for step in (1, 4, 7, 10))
@@ -337,6 +341,7 @@ def test_a_transient_slow_step_triggers_nothing(tmp_path):
     assert all(change.event.shares[1] > 6 for change in select(records, SharesChanged))
 
 
+@pytest.mark.wall_clock
 def test_a_resumed_run_goes_on_with_its_shares(tmp_path):
     """The checkpoint is of when the new shares are known, but not in force yet; the resumed run measures nothing."""
 

@@ -64,7 +64,7 @@ class Group(ABC):
         """What errors call each rank: its number in the group that this one is, in the end, a subgroup of."""
         self.device = device
         self.epoch = epoch
-        self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._num_opened: Counter[str] = Counter()
         self.next_tag = 0
         """The tag that the next program begins with (`execute`); the same on every rank."""
 
@@ -131,12 +131,11 @@ class Group(ABC):
         """
         return self
 
-    def _name_anew(self, ranks: Sequence[int], name: str) -> str:
-        """Return a name that no subgroup of `ranks` has had, the same on each of them."""
-        opened = tuple(ranks), name
+    def _name_subgroup(self, ranks: Sequence[int], name: str) -> str:
+        """Return a name that no subgroup has had, the same on each of `ranks`."""
+        opened = f"{name} of {','.join(map(str, ranks))}"
         self._num_opened[opened] += 1
-        number = self._num_opened[opened]
-        return name if number == 1 else f"{name} ({number})"
+        return f"subgroup {self._num_opened[opened]} {opened}"
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:

@@ -191,7 +191,7 @@ class HostGroup(Group):
         here = self._hosts[self._here]
         if set(ranks) <= set(here):
             return self._neighbours.subgroup([here.index(rank) for rank in ranks], name)
-        store = dist.PrefixStore(f"subgroup {self._name_anew(ranks, name)} {','.join(map(str, ranks))}", self.store)
+        store = dist.PrefixStore(self._name_subgroup(ranks, name), self.store)
         subgroup = HostGroup(
             store,
             place,

@@ -158,7 +158,7 @@ class LocalGroup(Group):
         with self._room.changed:
             failure = self._room.failure if self._room.failed & set(ranks) else None
             room = self._room.subgroups.setdefault(
-                (tuple(ranks), self._name_anew(ranks, name)), _Room(len(ranks), self._room.timeout_s, failure)
+                (tuple(ranks), self._name_subgroup(ranks, name)), _Room(len(ranks), self._room.timeout_s, failure)
             )
         return LocalGroup(place, room, self.device, self.epoch, self.names_of(ranks))
 

@@ -105,7 +105,7 @@ class TorchGroup(Group):
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
         """Return a group with connections of its own among `ranks`."""
-        store = dist.PrefixStore(f"subgroup {self._name_anew(ranks, name)} {','.join(map(str, ranks))}", self.store)
+        store = dist.PrefixStore(self._name_subgroup(ranks, name), self.store)
         return self._open(store, ranks, self.device)
 
     def on_cpu(self) -> "TorchGroup":

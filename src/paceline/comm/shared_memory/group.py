@@ -197,7 +197,7 @@ class SharedMemoryGroup(Group):
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """Return a group with memory of its own among `ranks`."""
-        store = dist.PrefixStore(f"subgroup {self._name_anew(ranks, name)} {','.join(map(str, ranks))}", self.store)
+        store = dist.PrefixStore(self._name_subgroup(ranks, name), self.store)
         subgroup = self._open(store, ranks)
         self._subgroups.append(subgroup)
         return subgroup
