@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -50,9 +51,10 @@ def test_the_tree_is_in_layer_order():
 
 
 @pytest.mark.timeout(120)
-def test_the_loop_runs_as_it_stands_alone_and_on_two_workers(tmp_path):
+def test_the_loop_runs_as_it_stands_alone_and_on_two_workers(tmp_path, capfd):
     (tmp_path / "script.py").write_text(find_block("python", containing="paceline.join()"))
-    alone = run(tmp_path, "script.py")
+    runpy.run_path(str(tmp_path / "script.py"))
+    alone = capfd.readouterr().out
     both = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py")
     (loss,) = re.findall(r"rank 0 of 1: loss (\d+\.\d{6})", alone)
     assert float(loss) < 0.1  # the sum of 16 normal numbers has variance 16
@@ -63,10 +65,12 @@ def test_the_loop_runs_as_it_stands_alone_and_on_two_workers(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_the_run_of_your_own_trains_as_it_stands(tmp_path):
+def test_the_run_of_your_own_trains_as_it_stands(tmp_path, monkeypatch, run_here):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(find_block("python", containing="def run()"))
-    output = run(tmp_path, "-m", "paceline", "train", "mine.py:run", "--num_steps", "30", "--evaluate_samples", "64")
-    (loss,) = re.findall(r"finished: held-out loss ([\d.]+)", output)
+    done = run_here("train", "mine.py:run", "--num_steps", 30, "--evaluate_samples", 64)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"finished: held-out loss ([\d.]+)", done.stdout)
     assert float(loss) < 5.5  # the logarithm of 256, 5.545, is guessing
     assert (tmp_path / "runs" / "mine-1" / "checkpoints" / "step-00000030").is_dir()
 

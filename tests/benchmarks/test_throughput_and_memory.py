@@ -17,7 +17,7 @@ def test_tokens_and_utilisation_stand_beside_a_plain_loop(num_workers, peak_flop
         sequence_length=8,
         batch=2,
         compiler="aot_eager",
-        num_pairs=2,
+        num_pairs=4,
         peak_flops=peak_flops,
         workers=Workers(num_workers=num_workers),
     )

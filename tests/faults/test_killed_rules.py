@@ -24,7 +24,8 @@ from paceline.monitor.reader import read_log, select
 
 @pytest.mark.timeout(200)
 def test_a_killed_worker_changes_no_bit(tmp_path, run_here):
-    settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3, "sync.codec": "int8"}
+    settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3, "sync.codec": "power_sgd"}
+    settings["sync.codec.dense_below"] = 0
     killed = tmp_path / "killed"
     process = start(killed, 30, **settings)
     wait_until(lambda: newest_step(killed) >= 14, process)

@@ -115,7 +115,7 @@ def run_straight(run_here, directory, num_steps, **settings):
 @pytest.mark.timeout(600)
 def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run_here):
     """Half of the kills hit a random worker at a random step, half the writer in a checkpoint's making."""
-    num_kills, num_steps = 10, 160
+    num_kills, num_steps = 10, 100
     chance = random.Random(0)
     killed = tmp_path / "killed"
     process = start(killed, num_steps)

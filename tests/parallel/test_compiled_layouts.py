@@ -34,10 +34,10 @@ def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
     differences = []
     for layout in layouts:
         test_layouts.lay_out = lay_out
-        losses, tensors = train(group, layout, 1)
+        losses, tensors = train(group, layout, 1, num_steps=3)
         test_layouts.lay_out = lay_out_and_compile
         torch._dynamo.utils.counters.clear()
-        compiled_losses, compiled = train(group, layout, 1)
+        compiled_losses, compiled = train(group, layout, 1, num_steps=3)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
         loss = max(abs(a - b) for a, b in zip(compiled_losses, losses, strict=True))
         distances = [float((compiled[name] - tensor).abs().max()) for name, tensor in tensors.items()]
