@@ -8,11 +8,13 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.installed
 
 # Without Debian's python3-venv package, `python3 -m venv` cannot put pip inside: the outer pip then does.
-# Bytecode is made of what is imported, when it is: to make it of all that is installed takes as long as the rest.
+# Bytecode is made on all cores: pip would make it on one, which takes as long as the rest. As pip does, this passes over
+# files that are for a newer Python.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 		($(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 	touch $@
 
 train: setup
