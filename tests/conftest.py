@@ -21,12 +21,6 @@ RunHere = Callable[..., "subprocess.CompletedProcess[str]"]
 WaitForStep = Callable[[Path, int, "subprocess.Popen[str]"], None]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("wall_clock"):
-            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="AssertionError"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def workers_in_threads_share_a_core() -> Iterator[None]:
     """Keep the threads of `LocalGroup.run` on one core, one for each process of pytest.

@@ -62,7 +62,6 @@ def test_names_that_there_are_none_of_are_refused_with_the_known_ones():
         ProgramGroup(LocalGroup(), "rings")
 
 
-@pytest.mark.wall_clock
 def test_the_caller_computes_while_programs_run_in_order():
     def run(group):
         wrapped = ProgramGroup(group, Ring())

@@ -88,7 +88,6 @@ def find_inodes(process):
     return found
 
 
-@pytest.mark.wall_clock
 def test_a_killed_rank_is_named_within_a_second_in_every_way_of_waiting_and_leaves_nothing():
     results = run_processes(3, lose_one, timeout_s=25)
     first, killed, other = results

@@ -14,7 +14,6 @@ from test_killed_runs import (
     run_straight,
     start,
     tensors_of,
-    wait_until,
 )
 
 from paceline.checkpoint import Checkpoint
@@ -23,12 +22,12 @@ from paceline.monitor.reader import read_log, select
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_worker_changes_no_bit(tmp_path, run_here):
-    settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3, "sync.codec": "power_sgd"}
-    settings["sync.codec.dense_below"] = 0
+def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
+    settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3}
+    settings |= {"sync.codec": "power_sgd", "sync.codec.dense_below": 0}
     killed = tmp_path / "killed"
     process = start(killed, 30, **settings)
-    wait_until(lambda: newest_step(killed) >= 14, process)
+    wait_for_step(killed, 14, process)
     assert kill(killed, 1)
     code, output = finish(process)
     assert code == 0, output
@@ -39,10 +38,10 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here):
 
 
 @pytest.mark.timeout(200)
-def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path):
+def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_step):
     killed = tmp_path / "killed"
     process = start(killed, 40, **{"sync": "asgd", "sync.placement": "own", "evaluate_interval": 10})
-    wait_until(lambda: newest_step(killed) >= 14, process)
+    wait_for_step(killed, 14, process)
     assert len(find_workers(killed)) == 4, "three workers and a server"
     assert kill(killed, 0)
     code, output = finish(process)
@@ -60,10 +59,10 @@ def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("sync", ["dpsgd", "ssp"])
-def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync):
+def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, sync=sync, checkpoint_interval=0)
-    wait_until(lambda: newest_step(stopped) >= 5, process)
+    wait_for_step(stopped, 5, process)
     os.kill(find_workers(stopped)[2], signal.SIGTERM)
     code, output = finish(process)
     assert code == 75, output

@@ -145,10 +145,10 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, run_here):
+def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, run_here, wait_for_step):
     killed = tmp_path / "killed"
     process = start(killed, 1000, num_workers=2)
-    wait_until(lambda: newest_step(killed) >= 10, process)
+    wait_for_step(killed, 10, process)
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 30
@@ -164,10 +164,10 @@ def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits_with_75(tmp_path, number):
+def test_a_signal_saves_and_exits_with_75(tmp_path, number, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, num_workers=2, checkpoint_interval=0)
-    wait_until(lambda: newest_step(stopped) >= 5, process)
+    wait_for_step(stopped, 5, process)
     began_s = time.monotonic()
     process.send_signal(number)
     code, output = finish(process)
@@ -181,10 +181,10 @@ def test_a_signal_saves_and_exits_with_75(tmp_path, number):
 
 
 @pytest.mark.timeout(120)
-def test_a_signal_to_one_worker_stops_all_in_the_same_step(tmp_path):
+def test_a_signal_to_one_worker_stops_all_in_the_same_step(tmp_path, wait_for_step):
     stopped = tmp_path / "stopped"
     process = start(stopped, 10_000, num_workers=2, checkpoint_interval=0)
-    wait_until(lambda: newest_step(stopped) >= 5, process)
+    wait_for_step(stopped, 5, process)
     os.kill(find_workers(stopped)[1], signal.SIGTERM)
     code, output = finish(process)
     assert code == 75, output

@@ -44,7 +44,6 @@ def values(results):
     return [result.value for result in results]
 
 
-@pytest.mark.wall_clock
 @needs_netlab
 def test_what_hosts_exchange_passes_their_links():
     num_bytes, num_times, bandwidth_bits_per_s = 2**19, 2, 50e6
@@ -88,7 +87,6 @@ def send_and_wait(num_bytes, ports):
     return times_s
 
 
-@pytest.mark.wall_clock
 @needs_netlab
 def test_links_are_limited_each_its_own_way_and_while_in_use(tmp_path):
     num_bytes = 2**18

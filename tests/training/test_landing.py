@@ -182,7 +182,6 @@ def test_urgent_buckets_go_first_and_the_wire_is_never_idle():
     assert plan_launch_order(ready_s, [1.5] * 4, needed) == [0, 1, 3, 2]
 
 
-@pytest.mark.wall_clock
 def test_a_slow_wire_is_hidden_behind_the_next_forward():
     """On a wire that takes 20 ms a bucket, landing later saves what forward hides; compute is a sleep."""
 

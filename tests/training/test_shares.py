@@ -286,30 +286,33 @@ def run_scripted(directory, num_workers=4, *, sample_s, script=(), **changes):
     return read_log(directory / "events.jsonl")
 
 
-@pytest.mark.wall_clock
 def test_measured_shares_reach_the_sum_of_speeds_and_learn_the_same(tmp_path):
     """Three workers of speed 1 and one of 1/3 make 10/3; with even shares all go at the slowest's, which makes 4/3.
 
     Both are of one run. Steps sleep 360 ms before and 144 ms after; whatever else they take is in both, and up to
-    48 ms of it leave the gain at 0.85 of what it should be.
+    48 ms of it leave the gain at 0.85 of what it should be. Where other work on the machine takes more, they sleep
+    three times as long.
     """
-    records = run_scripted(tmp_path / "measured", sample_s=(0.012, 0.012, 0.036, 0.012))
-    change = select(records, SharesChanged)[0].event
-    assert change.shares[2] == min(change.shares) <= 5  # 4 by the script alone
-    whole = [one.event for one in select(records, StepFinished) if one.event.num_samples == 40]
-    before, after = (
-        median(step.duration_s for step in whole if (step.position > change.start) == is_after)
-        for is_after in (False, True)
-    )
-    assert before / after >= 0.85 * (10 / 3) / (4 / 3)
-    assert {one.event.slow_rank for one in select(records, SlowWorker)} == {2}
     run_scripted(tmp_path / "even", sample_s=(0.0,), shares=None)
-    even, measured = losses_of(tmp_path / "even"), losses_of(tmp_path / "measured")
-    assert list(measured.values()) == pytest.approx(list(even.values()), abs=1e-5)  # fp32, summed in another order
+    even = losses_of(tmp_path / "even")
+    for unit_s in (0.012, 0.036):
+        directory = tmp_path / str(unit_s)
+        records = run_scripted(directory, sample_s=(unit_s, unit_s, 3 * unit_s, unit_s))
+        change = select(records, SharesChanged)[0].event
+        assert change.shares[2] == min(change.shares) <= 5  # 4 by the script alone
+        assert {one.event.slow_rank for one in select(records, SlowWorker)} == {2}
+        assert list(losses_of(directory).values()) == pytest.approx(list(even.values()), abs=1e-5)  # another order
+        whole = [one.event for one in select(records, StepFinished) if one.event.num_samples == 40]
+        before, after = (
+            median(step.duration_s for step in whole if (step.position > change.start) == is_after)
+            for is_after in (False, True)
+        )
+        if is_reached := before / after >= 0.85 * (10 / 3) / (4 / 3):
+            break
+    assert is_reached, (before, after)
     assert even[26] < even[1]
 
 
-@pytest.mark.wall_clock
 def test_workers_that_step_alone_follow_speed_too(tmp_path):
     """Where they meet at every step, what they learn is what they learn together."""
     settings = {"num_workers": 2, "num_steps": 18, "global_batch": 12, "clip_norm": None}
@@ -322,7 +325,6 @@ def test_workers_that_step_alone_follow_speed_too(tmp_path):
     assert list(alone.values()) == pytest.approx(list(even.values()), abs=1e-5)
 
 
-@pytest.mark.wall_clock
 @pytest.mark.parametrize("sync", ["local_sgd", "dpsgd"])
 def test_workers_that_seldom_meet_come_to_the_same_shares(sync, tmp_path):
     settings = {"num_workers": 2, "num_steps": 18, "global_batch": 12, "checkpoint_interval": 7}
@@ -332,7 +334,6 @@ def test_workers_that_seldom_meet_come_to_the_same_shares(sync, tmp_path):
     assert len(losses_of(tmp_path)) == 18
 
 
-@pytest.mark.wall_clock
 def test_a_transient_slow_step_triggers_nothing(tmp_path):
     """Were the slow steps what counts, rank 1 would be 5 times slower than the other, and get 3 samples."""
     script = tuple(faults.delay(rank=1, step=step, duration_s=0.2) for step in (1, 4, 7, 10))
@@ -341,7 +342,6 @@ def test_a_transient_slow_step_triggers_nothing(tmp_path):
     assert all(change.event.shares[1] > 6 for change in select(records, SharesChanged))
 
 
-@pytest.mark.wall_clock
 def test_a_resumed_run_goes_on_with_its_shares(tmp_path):
     """The checkpoint is of when the new shares are known, but not in force yet; the resumed run measures nothing."""
 
