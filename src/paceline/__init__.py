@@ -19,7 +19,7 @@ _HOMES = {
     "Model": "paceline.training",
     "Objective": "paceline.training",
     "PacelineError": "paceline.errors",
-    "Replica": "paceline.training",
+    "Replica": "paceline.replica",
     "Run": "paceline.training",
     "Settings": "paceline.registry",
     "join": "paceline.comm",
@@ -35,6 +35,7 @@ _PACKAGES = (
     "parallel",
     "programs",
     "recipes",
+    "replica",
     "schedules",
     "simulator",
     "sync",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         parallel,
         programs,
         recipes,
+        replica,
         schedules,
         simulator,
         sync,
@@ -65,8 +67,9 @@ if TYPE_CHECKING:
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError
     from paceline.registry import Family, Settings, register
+    from paceline.replica import Replica
     from paceline.topology import Layout
-    from paceline.training import Loss, Model, Objective, Replica, Run
+    from paceline.training import Loss, Model, Objective, Run
 
 
 def __getattr__(name: str) -> Any:

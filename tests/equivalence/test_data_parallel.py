@@ -20,7 +20,7 @@ from paceline.recipes.bert import Bert
 from paceline.recipes.resnet import ResNet
 from paceline.recipes.rnn import RNN
 from paceline.recipes.transformer_lm import TransformerLM
-from paceline.training import Replica
+from paceline.replica import Replica
 
 NUM_STEPS = 10
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from paceline.comm import LocalGroup
 from paceline.data import Spec
 from paceline.recipes.transformer_lm import TransformerLM
+from paceline.replica import Replica
 from paceline.testing.processes import run_processes
-from paceline.training import Replica
 
 pytestmark = [
     pytest.mark.gpu,

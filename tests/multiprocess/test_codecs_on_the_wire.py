@@ -6,9 +6,9 @@ import torch
 from paceline.comm import Group, LocalGroup, join
 from paceline.compression import Codec
 from paceline.registry import list_variants
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
 from paceline.testing.netlab import Netlab, netlab_missing, read_counters
-from paceline.training.replica import Replica
 
 NUM_STEPS = 3
 SHAPES = {"matrix": (600, 500), "vector": (3000,), "bias": (64,)}

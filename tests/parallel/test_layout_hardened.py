@@ -17,12 +17,12 @@ from paceline.errors import DivergenceError, NonFiniteError, SettingsError
 from paceline.optim import Optimizer
 from paceline.parallel.apply import check_sharing, lay_out, share_optimizer
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.replica.replica import Replica
 from paceline.sync import DiLoCo
 from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.part_state import capture_parts
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
 NUM_SAMPLES = 8

@@ -14,12 +14,12 @@ from paceline.data.order import Interval, apportion
 from paceline.parallel.apply import lay_out, share_optimizer
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.recipes.transformer_lm import TransformerLM
+from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.learn import chunk_loss
 from paceline.training.objective import NextToken
 from paceline.training.optimizer_state import model_tensors
-from paceline.training.replica import Replica
 from paceline.training.state import capture
 
 NUM_STEPS = 10

@@ -16,9 +16,9 @@ from paceline.recipes import find_recipe
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import find_variant
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
 from paceline.training.rehearsal import save_activations, save_optimizer
-from paceline.training.replica import Replica
 
 CPU = torch.device("cpu")
 _SEEDING = threading.Lock()

@@ -13,11 +13,11 @@ from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval, apportion
 from paceline.parallel.apply import lay_out, share_optimizer
 from paceline.recipes.bert import Bert
+from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.learn import chunk_loss
 from paceline.training.objective import MaskedLM
-from paceline.training.replica import Replica
 from paceline.training.state import capture
 
 LAYOUTS = [

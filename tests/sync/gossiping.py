@@ -6,9 +6,9 @@ from torch import nn
 
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
+from paceline.replica.replica import Replica
 from paceline.sync.dpsgd import DPSGD
 from paceline.sync.push_sum import PushSum
-from paceline.training.replica import Replica
 
 
 class CountingGroup(LocalGroup):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.comm import LocalGroup
-from paceline.training.replica import Replica
+from paceline.replica.replica import Replica
 
 
 def make_linear(seed=0, dtype=torch.float64):

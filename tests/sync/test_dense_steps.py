@@ -6,9 +6,9 @@ from pydantic import ValidationError
 from stepping import flatten, make_linear, make_sgd, run_step, train
 
 from paceline.comm import LocalGroup
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
 from paceline.testing.rule_contract import check_rule
-from paceline.training.replica import Replica
 
 CODECS = {
     "int8": {"name": "int8", "dense_below": 0},

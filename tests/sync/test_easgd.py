@@ -10,9 +10,9 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
+from paceline.replica.replica import Replica
 from paceline.sync import EASGD
 from paceline.testing.rule_contract import make_batch, make_module
-from paceline.training.replica import Replica
 
 
 def _train(group, elasticity, num_steps=6, period=1, momentum=0.0, **options):

@@ -12,10 +12,10 @@ from torch import nn
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.errors import NonFiniteError
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep, LocalSGD
 from paceline.sync.batch_statistics import pool_moments
 from paceline.sync.periodic import FeedbackLostWarning
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
 

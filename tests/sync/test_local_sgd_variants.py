@@ -9,9 +9,9 @@ from stepping import descend, flatten, make_linear, make_sgd, run_step, train
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.comm.hosts import find_hosts
+from paceline.replica.replica import Replica
 from paceline.sync import AdaptiveLocalSGD, EveryStep, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from paceline.sync.adaptive_local_sgd import MeasuredCalendar
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
 

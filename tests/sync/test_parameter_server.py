@@ -12,12 +12,12 @@ from stepping import flatten, make_linear, make_samples, make_sgd, run_step, tra
 
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, SettingsError
+from paceline.replica.replica import Replica
 from paceline.sync import ASGD, ParameterServer
 from paceline.sync.parameter_server.pieces import Pack, copy_all, share_out
 from paceline.sync.parameter_server.stage import serve
 from paceline.sync.parameter_server.state import cut_pieces, join_pieces, pack_state, unpack_state
 from paceline.sync.synchroniser import LocalStep, Site
-from paceline.training.replica import Replica
 
 
 def _uneven(rank, step):

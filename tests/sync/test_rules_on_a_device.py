@@ -10,10 +10,10 @@ from distant import DEVICE, OnDevice
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.compression import Int8, PowerSGD, TopK
+from paceline.replica.reduction import DEFAULT_BUCKET_BYTES
+from paceline.replica.replica import Replica
 from paceline.sync import ASGD, ChocoSGD, DiLoCo, EveryStep, ParameterServer
 from paceline.testing.rule_contract import every_rule, make_batch, make_module
-from paceline.training.gradient_sum import DEFAULT_BUCKET_BYTES
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
 RULES = every_rule() | {

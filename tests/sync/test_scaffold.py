@@ -6,8 +6,8 @@ from stepping import flatten, make_linear, make_samples, make_sgd, run_step, tra
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep, LocalSGD, Scaffold
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
 
 

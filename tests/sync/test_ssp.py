@@ -9,8 +9,8 @@ from serving import ByHand
 from stepping import make_linear, make_sgd, run_step, train
 
 from paceline.comm import LocalGroup
+from paceline.replica.replica import Replica
 from paceline.sync import SSP
-from paceline.training.replica import Replica
 
 
 def _with_momentum(module):

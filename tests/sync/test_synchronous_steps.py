@@ -6,8 +6,8 @@ from stepping import flatten, make_linear, make_sgd, run_step, train
 
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
+from paceline.replica.replica import Replica
 from paceline.sync import DiLoCo, EveryStep, LocalSGD, PostLocalSGD, StreamingDiLoCo
-from paceline.training.replica import Replica
 
 RULES = {
     "local_sgd": LocalSGD(period=4),

@@ -11,7 +11,8 @@ from paceline.data.base import Spec
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.parallel.fully_sharded import find_blocks
 from paceline.recipes.transformer_lm import TransformerLM
-from paceline.training import Replica, compiling
+from paceline.replica import Replica
+from paceline.training import compiling
 from paceline.training.compiling import check_compiler, compile_blocks
 
 CPU = torch.device("cpu")

@@ -23,8 +23,9 @@ from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
 from paceline.registry import register
+from paceline.replica import Replica
 from paceline.schedules import Linear
-from paceline.training import Classification, Model, Replica, Run, evaluate, train
+from paceline.training import Classification, Model, Run, evaluate, train
 
 
 @register("test_points")

@@ -2,12 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from training_models import make_batch, make_module, make_replica
 
 from paceline.comm import LocalGroup
 from paceline.data.base import Batch
 from paceline.data.order import Interval
 from paceline.training.memory_probe import MEASURED_STEP, MemoryProbe
+from training_models import make_batch, make_module, make_replica
 
 
 def test_buffers_of_gradients_count_from_the_beginning_of_the_step():

@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 from paceline.comm import LocalGroup
 from paceline.data import Loader
 from paceline.errors import SettingsError
+from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepResult
 from paceline.training.noise_scale import MEMORY, NO_CLIPPING, NoiseMeter
-from paceline.training.replica import Replica
-from paceline.training.step_result import StepResult
 
 NUM_DIMS = 40
 TRUE_GRADIENT = 0.4  # in each dim: |G|^2 = 40 * 0.16 = 6.4

@@ -11,7 +11,8 @@ from paceline.comm import LocalGroup
 from paceline.data.base import Batch, Source, Spec
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval
-from paceline.training import MaskedLM, Objective, Replica
+from paceline.replica import Replica
+from paceline.training import MaskedLM, Objective
 
 NUM_TOKENS, VOCABULARY = 6, 7
 # What each of four samples is asked for: nothing, one token, four, and all six.

@@ -20,12 +20,12 @@ from paceline.monitor.events import SharesChanged, SlowWorker, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD
 from paceline.registry import register
+from paceline.replica.times import BucketTimes, StepTimes
 from paceline.sync import EveryStep, LocalSGD
 from paceline.testing import faults
 from paceline.testing.slow import Scripted
 from paceline.training import Classification, Model
 from paceline.training.shares import LEAST_GAIN, Pacing, divide, find_slow, follow, measure
-from paceline.training.times import BucketTimes, StepTimes
 
 always = settings(deadline=None, derandomize=True)
 

@@ -4,12 +4,12 @@ import time
 
 import pytest
 import torch
-from training_models import make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
 from paceline.monitor.events import BucketExchanged, StepTimed
 from paceline.sync import EveryStep
 from paceline.training.timeline import tell_timeline
+from training_models import make_module, make_replica, run_one_step
 
 
 @pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")

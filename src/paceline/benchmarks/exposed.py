@@ -12,8 +12,8 @@ from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
+from paceline.replica.checks import Landing
 from paceline.sync import EveryStep
-from paceline.training.checks import Landing
 
 Side = Literal[
     "none", "fp16", "bf16", "int8", "one_bit", "top_k", "random_k", "power_sgd", "ddp", "ddp_fp16", "ddp_power_sgd"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from paceline.benchmarks.tables import TableRow
 from paceline.comm.local_group import LocalGroup
 from paceline.registry import Settings
+from paceline.replica.replica import Replica
 from paceline.sync import DPSGD, EveryStep, Rule
 from paceline.topology.graphs import Graph
-from paceline.training.replica import Replica
 
 _NUM_INPUTS, _WIDTH = 8, 16
 _REFERENCE = "all-reduce"

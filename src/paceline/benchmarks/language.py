@@ -20,9 +20,9 @@ from paceline.data import Batch, Loader, Splits
 from paceline.data.text import Text
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import Settings
+from paceline.replica.replica import Replica
 from paceline.schedules import Cosine, LearningRate
 from paceline.sync import Rule
-from paceline.training.replica import Replica
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
 

@@ -17,9 +17,9 @@ from paceline.comm import Group, join
 from paceline.data import Spec
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
+from paceline.replica.checks import Landing
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
-from paceline.training.checks import Landing
-from paceline.training.replica import Replica
 
 Step = Callable[[], None]
 Hook = Literal["fp16", "power_sgd"]

@@ -18,9 +18,9 @@ from paceline.comm.local_group import LocalGroup
 from paceline.data import Splits
 from paceline.errors import SettingsError
 from paceline.registry import Settings, register
+from paceline.replica.replica import Replica
 from paceline.schedules import Constant
 from paceline.sync import ASGD, SSP, EveryStep, ParameterServer, Rule
-from paceline.training.replica import Replica
 from paceline.training.shares import Pacing
 
 Scene = Literal["healthy", "transient", "permanent"]

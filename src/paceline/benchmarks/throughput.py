@@ -16,9 +16,9 @@ from paceline.comm import Group
 from paceline.data import Spec
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.registry import register
-from paceline.training.checks import Precision
+from paceline.replica.checks import Precision
+from paceline.replica.replica import Replica
 from paceline.training.compiling import NO_COMPILER, check_compiler, compile_blocks
-from paceline.training.replica import Replica
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PEAK_FLOPS = {

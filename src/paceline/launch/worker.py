@@ -23,9 +23,9 @@ from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
 from paceline.registry import explain
+from paceline.replica.step_result import UnusedParametersWarning
 from paceline.training.loop import serve, train
 from paceline.training.run import Run, RunFile
-from paceline.training.step_result import UnusedParametersWarning
 from paceline.training.tell import tell_failure
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm.local_group import LocalGroup
 from paceline.registry import list_variants
+from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepResult
 from paceline.sync import Rule
-from paceline.training.replica import Replica
 from paceline.training.state import capture, restore
-from paceline.training.step_result import StepResult
 
 Check = Callable[[Rule], None]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from paceline.data.base import Batch, Source
 from paceline.data.order import derive_seed
 from paceline.registry import register
+from paceline.replica.replica import Replica
 from paceline.testing.faults import Fault, strike
 from paceline.training.objective import Loss, Objective
-from paceline.training.replica import Replica
 
 
 @register("scripted")

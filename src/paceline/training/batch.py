@@ -1,8 +1,8 @@
 """The global batch of a training, as it changes."""
 
 from paceline.monitor.events import BatchChanged
+from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
-from paceline.training.step_result import StepResult
 from paceline.training.training import Training
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from paceline.errors import SettingsError, unknown_name
 from paceline.parallel.fully_sharded import find_blocks
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.training.checks import Landing
+from paceline.replica.checks import Landing
 
 NO_COMPILER = "none"
 

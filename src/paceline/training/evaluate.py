@@ -10,9 +10,9 @@ import torch
 from paceline.comm.group import Group
 from paceline.data.base import Batch, Source
 from paceline.data.order import Interval, apportion
+from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.training.objective import Loss, Objective
-from paceline.training.replica import Replica
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from paceline.data import Batch, derive_seed
+from paceline.replica.replica import LossOfPart
+from paceline.replica.step_result import StepResult
 from paceline.training.objective import Objective
-from paceline.training.replica import LossOfPart
-from paceline.training.step_result import StepResult
 from paceline.training.training import Training
 
 

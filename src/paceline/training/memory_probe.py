@@ -8,7 +8,7 @@ import torch
 from paceline.data import Batch
 from paceline.memory import StorageTracker, counting
 from paceline.monitor.events import MemoryMeasured
-from paceline.training.replica import Replica
+from paceline.replica.replica import Replica
 
 MEASURED_STEP = 2
 """Of a start, from 0 on: optimizer state and the layout of buckets are there by then."""

@@ -29,9 +29,9 @@ from paceline.comm.group import Group
 from paceline.compression import NoCodec
 from paceline.errors import SettingsError
 from paceline.monitor.events import GradientNoiseMeasured
+from paceline.replica.step_result import StepResult
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
-from paceline.training.step_result import StepResult
 
 NO_CLIPPING = 1e30
 """A bound that no gradient norm reaches: replicas tell the norm of what they bound."""

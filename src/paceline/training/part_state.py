@@ -19,11 +19,11 @@ from paceline.errors import CheckpointError
 from paceline.parallel.local import local, part, wrap
 from paceline.parallel.start import broadcast_tensors
 from paceline.parallel.zero_redundancy import own_part
+from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import pool_moments, pooled_over_workers
 from paceline.topology.layout import Axis
 from paceline.training.optimizer_state import load_optimizer, model_tensors, optimizer_state
 from paceline.training.own_state import Shapes, gather_own, gather_whole, hand_out_own, is_own, mean_of, of_kind
-from paceline.training.replica import Replica
 
 Document = dict[str, Any]
 

@@ -16,10 +16,10 @@ from paceline.optim import AdamW, Optimizer
 from paceline.parallel.apply import check_sharing
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
+from paceline.replica.checks import Landing, Precision, check_layout, check_rule_fits
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
-from paceline.training.checks import Landing, Precision, check_layout, check_rule_fits
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.model import Model

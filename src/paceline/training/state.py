@@ -22,12 +22,12 @@ from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.start import broadcast_tensors
 from paceline.parallel.zero_redundancy import own_part
+from paceline.replica.hashing import hash_tensor
+from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import find_statistics, pool_moments, set_moments
-from paceline.training.hashing import hash_tensor
 from paceline.training.optimizer_state import load_optimizer, model_tensors, optimizer_state
 from paceline.training.own_state import Shapes, gather_own, hand_out_own, is_own, mean_of, of_kind, shapes_of
 from paceline.training.part_state import capture_parts, restore_parts
-from paceline.training.replica import Replica
 
 Document = dict[str, Any]
 

@@ -6,7 +6,7 @@ import traceback
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import CheckpointSaved, Failed, StalenessMeasured, StepFinished, UnusedParameters
 from paceline.monitor.log import EventLog
-from paceline.training.step_result import StepResult
+from paceline.replica.step_result import StepResult
 from paceline.training.timeline import tell_timeline
 from paceline.training.training import Training
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 
 from paceline.monitor.events import BucketExchanged, Event, StepTimed
-from paceline.training.step_result import StepResult
+from paceline.replica.step_result import StepResult
 
 
 def tell_timeline(result: StepResult) -> Iterator[Event]:

@@ -15,12 +15,12 @@ from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
 from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.replica.replica import Replica
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rehearsal import save_activations, save_optimizer
-from paceline.training.replica import Replica
 from paceline.training.run import Run
 from paceline.training.shares import Pacing
 from paceline.training.state import restore

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from paceline.training.times import StepTimes
+from paceline.replica.times import StepTimes
 
 
 @dataclass(frozen=True)

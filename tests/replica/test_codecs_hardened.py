@@ -5,14 +5,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from training_models import make_module
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
-from paceline.training.replica import Replica
 from paceline.training.state import FeedbackDroppedWarning, capture, restore
+from training_models import make_module
 
 
 class Odd(nn.Module):

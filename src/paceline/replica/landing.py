@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import GradientError
-from paceline.training.buckets import Bucket
-from paceline.training.gradients import Gradients
-from paceline.training.times import BucketTimes
+from paceline.replica.buckets import Bucket
+from paceline.replica.gradients import Gradients
+from paceline.replica.times import BucketTimes
 
 
 class BucketLanding:

@@ -9,11 +9,11 @@ from torch import nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
+from paceline.replica.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
+from paceline.replica.launch_order import plan_launch_order
+from paceline.replica.times import BucketTimes, StepTimes
+from paceline.replica.tuning import BucketTuner
 from paceline.sync.exchanger import Exchanger
-from paceline.training.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
-from paceline.training.launch_order import plan_launch_order
-from paceline.training.times import BucketTimes, StepTimes
-from paceline.training.tuning import BucketTuner
 
 _MEASURED_STEPS = 3
 """Steps whose times a launch order is computed from."""

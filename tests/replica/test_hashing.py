@@ -4,7 +4,7 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import DivergenceError
-from paceline.training.hashing import check_equal, hash_tensor
+from paceline.replica.hashing import check_equal, hash_tensor
 
 TENSORS = {
     "float": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),

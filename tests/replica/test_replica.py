@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_models import make_batch, make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
 from paceline.errors import DivergenceError, NonFiniteError
-from paceline.training import Replica, UnusedParametersWarning
-from paceline.training.buckets import plan_layout
+from paceline.replica import Replica, UnusedParametersWarning
+from paceline.replica.buckets import plan_layout
+from training_models import make_batch, make_module, make_replica, run_one_step
 
 
 def train_plainly(num_steps, *, clip_norm=None, momentum=0.9):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from training_models import make_batch, make_module, make_replica
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
@@ -15,6 +14,7 @@ from paceline.errors import CommunicationError, NonFiniteError
 from paceline.registry import list_variants
 from paceline.sync import EveryStep
 from paceline.training.state import capture, restore
+from training_models import make_batch, make_module, make_replica
 
 LOSSY = sorted(set(list_variants(Codec)) - {"none"})
 SETTINGS = {name: {"density": 0.2} for name in ("top_k", "random_k", "dgc")} | {"power_sgd": {"low_rank": 1}}

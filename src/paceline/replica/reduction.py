@@ -13,13 +13,13 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part, summed_gradient
+from paceline.replica.checks import Landing
+from paceline.replica.control import Control, Verdict
+from paceline.replica.gradients import Gradients
+from paceline.replica.landing import BucketLanding, ForwardLanding
+from paceline.replica.step_result import UnusedParametersWarning
+from paceline.replica.times import BucketTimes, StepTimes
 from paceline.sync.rule import Rule
-from paceline.training.checks import Landing
-from paceline.training.control import Control, Verdict
-from paceline.training.gradients import Gradients
-from paceline.training.landing import BucketLanding, ForwardLanding
-from paceline.training.step_result import UnusedParametersWarning
-from paceline.training.times import BucketTimes, StepTimes
 
 # Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
 DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_models import make_batch, make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, GradientError, SettingsError
-from paceline.training.replica import Replica
+from paceline.replica.replica import Replica
+from training_models import make_batch, make_module, make_replica, run_one_step
 
 
 def test_update_and_backward_must_alternate():

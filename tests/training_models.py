@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.training.replica import Replica
+from paceline.replica.replica import Replica
 
 
 class Tied(nn.Module):

@@ -1,10 +1,10 @@
 """Bucket sizes chosen by measurement, alike on all workers."""
 
 import torch
-from training_models import make_module, make_replica, run_one_step
 
 from paceline.comm import LocalGroup
-from paceline.training.tuning import BucketTuner
+from paceline.replica.tuning import BucketTuner
+from training_models import make_module, make_replica, run_one_step
 
 MIB = 2**20
 

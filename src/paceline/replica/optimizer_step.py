@@ -10,7 +10,7 @@ from torch import nn
 from paceline.errors import NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part
-from paceline.training.checks import Precision
+from paceline.replica.checks import Precision
 
 
 @dataclass(frozen=True)

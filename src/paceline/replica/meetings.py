@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.replica.control import Control, Verdict
 from paceline.sync.synchroniser import Synchroniser
-from paceline.training.control import Control, Verdict
 
 _VOTE_STEPS = 10
 

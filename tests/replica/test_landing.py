@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_models import make_module
 
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, SettingsError
+from paceline.replica.launch_order import plan_launch_order
+from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
-from paceline.training.launch_order import plan_launch_order
-from paceline.training.replica import Replica
+from training_models import make_module
 
 
 class Tied(nn.Module):

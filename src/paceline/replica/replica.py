@@ -17,16 +17,16 @@ from paceline.parallel.local import local
 from paceline.parallel.part import Part
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
+from paceline.replica.checks import Landing, Precision, check_backward, check_replica
+from paceline.replica.control import Control, Verdict
+from paceline.replica.hashing import Comparison
+from paceline.replica.meetings import Meetings
+from paceline.replica.optimizer_step import OptimizerStep, Stepped
+from paceline.replica.reduction import GradientSum
+from paceline.replica.step_result import StepResult
+from paceline.replica.times import StepTimes
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
-from paceline.training.checks import Landing, Precision, check_backward, check_replica
-from paceline.training.control import Control, Verdict
-from paceline.training.gradient_sum import GradientSum
-from paceline.training.hashing import Comparison
-from paceline.training.meetings import Meetings
-from paceline.training.optimizer_step import OptimizerStep, Stepped
-from paceline.training.step_result import StepResult
-from paceline.training.times import StepTimes
 
 LossOfPart = Callable[[Tensor, Tensor], tuple[Tensor, float]]
 """Mean loss and weight of a micro-batch's outputs and targets."""

@@ -7,13 +7,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from training_models import make_module
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
+from paceline.replica import Replica, UnusedParametersWarning
 from paceline.sync import EveryStep
-from paceline.training import Replica, UnusedParametersWarning
 from paceline.training.state import capture, restore
+from training_models import make_module
 
 
 def _two_layers():

@@ -1,0 +1,6 @@
+"""Layer 7: a model and its optimizer kept in step with other workers: buckets, reduction, optimizer step, checks."""
+
+from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepResult, UnusedParametersWarning
+
+__all__ = ["Replica", "StepResult", "UnusedParametersWarning"]
