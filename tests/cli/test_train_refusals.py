@@ -59,7 +59,7 @@ def refuse(monkeypatch, capsys, *arguments):
         ),
         (
             "train transformer_lm --sync diloco --landing next_forward --clip_norm none",
-            "landing must be update with sync diloco",
+            "landing must be update, but got next_forward with sync diloco",
         ),
         ("train transformer_lm --precision fp8", "--precision must be 'fp32', 'bf16' or 'fp16'"),
         ("train transformer_lm --workers 0", "--workers must be at least 1"),

@@ -92,7 +92,7 @@ def test_parameters_of_any_layout_and_dtype_are_exchanged(name, landing):
         torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02 if name == "int8" else 4e-3)
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 def test_an_overflow_is_skipped_where_the_first_parameter_of_its_bucket_is_unused():
     """The fp16 codec cuts infinities to numbers, so that only the replica can tell the scaler."""
 

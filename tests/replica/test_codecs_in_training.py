@@ -46,7 +46,7 @@ def _train(group, name, num_steps=6, **options):
     return state
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 @pytest.mark.parametrize("name", LOSSY)
 def test_bucket_size_changes_nothing_and_three_uneven_workers_stay_equal(name):
     small = LocalGroup.run(3, lambda group: _train(group, name, bucket_bytes=100))
@@ -57,7 +57,7 @@ def test_bucket_size_changes_nothing_and_three_uneven_workers_stay_equal(name):
             assert torch.equal(one[key], other[key]), key
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_killed_run_goes_on_bit_for_bit_with_its_feedback(name, tmp_path):
     def worker(group, stop_at=None):

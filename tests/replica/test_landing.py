@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, SettingsError
-from paceline.replica.launch_order import plan_launch_order
+from paceline.replica.next_forward import plan_launch_order
 from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
 from training_models import make_module
@@ -231,14 +231,14 @@ def test_a_slow_wire_is_hidden_behind_the_next_forward():
     assert seconds("next_forward") < 0.85 * seconds("update")
 
 
-def test_a_large_bucket_is_exchanged_in_pieces_between_which_urgent_ones_pass():
+def test_a_large_bucket_is_exchanged_in_chunks_between_which_urgent_ones_pass():
     """The last layer's gradient is there first and is large; the first layer's need not wait for all of it."""
     names = []
 
     class Slow(LocalGroup):
         def all_reduce(self, tensor, *, name):
             work = super().all_reduce(tensor, name=name)
-            if "piece" in name:
+            if "chunk" in name:
                 work.wait()
                 time.sleep(0.004)
                 if self.rank == 0:
@@ -262,7 +262,7 @@ def test_a_large_bucket_is_exchanged_in_pieces_between_which_urgent_ones_pass():
         replica.close()
 
     LocalGroup.run(2, worker)
-    step = names[-6:]  # 4 pieces of 4 MB of the large bucket, and two small ones
+    step = names[-6:]  # 4 chunks of 4 MB of the large bucket, and two small ones
     places = [place for place, name in enumerate(step) if name.startswith("bucket 0 ")]
     assert len(places) == 4
     assert any(place < places[-1] for place, name in enumerate(step) if not name.startswith("bucket 0 "))

@@ -106,7 +106,7 @@ def test_it_goes_on_from_its_checkpoint_among_as_many_and_among_others(size_afte
     assert resumed[0][0].isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 def test_a_parameter_that_only_others_use_is_corrected_and_one_that_nobody_uses_left_alone():
     class Branches(torch.nn.Module):
         def __init__(self):

@@ -20,7 +20,7 @@ from paceline.monitor.events import SharesChanged, SlowWorker, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD
 from paceline.registry import register
-from paceline.replica.times import BucketTimes, StepTimes
+from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.sync import EveryStep, LocalSGD
 from paceline.testing import faults
 from paceline.testing.slow import Scripted
@@ -261,8 +261,8 @@ def test_standing_still_inside_forward_is_no_computing():
         for number in range(1, 20):
             with pacing.computing(10):
                 clock.now_s += 1.0 + waited_s
-            landed = BucketTimes(0, ["a"], 4, 4, 0.0, 0.0, 0.0, (), landed_s=1.0, waited_s=waited_s)
-            later = BucketTimes(1, ["b"], 4, 4, 0.0, 0.0, 0.0, (), landed_s=9.0, waited_s=0.9)
+            landed = BucketTimes(0, ["a"], 4, 4, 0.0, 0.0, 0.0, landed_s=1.0, waited_s=waited_s)
+            later = BucketTimes(1, ["b"], 4, 4, 0.0, 0.0, 0.0, landed_s=9.0, waited_s=0.9)
             events += pacing.end_step(number, StepTimes(backward_ended_s=5.0, buckets=[landed, later]))
         return events
 

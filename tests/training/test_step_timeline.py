@@ -12,7 +12,7 @@ from paceline.training.timeline import tell_timeline
 from training_models import make_module, make_replica, run_one_step
 
 
-@pytest.mark.filterwarnings("ignore::paceline.training.UnusedParametersWarning")
+@pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 @pytest.mark.parametrize("codec", ["none", "one_bit"])
 def test_buckets_are_ready_then_exchanged_then_landed(codec):
     def worker(group):

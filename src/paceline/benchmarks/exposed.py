@@ -12,7 +12,7 @@ from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
-from paceline.replica.checks import Landing
+from paceline.replica.landing import Landing
 from paceline.sync import EveryStep
 
 Side = Literal[

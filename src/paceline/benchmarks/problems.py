@@ -17,7 +17,7 @@ from paceline.comm import Group, join
 from paceline.data import Spec
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
-from paceline.replica.checks import Landing
+from paceline.replica.landing import Landing
 from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
 

@@ -81,8 +81,8 @@ class Bucket:
     parcel: Parcel
     slots: list[Slot] = field(default_factory=list)
     num_fired: int = 0
-    works: list[Work] = field(default_factory=list)
-    """The exchanges of its pieces."""
+    work: Work | None = None
+    """Its exchange, once it was launched."""
     ready_s: float = 0.0
     """When its gradients were complete, by `time.perf_counter`."""
     waited_s: float = 0.0
@@ -92,7 +92,7 @@ class Bucket:
     def reset(self) -> None:
         """Make ready for the next step."""
         self.num_fired = 0
-        self.works = []
+        self.work = None
         self.parcel.flags.fill_(1)
         self.parcel.num_non_finite = 0
         for slot in self.slots:
@@ -149,16 +149,11 @@ class Reducer:
 
     Args:
         buckets: The buckets of a layout.
-        launch: Starts the exchange of one piece of a bucket.
-        num_pieces: Pieces that each bucket is exchanged in.
+        launch: Starts the exchange of a bucket.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], launch: Callable[[Bucket, int], Work], num_pieces: Sequence[int]
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], Work]) -> None:
         self.buckets = list(buckets)
-        self.order = [bucket.index for bucket in buckets for _ in range(num_pieces[bucket.index])]
-        """Buckets in the order in which they leave, once for each piece."""
         self.ready_order: list[str] = []
         """Parameters in the order in which the last armed backward pass made their gradients."""
         self._launch = launch
@@ -215,9 +210,9 @@ class Reducer:
         return hook
 
     def _launch_until(self, is_ready: Callable[[Bucket], bool]) -> None:
-        while self._next < len(self.order) and is_ready(self.buckets[self.order[self._next]]):
-            bucket = self.buckets[self.order[self._next]]
-            bucket.works.append(self._launch(bucket, len(bucket.works)))
+        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
+            bucket = self.buckets[self._next]
+            bucket.work = self._launch(bucket)
             self._next += 1
 
 

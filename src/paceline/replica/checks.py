@@ -9,15 +9,13 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
-from paceline.optim.by_element import BY_ELEMENT
 from paceline.parallel.part import Part
 from paceline.parallel.zero_redundancy import own_part
+from paceline.replica.landing import Landing, check_landing
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Landing = Literal["update", "arrival", "next_forward"]
-"""When a bucket's gradients reach the optimizer: with all others, as it arrives, or when the next forward needs it."""
 
 
 def check_replica(
@@ -34,12 +32,10 @@ def check_replica(
     check_settings(precision, clip_norm, parameters)
     check_placement(parameters, part.group)
     check_optimizer(optimizer, module)
-    check_rule_fits(rule, landing)
-    check_layout(part.layout, rule, landing)
+    check_layout(part.layout, rule)
+    check_landing(landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=part.layout, optimizer=optimizer)
     if rule.carries_momentum:
         check_momentum(own_part(optimizer))
-    if landing != "update":
-        check_lands_by_bucket(optimizer, precision, clip_norm)
 
 
 def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -83,34 +79,12 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_lands_by_bucket(optimizer: torch.optim.Optimizer, precision: str, clip_norm: float | None) -> None:
-    """Refuse what must see the whole step's gradients before any parameter changes."""
-    reason = ""
-    if clip_norm is not None:
-        reason = "clip_norm needs the norm of all gradients; set it to none"
-    elif precision == "fp16":
-        reason = "fp16 must know of an overflow anywhere before it steps; take bf16 or fp32"
-    elif type(optimizer) not in BY_ELEMENT:
-        known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
-        reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
-    if reason:
-        raise SettingsError(f"landing bucket by bucket must not need the whole step's gradients, but {reason}")
-
-
-def check_rule_fits(rule: Rule, landing: Landing) -> None:
-    """Refuse what does not go together with a rule that does more than to sum gradients."""
-    if landing != "update" and not rule.keeps_replicas_equal:
-        raise SettingsError(f"landing must be update with sync {rule.name}, but got {landing}; leave it out")
-
-
-def check_layout(layout: Layout, rule: Rule, landing: Landing) -> None:
+def check_layout(layout: Layout, rule: Rule) -> None:
     """Refuse what cannot be right where ranks share a model."""
     if layout.is_plain:
         return
     reason = ""
-    if landing != "update":
-        reason = f"landing {landing}; leave it out"
-    elif rule.is_asynchronous or not rule.runs_optimizer or rule.num_server_processes or rule.reads_gradients:
+    if rule.is_asynchronous or not rule.runs_optimizer or rule.num_server_processes or rule.reads_gradients:
         reason = f"sync {rule.name}; take every_step, or a rule of the local family such as diloco"
     elif not rule.keeps_replicas_equal and (layout.context > 1 or layout.shares_optimizer):
         axis = "context" if layout.context > 1 else "sharded with zero_stage 1"

@@ -10,21 +10,16 @@ from torch import nn
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
 from paceline.replica.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
-from paceline.replica.launch_order import plan_launch_order
-from paceline.replica.times import BucketTimes, StepTimes
+from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.replica.tuning import BucketTuner
 from paceline.sync.exchanger import Exchanger
-
-_MEASURED_STEPS = 3
-"""Steps whose times a launch order is computed from."""
 
 
 class Gradients:
     """Buckets, the order in which they leave, and what becomes of them.
 
     The layout is learnt in the first step: parameters are laid out in the order in which rank 0's gradients became
-    ready. With `bucket_bytes` None the bucket size is then tuned, a few steps a candidate. With `needed` known, the
-    launch order is computed from measured times; all of it is agreed by all workers.
+    ready. With `bucket_bytes` None the bucket size is then tuned, a few steps a candidate. All workers agree on both.
 
     Args:
         parameters: Those that require gradients, by name.
@@ -43,7 +38,6 @@ class Gradients:
         self._bucket_bytes = bucket_bytes or BucketTuner.first_bytes
         self._layout_is_learnt = False
         self._ready_order: list[str] = list(reversed(parameters))
-        self._measured: list[tuple[list[float], list[float]]] = []
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step = 0
         self._loss_scale = 1.0
@@ -51,8 +45,8 @@ class Gradients:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All buckets, in the order in which their last pieces leave."""
-        return [self._reducer.buckets[index] for index in dict.fromkeys(reversed(self._reducer.order))][::-1]
+        """All buckets, in the order in which they leave."""
+        return self._reducer.buckets
 
     @property
     def wire_bytes(self) -> int:
@@ -83,8 +77,8 @@ class Gradients:
     def land(self, bucket: Bucket, divisor: float) -> list[str]:
         """Wait for a bucket, make its gradients those of the parameters, and return the parameters nobody used."""
         began_s = time.perf_counter()
-        for work in bucket.works:
-            work.wait()
+        assert bucket.work is not None
+        bucket.work.wait()
         bucket.landed_s = time.perf_counter()
         bucket.waited_s = bucket.landed_s - began_s
         self.exchanger.land(bucket.parcel, divisor)
@@ -119,16 +113,15 @@ class Gradients:
 
     def time(self, bucket: Bucket) -> BucketTimes:
         """Return the times of a bucket that has landed, by `time.perf_counter`."""
-        spans = [(work.began_s or bucket.ready_s, work.ended_s or bucket.landed_s) for work in bucket.works]
+        assert bucket.work is not None
         return BucketTimes(
             index=bucket.index,
             parameters=[slot.name for slot in bucket.slots],
             num_bytes=bucket.parcel.buffer.nbytes,
             wire_bytes=self._wire_bytes[bucket.index],
             ready_s=bucket.ready_s,
-            began_s=spans[0][0],
-            ended_s=max(ended_s for _, ended_s in spans),
-            piece_s=tuple(ended_s - began_s for began_s, ended_s in spans),
+            began_s=bucket.work.began_s or bucket.ready_s,
+            ended_s=bucket.work.ended_s or bucket.landed_s,
             landed_s=bucket.landed_s,
             waited_s=bucket.waited_s,
         )
@@ -140,17 +133,11 @@ class Gradients:
             bucket.reset()
 
     def is_learning(self) -> bool:
-        """Return whether layout, bucket size or launch order may still change."""
-        return not self._layout_is_learnt or self._tuner is not None or len(self._measured) < _MEASURED_STEPS
+        """Return whether layout or bucket size may still change."""
+        return not self._layout_is_learnt or self._tuner is not None
 
-    def learn(self, times: StepTimes, needed: Mapping[str, int] | None) -> None:
-        """Learn from a step that has ended: layout, bucket size, launch order. Every rank calls it at the same step.
-
-        Args:
-            times: Of the step.
-            needed: Place of each parameter in the order in which forward uses them, where the launch order should
-                follow it.
-        """
+    def learn(self, times: StepTimes) -> None:
+        """Learn from a step that has ended: layout and bucket size. Every rank calls it at the same step."""
         if not self._layout_is_learnt:
             self._layout_is_learnt = True
             ready = list(dict.fromkeys(self._reducer.ready_order))
@@ -164,8 +151,6 @@ class Gradients:
                 self._change_layout(plan_layout(self._parameters, self._ready_order, chosen))
             if self._tuner.is_done:
                 self._tuner = None
-        elif needed is not None and len(self._measured) < _MEASURED_STEPS:
-            self._measure_order(times, needed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, as JSON."""
@@ -188,33 +173,15 @@ class Gradients:
         self._reducer.close()
         self.exchanger.close()
 
-    def _measure_order(self, times: StepTimes, needed: Mapping[str, int]) -> None:
-        pieces = [(bucket, took_s) for bucket in times.buckets for took_s in bucket.piece_s]
-        pieces.sort(key=lambda piece: piece[0].index)
-        ready = [bucket.ready_s - times.backward_began_s for bucket, _ in pieces]
-        # Exchanges that share the wire each take as many times longer; the order is planned for one at a time.
-        self._measured.append((ready, [took_s / self.exchanger.num_lanes for _, took_s in pieces]))
-        if len(self._measured) < _MEASURED_STEPS:
-            return
-        ready_s, duration_s = (
-            [sorted(values)[_MEASURED_STEPS // 2] for values in zip(*column, strict=True)]
-            for column in zip(*self._measured, strict=True)
-        )
-        last = len(needed)
-        places = [min(needed.get(name, last) for name in bucket.parameters) for bucket, _ in pieces]
-        order = [pieces[index][0].index for index in plan_launch_order(ready_s, duration_s, places)]
-        self._reducer.order = self._group.gather_documents(order, name="launch order")[0]
-
-    def _launch(self, bucket: Bucket, piece: int) -> Work:
-        return self.exchanger.exchange(bucket.parcel, self._divisor, self._step, self._loss_scale, piece)
+    def _launch(self, bucket: Bucket) -> Work:
+        return self.exchanger.exchange(bucket.parcel, self._divisor, self._step, self._loss_scale)
 
     def _change_layout(self, layout: Layout) -> None:
         self._reducer.close()
         self._use_layout(layout)
 
     def _use_layout(self, layout: Layout) -> None:
-        self._measured = []
         buckets = make_buckets(self._parameters, layout, self._group)
-        num_pieces = [self.exchanger.num_pieces(bucket.parcel) for bucket in buckets]
-        self._reducer = Reducer(buckets, self._launch, num_pieces)
+        self.exchanger.begin_layout([bucket.parcel for bucket in buckets])
+        self._reducer = Reducer(buckets, self._launch)
         self._wire_bytes = [self.exchanger.wire_bytes(bucket.parcel) for bucket in buckets]

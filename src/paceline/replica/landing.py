@@ -1,31 +1,43 @@
-"""Gradients that land bucket by bucket: each as it arrives, or in the next forward, before its parameters are used."""
+"""Gradients that land bucket by bucket: the optimizer steps with each as it arrives, while others are on the wire."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from paceline.errors import GradientError
+from paceline.comm.group import Group
+from paceline.errors import SettingsError
+from paceline.optim.by_element import BY_ELEMENT
 from paceline.replica.buckets import Bucket
 from paceline.replica.gradients import Gradients
-from paceline.replica.times import BucketTimes
+from paceline.replica.step_result import BucketTimes
+from paceline.sync.exchanger import Exchanger
+from paceline.sync.rule import Rule
+from paceline.topology.layout import Layout
+
+Landing = Literal["update", "arrival", "next_forward"]
+"""When a bucket's gradients reach the optimizer: with all others, as it arrives, or when the next forward needs it."""
 
 
 class BucketLanding:
     """Lands buckets one by one, the optimizer stepping with the gradients of each: as they arrive.
 
+    What is here is all that a replica knows of landing otherwise than at the update.
+
     Args:
         optimizer: Updates the parameters of one bucket at a time.
-        gradients: Where they come from.
+        rule: Says how buckets are exchanged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
+    delay = 0
+    """Updates after which the gradients of a step have landed."""
+    gradients: Gradients
+    """Whose buckets land."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         self._optimizer = optimizer
-        self._gradients = gradients
+        self._rule = rule
         self._pending: list[Bucket] = []
         self._unused: list[str] = []
         self.unused: list[str] = []
@@ -35,9 +47,40 @@ class BucketLanding:
         self._divisor = 1.0
         self._step = 0
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether buckets land one by one by now; until then they land at the update."""
+        return True
+
+    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
+        """Return what exchanges buckets; see `Rule.start_exchanger`."""
+        return self._rule.start_exchanger(group, seed, step=step)
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run forward."""
+        return forward()
+
+    def begin_backward(self) -> None:
+        """Make ready for a backward pass."""
+
+    def end_backward(self) -> None:
+        """Refuse gradients that a backward pass has made wrongly."""
+
+    def end_step(self) -> None:
+        """Learn from a step that has ended, while buckets do not land one by one yet; every rank calls it."""
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+
+    def land(self, divisor: float, step: int) -> list[BucketTimes]:
+        """Land the step's buckets as they arrive, and return their times."""
+        self.begin(divisor, step)
+        self.flush()
+        return self.take_times()
+
     def begin(self, divisor: float, step: int) -> None:
         """Take on the step's buckets, to land with the optimizer's settings of now."""
-        self._pending = list(self._gradients.buckets)
+        self._pending = list(self.gradients.buckets)
         for bucket in self._pending:
             bucket.drop_gradients()  # the optimizer must see those of one bucket at a time
         self._settings = [_copy_settings(group) for group in self._optimizer.param_groups]
@@ -46,7 +89,7 @@ class BucketLanding:
     def flush(self) -> set[str]:
         """Land all that is left, and return its parameters."""
         late = {slot.name for bucket in self._pending for slot in bucket.slots}
-        self._land_those_of(late)
+        self.land_those_of(late)
         return late
 
     def take_times(self) -> list[BucketTimes]:
@@ -54,15 +97,16 @@ class BucketLanding:
         times, self._times = self._times, []
         return times
 
-    def _land_those_of(self, names: Collection[str]) -> None:
+    def land_those_of(self, names: Collection[str]) -> None:
+        """Land the buckets that hold some of these parameters."""
         for bucket in [b for b in self._pending if any(slot.name in names for slot in b.slots)]:
             self._pending.remove(bucket)
             self._land(bucket)
 
     @torch.no_grad()
     def _land(self, bucket: Bucket) -> None:
-        self._unused += self._gradients.land(bucket, self._divisor)
-        self._gradients.check_finite([bucket], self._step, may_skip=False)
+        self._unused += self.gradients.land(bucket, self._divisor)
+        self.gradients.check_finite([bucket], self._step, may_skip=False)
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         for group, settings in zip(groups, self._settings, strict=True):
@@ -70,127 +114,53 @@ class BucketLanding:
         self._optimizer.step()  # only this bucket's parameters have a gradient
         for group, settings in zip(groups, now, strict=True):
             group.update(settings)
-        self._times.append(self._gradients.time(bucket))
+        self._times.append(self.gradients.time(bucket))
         bucket.drop_gradients()
         bucket.reset()
         if not self._pending:
-            self._gradients.exchanger.commit(self._unused)
+            self.gradients.exchanger.commit(self._unused)
             self.unused, self._unused = self._unused, []
 
 
-class ForwardLanding(BucketLanding):
-    """Lands buckets in the next forward, so that the last of them may still be on the wire when it starts.
+def check_landing(
+    landing: Landing,
+    *,
+    precision: str,
+    clip_norm: float | None,
+    rule: Rule,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer | None = None,
+    is_compiled: bool = False,
+    is_noise_measured: bool = False,
+) -> None:
+    """Refuse to land bucket by bucket where something must see the whole step first, or nothing can come in between.
 
-    The first forward is watched: which module, innermost, uses which parameter. From then on a bucket lands before the
-    first module that uses one of its parameters runs, whoever owns it (a tied weight, a parent that reads a child's
-    weight). Parameters that were not seen are landed before forward begins. One that is used elsewhere
-    later, before it has landed, is found in the backward pass and is an error.
-
-    Args:
-        module: The module whose forward is watched.
-        parameters: Those that are landed, by name.
-        optimizer: Updates them, some at a time.
-        gradients: Where they come from.
+    Raises:
+        SettingsError: It says what does not go together.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        gradients: Gradients,
-    ) -> None:
-        super().__init__(optimizer, gradients)
-        self._module = module
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._late: set[str] = set()
-        self._handles: list[RemovableHandle] = []
-        self.needed: dict[str, int] | None = None
-        """Place of each parameter in the order of first use, once a forward has been watched."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether all is learnt that it depends on."""
-        return self.needed is not None and not self._gradients.is_learning()
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
-        if not torch.is_grad_enabled():
-            self.flush()
-            return forward()
-        if self.needed is None:
-            return self._watch(forward)
-        self._land_those_of(set(self._names.values()) - set(self.needed))
-        return forward()
-
-    def begin_backward(self) -> None:
-        """Land what forward did not need."""
-        self._late |= self.flush()
-
-    def close(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def check_backward(self) -> None:
-        """Refuse gradients of parameters that landed after the forward pass they are of."""
-        used = {slot.name for bucket in self._gradients.buckets for slot in bucket.slots if slot.used}
-        stale = sorted(self._late & used)
-        self._late = set()
-        if stale:
-            raise GradientError(
-                f"a parameter must be used where its first forward used it, but {stale[0]} was used elsewhere before "
-                "its last update had landed; for models whose forward changes from step to step land at the update"
-            )
-
-    def _watch(self, forward: Callable[[], Any]) -> Any:
-        modules = dict(self._module.named_modules())
-        uses: list[tuple[str, str]] = []
-        running = [""]
-        handles = []
-        for name, module in modules.items():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: _pop(running), always_call=True))
-        try:
-            with _Watcher(self._names, running, uses):
-                output = forward()
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.needed = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in uses))}
-        users: dict[str, set[str]] = {}
-        for name, user in uses:
-            users.setdefault(user, set()).add(name)
-        for user, used in users.items():
-            self._handles.append(
-                modules[user].register_forward_pre_hook(lambda *_, used=used: self._land_those_of(used), prepend=True)
-            )
-        return output
+    if landing == "update":
+        return
+    reason = ""
+    if clip_norm is not None:
+        reason = "where gradients are clipped, by the norm of all of them; give --clip_norm none"
+    elif precision == "fp16":
+        reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
+    elif not rule.keeps_replicas_equal:
+        reason = f"with sync {rule.name}; leave landing out"
+    elif not layout.is_plain:
+        reason = "where ranks share a model; leave landing out"
+    elif is_noise_measured:
+        reason = "where the gradient noise scale is measured; leave one of them out"
+    elif is_compiled and landing == "next_forward":
+        reason = "with compiled blocks, inside which nothing can land; leave one of them out"
+    elif optimizer is not None and type(optimizer) not in BY_ELEMENT:
+        known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
+        reason = f"with {type(optimizer).__name__}, which may need the whole step at once; take one of {known}"
+    if reason:
+        raise SettingsError(f"landing must be update, but got {landing} {reason}")
 
 
 def _copy_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group: schedulers may change them, tensors in place, before they are used."""
     settings = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
-
-
-def _pop(running: list[str]) -> None:
-    running.pop()
-
-
-class _Watcher(TorchDispatchMode):
-    """Notes which module uses which parameter."""
-
-    def __init__(self, names: Mapping[int, str], running: list[str], uses: list[tuple[str, str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._running = running
-        self._uses = uses
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs or {})):
-            name = self._names.get(id(leaf))
-            if name is not None:
-                self._uses.append((name, self._running[-1]))
-        return func(*args, **(kwargs or {}))

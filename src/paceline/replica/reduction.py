@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,12 +12,11 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part, summed_gradient
-from paceline.replica.checks import Landing
-from paceline.replica.control import Control, Verdict
 from paceline.replica.gradients import Gradients
-from paceline.replica.landing import BucketLanding, ForwardLanding
-from paceline.replica.step_result import UnusedParametersWarning
-from paceline.replica.times import BucketTimes, StepTimes
+from paceline.replica.landing import BucketLanding, Landing
+from paceline.replica.next_forward import ForwardLanding
+from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
+from paceline.replica.step_scalars import Control, Verdict
 from paceline.sync.rule import Rule
 
 # Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
@@ -61,8 +59,8 @@ class GradientSum:
         """The workers that gradients are summed over."""
         self.gradients: Gradients | None = None
         """None where this worker is alone: its gradients stay where autograd puts them."""
-        self._by_bucket: BucketLanding | None = None
-        self.in_forward: ForwardLanding | None = None
+        self.landing: BucketLanding | None = None
+        """What lands gradients otherwise than at the update, where something does."""
         self.unused: list[str] = []
         """Parameters that nobody near used in the step that landed last."""
         self._warned_unused: set[str] = set()
@@ -78,16 +76,6 @@ class GradientSum:
         """Bytes that this worker sends for a step's gradients."""
         return self.gradients.wire_bytes if self.gradients is not None else 0
 
-    @property
-    def is_landing_in_forward(self) -> bool:
-        """Whether gradients land in the next forward by now."""
-        return self.in_forward is not None and self.in_forward.is_possible
-
-    @property
-    def is_landing_by_bucket(self) -> bool:
-        """Whether the optimizer steps with the gradients of one bucket at a time by now."""
-        return self.is_landing_in_forward if self.in_forward is not None else self._by_bucket is not None
-
     def use(self, step: int) -> None:
         """Sum over the workers that are near in `step`, as the rule does then, from now on."""
         ranks, phase = list(self._rule.near(self._all, step)), self._rule.phase(step)
@@ -95,23 +83,20 @@ class GradientSum:
             return
         self.flush()
         self.close()
-        self._end = self.gradients = self._by_bucket = self.in_forward = None
+        self._end = self.gradients = self.landing = None
         self._ranks, self._phase, self.near = ranks, phase, self._find_near(ranks, step)
         if self.near.size == 1:
             return
-        in_order = self._landing == "next_forward"
-        exchanger = self._rule.start_exchanger(self.near, self._seed, in_order=in_order, step=step)
+        self.landing = self._start_landing()
+        starting = self.landing or self._rule
+        exchanger = starting.start_exchanger(self.near, self._seed, step=step)
         suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.near.device.type]
         chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
         self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
-        if self._landing == "next_forward":
-            self._by_bucket = self.in_forward = ForwardLanding(
-                self._module, self._parameters, self._optimizer, self.gradients
-            )
-        elif self._landing == "arrival":
-            self._by_bucket = BucketLanding(self._optimizer, self.gradients)
+        if self.landing is not None:
+            self.landing.gradients = self.gradients
         # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
-        self._end = weakref.finalize(self, _let_go, self.gradients, self.in_forward)
+        self._end = weakref.finalize(self, _let_go, self.gradients, self.landing)
         self._end.atexit = False
 
     def agree_first_mass(self, weight: float) -> float:
@@ -177,14 +162,11 @@ class GradientSum:
         self.gradients.reset()
         return times
 
-    def land_by_bucket(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Let the optimizer step with each bucket as it arrives, or in the next forward; return what landed by now."""
-        assert self._by_bucket is not None
-        self._by_bucket.begin(divisor, step)
-        if self.in_forward is None:
-            self._by_bucket.flush()
-        self.unused = self._by_bucket.unused
-        return self._by_bucket.take_times()
+    def land_by_bucket(self, landing: BucketLanding, divisor: float, step: int) -> list[BucketTimes]:
+        """Let the optimizer step with one bucket after the other; return the times of what has landed by now."""
+        times = landing.land(divisor, step)
+        self.unused = landing.unused
+        return times
 
     def note_unused(self, step: int) -> list[str]:
         """Warn of parameters that nobody near used in `step` and that were not told of before; return them."""
@@ -202,21 +184,27 @@ class GradientSum:
 
     def flush(self) -> None:
         """Land what was left for the next forward."""
-        if self.in_forward is not None:
-            self.in_forward.flush()
+        if self.landing is not None:
+            self.landing.flush()
 
     def learn(self, times: StepTimes) -> None:
-        """Learn layout, bucket size and launch order from a step that has ended."""
-        if self.gradients is None or self.is_landing_in_forward:
-            return
-        # A worker that has run no forward yet must learn at the same steps as the others.
-        needed: Mapping[str, int] | None = self.in_forward.needed or {} if self.in_forward is not None else None
-        self.gradients.learn(times, needed)
+        """Learn layout and bucket size from a step that has ended."""
+        if self.landing is not None:
+            self.landing.end_step()
+        if self.gradients is not None:
+            self.gradients.learn(times)
 
     def close(self) -> None:
         """Take hooks off the parameters, and let connections and threads go."""
         if self._end is not None:
             self._end()
+
+    def _start_landing(self) -> BucketLanding | None:
+        if self._landing == "update":
+            return None
+        if self._landing == "arrival":
+            return BucketLanding(self._optimizer, self._rule)
+        return ForwardLanding(self._optimizer, self._rule, self._module, self._parameters)
 
     def _find_near(self, ranks: list[int], step: int) -> Group:
         if len(ranks) == self._all.size:
@@ -226,7 +214,7 @@ class GradientSum:
         return self._all.subgroup(ranks, f"near from step {step}")
 
 
-def _let_go(gradients: Gradients, in_forward: ForwardLanding | None) -> None:
-    if in_forward is not None:
-        in_forward.close()
+def _let_go(gradients: Gradients, landing: BucketLanding | None) -> None:
+    if landing is not None:
+        landing.close()
     gradients.close()

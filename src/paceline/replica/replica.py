@@ -17,14 +17,13 @@ from paceline.parallel.local import local
 from paceline.parallel.part import Part
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
-from paceline.replica.checks import Landing, Precision, check_backward, check_replica
-from paceline.replica.control import Control, Verdict
+from paceline.replica.checks import Precision, check_backward, check_replica
 from paceline.replica.hashing import Comparison
-from paceline.replica.meetings import Meetings
+from paceline.replica.landing import Landing
 from paceline.replica.optimizer_step import OptimizerStep, Stepped
 from paceline.replica.reduction import GradientSum
-from paceline.replica.step_result import StepResult
-from paceline.replica.times import StepTimes
+from paceline.replica.step_result import StepResult, StepTimes
+from paceline.replica.step_scalars import Control, Meetings, Verdict
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
 
@@ -128,8 +127,8 @@ class Replica:
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast():
-            if self._sum.in_forward is not None:
-                return self._sum.in_forward.run(lambda: self.module(*args, **kwargs))
+            if self._sum.landing is not None:
+                return self._sum.landing.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -205,8 +204,8 @@ class Replica:
             # Only now, so that a backward that failed leaves no mass behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
-        if self._sum.in_forward is not None:
-            self._sum.in_forward.check_backward()
+        if self._sum.landing is not None:
+            self._sum.landing.end_backward()
         if last and self._sum.gradients is not None:
             self._sum.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
@@ -265,11 +264,11 @@ class Replica:
         divisor = (verdict.weight or self._mass_unit) / self._mass_unit
         met: Verdict | None = None
         stop = verdict.stop and self._sum.is_of_all
-        if self._sum.is_landing_by_bucket:
-            self._times.buckets = self._sum.land_by_bucket(divisor, self.num_updates)
+        if self._sum.landing is not None and self._sum.landing.is_ready:
+            self._times.buckets = self._sum.land_by_bucket(self._sum.landing, divisor, self.num_updates)
             waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
             stepped, outcome = Stepped(None, False), Outcome()
-            landed_step -= self._sum.is_landing_in_forward
+            landed_step -= self._sum.landing.delay
         else:
             waited_s += self._sum.land(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
             met, is_voted = self._meet()
@@ -387,8 +386,8 @@ class Replica:
             self.part.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
-        if self._sum.in_forward is not None:
-            self._sum.in_forward.begin_backward()
+        if self._sum.landing is not None:
+            self._sum.landing.begin_backward()
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
         if self._mass_unit is None:

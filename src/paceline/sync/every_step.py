@@ -80,10 +80,10 @@ class EveryStep(Rule):
         """Return 0 in the dense steps, 1 after them; without a codec all steps are dense."""
         return 0 if isinstance(self.codec, NoCodec) or step < self.dense_steps else 1
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False, step: int = 0) -> Exchanger:
+    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
         """Return the exchanger of whole buffers, or of a codec's blocks."""
         if self.phase(step) == 0:
-            return DenseExchanger(group, self.program, in_order)
+            return DenseExchanger(group, self.program)
         program = self.program
         if program is None and self.codec.algebra is not Algebra.LINEAR and isinstance(group, TorchGroup):
             # Measured: gloo's own all-to-all and all-gather take up to half as long again as messages to each peer.

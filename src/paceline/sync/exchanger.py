@@ -4,7 +4,7 @@ Everything exchanged is a numerator whose mass travels beside it; landing divide
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Size, Tensor
@@ -46,15 +46,16 @@ class Exchanger(ABC):
     """Size of a parcel that suits it; None where the device's does."""
 
     num_lanes: int = 1
-    """Exchanges under way at a time, among which the launch order shares out measured times."""
+    """Exchanges under way at a time."""
+
+    can_split: bool = False
+    """Whether any part of a buffer may be exchanged by itself, with the same result."""
 
     state_of: str = ""
     """Name of the codec whose state it keeps; no other can go on from that."""
 
     @abstractmethod
-    def exchange(
-        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
-    ) -> Work:
+    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Start to sum the parcel's blocks and flags over the workers, in place.
 
         Args:
@@ -63,12 +64,10 @@ class Exchanger(ABC):
                 weights. May be called from another thread.
             step: Updates done before.
             loss_scale: What fp16's gradients are scaled by; they stay so.
-            piece: Which of the parcel's pieces.
         """
 
-    def num_pieces(self, parcel: Parcel) -> int:
-        """Return how many pieces a parcel is exchanged in, so that a more urgent one need not wait for all of it."""
-        return 1
+    def begin_layout(self, parcels: Sequence[Parcel]) -> None:
+        """Note the buckets of a step, from now on."""
 
     @abstractmethod
     def land(self, parcel: Parcel, divisor: float) -> None:

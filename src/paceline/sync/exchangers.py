@@ -14,9 +14,6 @@ from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.exchanger import Exchanger, Parcel
 
-PIECE_BYTES = 4 * 2**20
-"""Largest part of a parcel that a more urgent one may have to wait for: 34 ms at 1 Gbit/s."""
-
 
 class DenseExchanger(Exchanger):
     """Sums whole buffers: by the group's own all-reduce, or by a program.
@@ -24,34 +21,18 @@ class DenseExchanger(Exchanger):
     Args:
         group: The workers.
         program: Runs in place of the group's own all-reduce.
-        in_order: Whether a buffer goes only when the one before has arrived.
     """
 
-    def __init__(self, group: Group, program: Algorithm | None, in_order: bool = False) -> None:
+    can_split = True
+
+    def __init__(self, group: Group, program: Algorithm | None) -> None:
         self._size = group.size
-        self._owned: list[Group | Channel] = []
-        self._channel: Channel | None = None
-        if in_order:
-            group = group.duplicate("in order")
-            self._channel = Channel("paceline-in-order")
-            self._owned += [group, self._channel]
-        if program is not None:
-            group = ProgramGroup(group, program)
-            self._owned.append(group)
-        self._group = group
+        self._program = ProgramGroup(group, program) if program is not None else None
+        self._group = self._program or group
 
-    def exchange(
-        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
-    ) -> Work:
+    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Start one all-reduce."""
-        if self._channel is None:
-            return self._group.all_reduce(parcel.buffer, name=parcel.name)
-        part = parcel.buffer.tensor_split(self.num_pieces(parcel))[piece]
-        return self._channel.submit(lambda: self._group.all_reduce(part, name=f"{parcel.name} piece {piece}").wait())
-
-    def num_pieces(self, parcel: Parcel) -> int:
-        """Cut large parcels where they go one after another."""
-        return 1 if self._channel is None else -(-parcel.buffer.nbytes // PIECE_BYTES)
+        return self._group.all_reduce(parcel.buffer, name=parcel.name)
 
     def land(self, parcel: Parcel, divisor: float) -> None:
         """Divide; by exactly 1 it costs no pass over the buffer."""
@@ -64,8 +45,8 @@ class DenseExchanger(Exchanger):
 
     def close(self) -> None:
         """Close the connections that are this exchange's own."""
-        for owned in reversed(self._owned):
-            owned.close()
+        if self._program is not None:
+            self._program.close()
 
 
 class CodecExchanger(Exchanger):
@@ -86,9 +67,7 @@ class CodecExchanger(Exchanger):
         self._states: dict[str, State] = {}
         self._pending: dict[str, State] = {}
 
-    def exchange(
-        self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0, piece: int = 0
-    ) -> Work:
+    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Queue the parcel; every rank takes the same lane for it."""
         lane = self._lanes[self._num_exchanges % len(self._lanes)]
         self._num_exchanges += 1

@@ -102,16 +102,15 @@ class Rule(Family):
         """Return which part of the training a step is in; with each, what sums gradients is started anew."""
         return 0
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, in_order: bool = False, step: int = 0) -> Exchanger:
+    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
         """Return what sums gradients among the workers of `group`, which are near each other. Each of them calls it.
 
         Args:
             group: The workers.
             seed: Of what codecs draw.
-            in_order: Whether few parcels may be under way at a time, so that the first arrives soonest.
             step: The first step that it is for; the last one is that of its `phase`.
         """
-        return DenseExchanger(group, None, in_order)
+        return DenseExchanger(group, None)
 
     def start_synchroniser(self, site: Site) -> Synchroniser | None:
         """Return what does the rest, or None where summed gradients are all. Every worker calls it, also one alone."""

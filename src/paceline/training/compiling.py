@@ -8,7 +8,6 @@ from torch import nn
 from paceline.errors import SettingsError, unknown_name
 from paceline.parallel.fully_sharded import find_blocks
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.replica.checks import Landing
 
 NO_COMPILER = "none"
 
@@ -53,7 +52,7 @@ def check_compiler(compiler: str, device: torch.device) -> None:
         )
 
 
-def check_compiler_fits(compiler: str, landing: Landing, pipeline: PipelineSettings | None) -> None:
+def check_compiler_fits(compiler: str, pipeline: PipelineSettings | None) -> None:
     """Refuse a compiler with what goes into the middle of blocks; `pipeline` is None where there is none."""
     if compiler == NO_COMPILER:
         return
@@ -61,11 +60,6 @@ def check_compiler_fits(compiler: str, landing: Landing, pipeline: PipelineSetti
         raise SettingsError(
             "pipeline.order must leave backward in one piece with compiled blocks, but got "
             f"{pipeline.order} with compiler {compiler}; take 1f1b or interleaved, or no compiler"
-        )
-    if landing == "next_forward":
-        raise SettingsError(
-            f"landing must be update with compiled blocks, inside which nothing can land, but got {landing} with "
-            f"compiler {compiler}; leave one of them out"
         )
 
 

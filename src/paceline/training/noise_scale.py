@@ -196,7 +196,7 @@ class NoiseMeter:
         )
 
 
-def check_noise(sync: Rule, layout: Layout, landing: str) -> None:
+def check_noise(sync: Rule, layout: Layout) -> None:
     """Refuse to measure where gradients are not summed exactly over all workers, each with a whole model.
 
     Raises:
@@ -212,10 +212,6 @@ def check_noise(sync: Rule, layout: Layout, landing: str) -> None:
         raise ValueError(
             "the gradient noise scale must be measured where each worker holds a whole model, but got a layout with "
             f"other axes than data: {layout}; leave them out"
-        )
-    if landing != "update":
-        raise ValueError(
-            f"landing must be update where the gradient noise scale is measured, but got {landing}; leave it out"
         )
 
 

@@ -16,7 +16,8 @@ from paceline.optim import AdamW, Optimizer
 from paceline.parallel.apply import check_sharing
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
-from paceline.replica.checks import Landing, Precision, check_layout, check_rule_fits
+from paceline.replica.checks import Precision, check_layout
+from paceline.replica.landing import Landing, check_landing
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
@@ -102,15 +103,18 @@ class Run(Settings):
     """How long workers wait for one another before an error says who is missing."""
 
     @model_validator(mode="after")
-    def _check_landing(self) -> Self:
-        if self.landing != "update" and (self.clip_norm is not None or self.precision == "fp16"):
-            raise ValueError(
-                f"landing must be update where the whole step is needed at once, but got {self.landing} with "
-                f"clip_norm={self.clip_norm} and precision={self.precision}; give --clip_norm none, and no fp16"
-            )
-        check_compiler_fits(self.compiler, self.landing, self.pipeline if self.layout.pipeline > 1 else None)
-        check_rule_fits(self.sync, self.landing)
-        check_layout(self.layout, self.sync, self.landing)
+    def _check_together(self) -> Self:
+        check_landing(
+            self.landing,
+            precision=self.precision,
+            clip_norm=self.clip_norm,
+            rule=self.sync,
+            layout=self.layout,
+            is_compiled=self.compiler != NO_COMPILER,
+            is_noise_measured=self.noise_interval > 0,
+        )
+        check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
+        check_layout(self.layout, self.sync)
         check_sharing(self.layout, self.sharded_codec, self.pipeline)
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
@@ -142,7 +146,7 @@ class Run(Settings):
                 "give one of them"
             )
         if self.noise_interval:
-            check_noise(self.sync, self.layout, self.landing)
+            check_noise(self.sync, self.layout)
         if self.growth.steps:
             check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
         return self

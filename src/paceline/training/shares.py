@@ -27,7 +27,7 @@ from paceline.comm.group import Group, Work
 from paceline.comm.local_group import LocalGroup
 from paceline.data import Loader
 from paceline.monitor.events import Event, SharesChanged, SlowWorker
-from paceline.replica.times import StepTimes
+from paceline.replica.step_result import StepTimes
 
 LEAST_GAIN = 1.1
 """How many times longer the slowest worker must take with the present shares than with those that would follow."""

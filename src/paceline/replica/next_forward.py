@@ -1,0 +1,325 @@
+"""Gradients that land in the next forward, each bucket just before its parameters are used, the most urgent sent first.
+
+It pays on slow links: forward begins while the last buckets are still on the wire. ByteScheduler (Peng et al., SOSP
+2019) and P3 (Jayarajan et al., MLSys 2019) send first what the next forward needs first. They decide as gradients
+become ready, each worker alone or by a central scheduler; here the order is worked out once from one worker's
+measurements and agreed on, since workers that launched in orders of their own would sum different buckets. When a
+gradient lands changes nothing in what is learnt.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.channel import Channel
+from paceline.comm.group import Group, Work
+from paceline.errors import GradientError
+from paceline.replica.landing import BucketLanding
+from paceline.replica.step_result import BucketTimes
+from paceline.sync.exchanger import Exchanger, Parcel
+from paceline.sync.rule import Rule
+
+CHUNK_BYTES = 4 * 2**20
+"""Largest part of a bucket that a more urgent one may have to wait for: 34 ms at 1 Gbit/s."""
+_MEASURED_STEPS = 3
+"""Steps whose times a launch order is computed from."""
+
+
+class ForwardLanding(BucketLanding):
+    """Lands buckets in the next forward, so that the last of them may still be on the wire when it starts.
+
+    The first forward is watched: which module, innermost, uses which parameter. From then on a bucket lands before the
+    first module that uses one of its parameters runs, whoever owns it (a tied weight, a parent that reads a child's
+    weight). Parameters that were not seen are landed before forward begins. One that is used elsewhere
+    later, before it has landed, is found in the backward pass and is an error.
+
+    Args:
+        optimizer: Updates the parameters of one bucket at a time.
+        rule: Says how buckets are exchanged.
+        module: The module whose forward is watched.
+        parameters: Parameters that are landed, by name.
+    """
+
+    delay = 1
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        super().__init__(optimizer, rule)
+        self._module = module
+        self._exchanger: PriorityExchanger | None = None
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._late: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        self.needed: dict[str, int] | None = None
+        """Place of each parameter in the order of first use, once a forward has been watched."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all is learnt that it depends on."""
+        is_learning = self.gradients.is_learning() or self._exchanger is None or self._exchanger.is_measuring
+        return self.needed is not None and not is_learning
+
+    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
+        """Return what exchanges buckets in chunks, the most urgent first."""
+        own = group.duplicate("most urgent first")
+        self._exchanger = PriorityExchanger(self._rule.start_exchanger(own, seed, step=step), own)
+        return self._exchanger
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
+        if not torch.is_grad_enabled():
+            self.flush()
+            return forward()
+        if self.needed is None:
+            return self._watch(forward)
+        self.land_those_of(set(self._names.values()) - set(self.needed))
+        return forward()
+
+    def begin_backward(self) -> None:
+        """Land what forward did not need."""
+        self._late |= self.flush()
+
+    def land(self, divisor: float, step: int) -> list[BucketTimes]:
+        """Take on the step's buckets for the next forward, and return the times of those that have landed since."""
+        self.begin(divisor, step)
+        return self.take_times()
+
+    def end_step(self) -> None:
+        """Measure how long exchanges take, once nothing else changes, and agree on their order."""
+        if self._exchanger is not None and not self.gradients.is_learning():
+            # A worker that has run no forward yet must measure in the same steps as the others.
+            self._exchanger.end_step(self.needed or {})
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def end_backward(self) -> None:
+        """Refuse gradients of parameters that landed after the forward pass they are of."""
+        used = {slot.name for bucket in self.gradients.buckets for slot in bucket.slots if slot.used}
+        stale = sorted(self._late & used)
+        self._late = set()
+        if stale:
+            raise GradientError(
+                f"a parameter must be used where its first forward used it, but {stale[0]} was used elsewhere before "
+                "its last update had landed; for models whose forward changes from step to step land at the update"
+            )
+
+    def _watch(self, forward: Callable[[], Any]) -> Any:
+        modules = dict(self._module.named_modules())
+        uses: list[tuple[str, str]] = []
+        running = [""]
+        handles = []
+        for name, module in modules.items():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+            handles.append(module.register_forward_hook(lambda *_: _pop(running), always_call=True))
+        try:
+            with _Watcher(self._names, running, uses):
+                output = forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.needed = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in uses))}
+        users: dict[str, set[str]] = {}
+        for name, user in uses:
+            users.setdefault(user, set()).add(name)
+        for user, used in users.items():
+            self._handles.append(
+                modules[user].register_forward_pre_hook(lambda *_, used=used: self.land_those_of(used), prepend=True)
+            )
+        return output
+
+
+def _pop(running: list[str]) -> None:
+    running.pop()
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes which module uses which parameter."""
+
+    def __init__(self, names: Mapping[int, str], running: list[str], uses: list[tuple[str, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._running = running
+        self._uses = uses
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs or {})):
+            name = self._names.get(id(leaf))
+            if name is not None:
+                self._uses.append((name, self._running[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+class PriorityExchanger(Exchanger):
+    """Exchanges buckets in chunks, in the order that the next forward needs them in, as far as they are ready.
+
+    Args:
+        exchanger: Exchanges a chunk; of one that only takes whole buckets, a bucket is a chunk.
+        group: The workers; a group of its own, which is closed with it.
+    """
+
+    def __init__(self, exchanger: Exchanger, group: Group) -> None:
+        self._inner, self._group = exchanger, group
+        # One chunk at a time, where the group would otherwise share the wire among all.
+        self._channel = Channel("paceline-priority") if exchanger.can_split else None
+        self.bucket_bytes, self.state_of = exchanger.bucket_bytes, exchanger.state_of
+        self.is_measuring = True
+        self._parcels: list[Parcel] = []
+        self._order: list[int] = []
+        self._next = 0
+        self._begun: dict[int, _Begun] = {}
+        self._measured: list[tuple[list[float], list[float]]] = []
+
+    def begin_layout(self, parcels: Sequence[Parcel]) -> None:
+        """Exchange these buckets from now on; their order is measured anew."""
+        self._parcels = list(parcels)
+        self._order = [number for number, parcel in enumerate(parcels) for _ in range(self._count_chunks(parcel))]
+        self._next, self._begun, self._measured, self.is_measuring = 0, {}, [], True
+
+    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+        """Start what is ready and whose turn has come; a bucket's chunks follow when theirs has."""
+        number = next(number for number, one in enumerate(self._parcels) if one is parcel)
+        if self._next == len(self._order):
+            self._next, self._begun = 0, {}
+        begun = self._begun[number] = _Begun(time.perf_counter(), _Chunks())
+        chunks = parcel.buffer.tensor_split(self._count_chunks(parcel))
+
+        def start(chunk: int) -> Work:
+            if self._channel is None:
+                return self._inner.exchange(parcel, divisor, step, loss_scale)
+            part = Parcel(f"{parcel.name} chunk {chunk}", chunks[chunk], {})
+            return self._channel.submit(lambda: self._inner.exchange(part, divisor, step, loss_scale).wait())
+
+        begun.start = start
+        while self._next < len(self._order) and (turn := self._begun.get(self._order[self._next])) is not None:
+            assert turn.start is not None
+            turn.chunks.works.append(turn.start(len(turn.chunks.works)))
+            self._next += 1
+        return begun.chunks
+
+    def end_step(self, needed: Mapping[str, int]) -> None:
+        """Note the times of a step that has ended; from those of some steps, all workers agree on an order.
+
+        Args:
+            needed: Place of each parameter in the order in which forward uses them.
+        """
+        if not self.is_measuring:
+            return
+        pieces = [
+            (begun.ready_s, work)
+            for number in range(len(self._parcels))
+            for begun in [self._begun[number]]
+            for work in begun.chunks.works
+        ]
+        # Exchanges that share the wire each take as many times longer; the order is planned for one at a time.
+        took_s = [((work.ended_s or 0.0) - (work.began_s or 0.0)) / self._inner.num_lanes for _, work in pieces]
+        self._measured.append(([ready_s for ready_s, _ in pieces], took_s))
+        first = min(self._measured[-1][0])
+        self._measured[-1] = ([ready_s - first for ready_s in self._measured[-1][0]], took_s)
+        if len(self._measured) < _MEASURED_STEPS:
+            return
+        ready_s, duration_s = (
+            [sorted(values)[_MEASURED_STEPS // 2] for values in zip(*column, strict=True)]
+            for column in zip(*self._measured, strict=True)
+        )
+        last = len(needed)
+        owners = [number for number, parcel in enumerate(self._parcels) for _ in range(self._count_chunks(parcel))]
+        places = [min(needed.get(name, last) for name in self._parcels[number].blocks) for number in owners]
+        order = [owners[chunk] for chunk in plan_launch_order(ready_s, duration_s, places)]
+        self._order = self._group.gather_documents(order, name="launch order")[0]
+        self.is_measuring = False
+
+    def _count_chunks(self, parcel: Parcel) -> int:
+        return -(-parcel.buffer.nbytes // CHUNK_BYTES) if self._channel is not None else 1
+
+    def land(self, parcel: Parcel, divisor: float) -> None:
+        """As the exchanger of a chunk does it."""
+        self._inner.land(parcel, divisor)
+
+    def commit(self, unused: Collection[str]) -> None:
+        """As the exchanger of a chunk does it."""
+        self._inner.commit(unused)
+
+    def roll_back(self) -> None:
+        """As the exchanger of a chunk does it."""
+        self._inner.roll_back()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of the exchanger of a chunk."""
+        return self._inner.state()
+
+    def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
+        """As the exchanger of a chunk does it."""
+        self._inner.load_state(saved, shapes)
+
+    def wire_bytes(self, parcel: Parcel) -> int:
+        """Return the bytes of a whole bucket."""
+        return self._inner.wire_bytes(parcel)
+
+    def close(self) -> None:
+        """Let connections and threads go."""
+        if self._channel is not None:
+            self._channel.close()
+        self._inner.close()
+        self._group.close()
+
+
+class _Chunks(Work):
+    """The exchanges of a bucket's chunks."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+        self.began_s = min((work.began_s for work in self.works if work.began_s), default=None)
+        self.ended_s = max((work.ended_s for work in self.works if work.ended_s), default=None)
+
+
+@dataclass
+class _Begun:
+    """A bucket that is ready."""
+
+    ready_s: float
+    chunks: _Chunks
+    start: Callable[[int], Work] | None = None
+
+
+def plan_launch_order(ready_s: Sequence[float], duration_s: Sequence[float], needed: Sequence[int]) -> list[int]:
+    """Return the buckets in the order in which they are best exchanged, one at a time.
+
+    Whenever the wire is free, it takes of those that are ready the one that forward needs first: waiting for
+    one that is more urgent and not ready yet would leave the wire idle.
+
+    Args:
+        ready_s: When each bucket's gradients are complete, from the beginning of backward.
+        duration_s: How long its exchange takes.
+        needed: Place of each bucket in the order in which forward needs them.
+    """
+    waiting = set(range(len(ready_s)))
+    order: list[int] = []
+    now_s = 0.0
+    while waiting:
+        now_s = max(now_s, min(ready_s[bucket] for bucket in waiting))
+        chosen = min((b for b in waiting if ready_s[b] <= now_s), key=lambda bucket: (needed[bucket], bucket))
+        waiting.remove(chosen)
+        order.append(chosen)
+        now_s += duration_s[chosen]
+    return order
