@@ -17,7 +17,7 @@ from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.learn import chunk_loss
+from paceline.training.loop import chunk_loss
 from paceline.training.objective import NextToken
 from paceline.training.optimizer_state import model_tensors
 from paceline.training.state import capture

@@ -16,7 +16,7 @@ from paceline.recipes.bert import Bert
 from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.learn import chunk_loss
+from paceline.training.loop import chunk_loss
 from paceline.training.objective import MaskedLM
 from paceline.training.state import capture
 

@@ -219,7 +219,10 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
         ({"batch_schedule": "growing", "sync": "asgd"}, "batch_schedule must be constant with sync asgd"),
         ({"noise_scale_interval": 5, "sync": "local_sgd"}, "summed exactly at every step, but got sync local_sgd"),
         ({"noise_scale_interval": 5, "sync": EveryStep(codec="top_k")}, "sync every_step with codec top_k"),
-        ({"noise_scale_interval": 5, "clip_norm": None, "landing": "next_forward"}, "landing must be update, but got next_forward where"),
+        (
+            {"noise_scale_interval": 5, "clip_norm": None, "landing": "next_forward"},
+            "landing must be update, but got",
+        ),
         ({"noise_scale_interval": 5, "layout": {"tensor": 2}}, "each worker holds a whole model"),
         ({"noise_scale_interval": 5, "batch_schedule": "noise_scale"}, "noise_scale_interval must be that of batch"),
         ({"growth": {"steps": (3, 3)}}, "must ascend from 1 on"),

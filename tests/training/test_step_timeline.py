@@ -8,7 +8,7 @@ import torch
 from paceline.comm import LocalGroup
 from paceline.monitor.events import BucketExchanged, StepTimed
 from paceline.sync import EveryStep
-from paceline.training.timeline import tell_timeline
+from paceline.training.tell import tell_timeline
 from training_models import make_module, make_replica, run_one_step
 
 

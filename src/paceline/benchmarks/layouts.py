@@ -28,7 +28,7 @@ from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
 from paceline.replica.replica import Replica
 from paceline.topology.layout import Layout
-from paceline.training.learn import chunk_loss
+from paceline.training.loop import chunk_loss
 from paceline.training.objective import NextToken
 
 CaseName = Literal["tensor", "zero_3", "zero_2", "zero_1", "1f1b", "gpipe", "data_tensor", "context"]

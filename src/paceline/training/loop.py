@@ -8,19 +8,27 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
+import torch
+from torch import Tensor
+
 from paceline.comm.group import Group
 from paceline.comm.torch_group import tells_of_lost_peer
-from paceline.errors import CommunicationError
-from paceline.monitor.events import Preempted, RunFinished, Showcased
+from paceline.data import Batch, derive_seed
+from paceline.errors import CommunicationError, NonFiniteError, SettingsError
+from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
 from paceline.monitor.log import EventLog
+from paceline.parallel.local import local
+from paceline.replica.replica import LossOfPart
+from paceline.replica.step_result import StepResult
+from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import Desk, Site
-from paceline.training.after_step import do_after_step, evaluate_held_out, next_meeting
-from paceline.training.batch import measure_noise, tell_batch
-from paceline.training.grow import grow_if_due
-from paceline.training.learn import learn
+from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.growth import grow_module, grow_optimizer
+from paceline.training.objective import Objective
 from paceline.training.run import Run
-from paceline.training.tell import tell_failure, tell_step
-from paceline.training.training import Training, build_model, set_up
+from paceline.training.state import capture
+from paceline.training.tell import tell_delays, tell_failure, tell_saved, tell_step
+from paceline.training.training import Training, build_model, build_replica, set_up
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -180,3 +188,181 @@ def _stop_on_signal(training: Training) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
+    """Learn from a micro-batch of `step`, and return what the update did if it was the step's last."""
+    run, replica = training.run, training.replica
+    # Each micro-batch has a random stream of its own, which needs no state to resume.
+    stream = (step, *replica.part.stream) if replica.desk is None else batch.interval
+    torch.manual_seed(derive_seed(run.seed, *stream, training.num_micro_batches) >> 1)
+    training.num_micro_batches += 1
+    batch = replica.part.cut(batch)
+    with training.pacing.computing(batch.num_samples), replica.part.computing():
+        if replica.part.pipeline is not None:
+            loss_of = chunk_loss(run.objective, batch)
+            timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
+            replica.backward_through(batch.inputs, batch.targets, loss_of, last=batch.last, timed=timed)
+        else:
+            loss = run.objective.loss(replica, batch)
+            if training.noise is not None:
+                training.noise.watch(loss.mean, batch.num_samples)
+            replica.backward(loss.mean, weight=loss.weight, last=batch.last)
+    if not batch.last:
+        return None
+    training.num_micro_batches = 0
+    rate = run.optimizer.rate(training.loader.batch_at(batch.interval.start))
+    for group in replica.optimizer.param_groups:
+        group["lr"] = rate * run.schedule.factor(step, run.num_steps)
+    result = replica.update()
+    training.loader.ack(batch)
+    training.num_samples += batch.interval.num_samples
+    return result
+
+
+def chunk_loss(objective: Objective, batch: Batch) -> LossOfPart:
+    """Return what makes mean loss and weight of a part of a batch, from its outputs and targets."""
+
+    def loss_of(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        num_samples = min(len(targets), batch.num_samples)  # a borrowed sample counts for nothing
+        loss = objective.loss(lambda _: output, Batch(targets, targets, num_samples, batch.interval))
+        return loss.mean, loss.weight
+
+    return loss_of
+
+
+def measure_noise(training: Training, result: StepResult, num_samples: int) -> None:
+    """Measure the gradient noise of a step of `num_samples`, and let the batch follow it where it does."""
+    run, loader = training.run, training.loader
+    measured = training.noise.end_step(training.step, result, num_samples) if training.noise is not None else None
+    if measured is None:
+        return
+    training.tell(measured)
+    if isinstance(run.batch_schedule, NoiseScaleBatch):
+        chosen = run.batch_schedule.choose(measured.noise_scale, loader.newest_batch, run.global_batch)
+        if chosen != loader.newest_batch:
+            loader.change_batch(chosen)
+
+
+def tell_batch(training: Training) -> None:
+    """Tell of another global batch, where the step to come has one."""
+    batch = training.loader.global_batch
+    if batch != training.global_batch:
+        training.global_batch = batch
+        training.tell(BatchChanged(global_batch=batch, start=training.loader.position))
+
+
+def grow_if_due(training: Training) -> None:
+    """Replace the replica by one of a deeper model, where the step to come is one to grow at. All workers call it.
+
+    Raises:
+        SettingsError: The model is deeper already than it should be, as it was saved by a run that grew earlier.
+    """
+    run, old, depth = training.run, training.replica, training.model.layer_stack
+    if depth is None or not run.growth.steps:
+        return
+    first = run.model.layer_stack
+    assert first is not None
+    num_layers = run.growth.depth_at(training.step, first.num_layers)
+    if num_layers == depth.num_layers:
+        return
+    if num_layers < depth.num_layers:
+        raise SettingsError(
+            f"a model must not become shallower, but it has {depth.num_layers} layers and growth gives it {num_layers} "
+            f"at step {training.step}; resume with the growth that the run was started with"
+        )
+    state, feedback = old.state_dict(), old.feedback()
+    old.close()
+    training.model = training.model.with_depth(num_layers)
+    module = build_model(run, training.splits, old.part.world, training.model)
+    new = build_replica(run, module, training.splits, old.part.world)
+    grow_module(old.module, new.module, depth, run.growth.method)
+    grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
+    new.load_state_dict(state)
+    if feedback:
+        new.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
+    training.replica = new
+    if training.stopped_by:  # a signal may have come to the old one
+        new.request_stop()
+    if training.noise is not None:
+        training.noise.use(new.module)
+    num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
+    training.tell(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
+
+
+def next_meeting(run: Run, step: int) -> int:
+    """Return the first step after `step` at whose end all workers come together."""
+    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
+    return min([(step // interval + 1) * interval for interval in intervals] + [run.num_steps])
+
+
+def do_after_step(training: Training, *, stop: bool) -> None:
+    """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
+    run, step = training.run, training.step
+    if next_meeting(run, step - 1) == step:
+        tell_delays(training)
+    is_last = step == run.num_steps
+    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
+        evaluate_held_out(training)
+    if stop and not is_last:
+        path = save_checkpoint(training, wait=True)
+        training.tell(Preempted(checkpoint=path, signal=training.stopped_by or "a signal to another rank"))
+    elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
+        save_checkpoint(training, wait=is_last)
+    elif training.saver is not None:
+        tell_saved(training, training.saver.finished())
+
+
+def save_checkpoint(training: Training, *, wait: bool) -> str:
+    """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
+    replica = training.replica
+    replica.flush()
+    for name, parameter in replica.module.named_parameters():
+        if not torch.isfinite(local(parameter)).all():
+            raise NonFiniteError(
+                f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
+                "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
+            )
+    tensors, document = capture(replica)
+    document |= {
+        "step": training.step,
+        "recipe": training.recipe,
+        "run": training.run.model_dump(mode="json"),
+        "loader": training.loader.state_dict(),
+        "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
+        "noise": training.noise.state() if training.noise is not None else None,
+    }
+    path = ""
+    if training.saver is not None:
+        training.saver.start(tensors, document, training.step)
+        tell_saved(training, training.saver.finished())
+        if wait and (saved := training.saver.wait()):
+            tell_saved(training, [saved])
+            path = str(saved.path)
+    if wait:
+        replica.part.world.barrier(name="checkpoint")
+    return path
+
+
+def evaluate_held_out(training: Training) -> Evaluation | None:
+    """Evaluate; None if a signal came meanwhile."""
+    run = training.run
+    training.replica.flush()
+    evaluation = evaluate(
+        training.replica,
+        run.objective,
+        training.splits.held_out,
+        batch_size=max(1, run.global_batch // training.replica.part.readers.size // run.num_micro_batches),
+        max_samples=run.evaluate_samples,
+        is_stopped=lambda: bool(training.stopped_by),
+    )
+    if evaluation is not None:
+        training.tell(
+            Evaluated(
+                loss=evaluation.loss,
+                metrics=evaluation.metrics,
+                num_samples=evaluation.num_samples,
+                duration_s=evaluation.duration_s,
+            )
+        )
+    return evaluation
