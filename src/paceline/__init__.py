@@ -15,7 +15,7 @@ _HOMES = {
     "Group": "paceline.comm",
     "Layout": "paceline.topology",
     "Loader": "paceline.data",
-    "Loss": "paceline.training",
+    "Loss": "paceline.replica",
     "Model": "paceline.training",
     "Objective": "paceline.training",
     "PacelineError": "paceline.errors",
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError
     from paceline.registry import Family, Settings, register
-    from paceline.replica import Replica
+    from paceline.replica import Loss, Replica
     from paceline.topology import Layout
-    from paceline.training import Loss, Model, Objective, Run
+    from paceline.training import Model, Objective, Run
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,12 @@ from paceline.comm import join
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.compression.codec import Codec
+from paceline.data import Batch, Interval
 from paceline.errors import DivergenceError, NonFiniteError, SettingsError
 from paceline.optim import Optimizer
 from paceline.parallel.apply import check_sharing, lay_out, share_optimizer
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.replica import Loss
 from paceline.replica.replica import Replica
 from paceline.sync import DiLoCo
 from paceline.sync.batch_statistics import pooled_over_workers
@@ -93,7 +95,8 @@ def take_steps(replica: Replica, count: int) -> list[float]:
     numbers = []
     for _ in range(count):
         if replica.part.pipeline is not None:
-            replica.backward_through(mine, (mine + 1) % WIDTH, loss_of)
+            batch = Batch((mine, (mine + 1) % WIDTH), len(mine), Interval(0, NUM_SAMPLES))
+            replica.backward_through(batch, lambda output, part: Loss(*loss_of(output, part.targets)))
         else:
             loss, weight = loss_of(replica(mine), (mine + 1) % WIDTH)
             replica.backward(loss, weight=weight)

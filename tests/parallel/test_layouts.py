@@ -9,7 +9,8 @@ import torch
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
 from paceline.compression.codec import Codec
-from paceline.data.base import Batch, Spec
+from paceline.data.base import Spec
+from paceline.data.batch import Batch
 from paceline.data.order import Interval, apportion
 from paceline.parallel.apply import lay_out, share_optimizer
 from paceline.parallel.pipeline.settings import PipelineSettings
@@ -17,7 +18,6 @@ from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.loop import chunk_loss
 from paceline.training.objective import NextToken
 from paceline.training.optimizer_state import model_tensors
 from paceline.training.state import capture
@@ -100,9 +100,9 @@ def take_step(replica: Replica, step: int, num_micro_batches: int, weights: list
     for number, count in enumerate(counts := apportion(shares[part.readers.rank], [1.0] * num_micro_batches)):
         inputs, targets = samples_of(step, first + sum(counts[:number]), count)
         last = number == num_micro_batches - 1
-        batch = part.cut(Batch(inputs, targets, count, Interval(0, GLOBAL_BATCH), last))
+        batch = part.cut(Batch((inputs, targets), count, Interval(0, GLOBAL_BATCH), last))
         if part.pipeline is not None:
-            replica.backward_through(batch.inputs, batch.targets, chunk_loss(objective, batch), last=last)
+            replica.backward_through(batch, objective.loss_of_output, last=last)
         else:
             loss = objective.loss(replica, batch)
             replica.backward(loss.mean, weight=loss.weight, last=last)

@@ -197,10 +197,10 @@ def test_what_a_rank_does_not_hold_leaves_the_model_and_the_rest_keeps_its_names
 def test_costs_put_the_cut_where_the_work_is() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     pieces, x = list_pieces(model), torch.randn(256, 64)
-    flops = estimate(model, pieces, x)
+    flops = estimate(model, pieces, (x,))
     assert flops == [2 * 256 * a * b for a, b in ((64, 512), (0, 0), (512, 8), (8, 8), (8, 8))]
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert max(measure(model, pieces, x)[:3]) > max(measure(model, pieces, x)[3:])
+    assert max(measure(model, pieces, (x,))[:3]) > max(measure(model, pieces, (x,))[3:])
     with Mesh(LocalGroup(), Layout().resolve(1)).world as world:
         mesh = SimpleNamespace(size=lambda axis: 2, world=world)
         assert cut(model, pieces, PipelineSettings(), mesh, x) == [range(1), range(1, 5)]  # type: ignore[arg-type]
@@ -233,9 +233,9 @@ def test_a_model_without_values_cannot_be_measured() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
         sample = torch.randn(3, 2)
-    assert estimate(model, list_pieces(model), sample) == [24, 48]
+    assert estimate(model, list_pieces(model), (sample,)) == [24, 48]
     with pytest.raises(SettingsError, match="take cuts estimated"):
-        measure(model, list_pieces(model), sample)
+        measure(model, list_pieces(model), (sample,))
 
 
 def test_a_piece_finds_its_submodule_also_when_that_was_wrapped() -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from paceline.comm import LocalGroup
-from paceline.data.base import Batch, Source, Spec, Splits
+from paceline.data.base import Source, Spec, Splits
+from paceline.data.batch import Batch
 from paceline.data.order import Interval
 from paceline.memory import Memory, counting
 from paceline.optim import SGD, AdamW, Optimizer
@@ -77,7 +78,7 @@ def measure(run, splits, num_workers):
             for number in range(run.num_micro_batches):
                 inputs, targets = splits.train.read(np.arange(num_samples))
                 last = number == run.num_micro_batches - 1
-                batch = Batch(inputs, targets, num_samples, Interval(0, run.global_batch), last)
+                batch = Batch((inputs, targets), num_samples, Interval(0, run.global_batch), last)
                 loss = run.objective.loss(replica, batch)
                 replica.backward(loss.mean, weight=loss.weight, last=last)
             replica.update()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
-from paceline.data.base import Batch, Spec
+from paceline.data.base import Spec
+from paceline.data.batch import Batch
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval, apportion
 from paceline.parallel.apply import lay_out, share_optimizer
@@ -16,7 +17,6 @@ from paceline.recipes.bert import Bert
 from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.loop import chunk_loss
 from paceline.training.objective import MaskedLM
 from paceline.training.state import capture
 
@@ -35,7 +35,7 @@ def make_batch(step: int, first: int, count: int) -> Batch:
     is_asked = torch.arange(NUM_TOKENS) < torch.arange(GLOBAL_BATCH)[:, None]
     samples = slice(first, first + count)
     inputs, targets = tokens.masked_fill(is_asked, VOCABULARY - 1), tokens.masked_fill(~is_asked, NOT_ASKED)
-    return Batch(inputs[samples], targets[samples], count, Interval(0, GLOBAL_BATCH))
+    return Batch((inputs[samples], targets[samples]), count, Interval(0, GLOBAL_BATCH))
 
 
 def take_step(replica: Replica, step: int) -> tuple[float, float, float]:
@@ -44,7 +44,7 @@ def take_step(replica: Replica, step: int) -> tuple[float, float, float]:
     batch = part.cut(make_batch(step, sum(shares[: part.readers.rank]), shares[part.readers.rank]))
     with part.computing():
         if part.pipeline is not None:
-            replica.backward_through(batch.inputs, batch.targets, chunk_loss(MaskedLM(), batch))
+            replica.backward_through(batch, MaskedLM().loss_of_output)
         else:
             loss = MaskedLM().loss(replica, batch)
             replica.backward(loss.mean, weight=loss.weight)

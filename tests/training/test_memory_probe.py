@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.comm import LocalGroup
-from paceline.data.base import Batch
+from paceline.data.batch import Batch
 from paceline.data.order import Interval
 from paceline.training.memory_probe import MEASURED_STEP, MemoryProbe
 from training_models import make_batch, make_module, make_replica
@@ -15,7 +15,7 @@ def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
         replica = make_replica(make_module(), group, bucket_bytes=200)
         probe = MemoryProbe(is_on=group.rank == 0)
         inputs, targets = make_batch()
-        batch = Batch(inputs, targets, len(inputs), Interval(0, len(inputs)), True)
+        batch = Batch((inputs, targets), len(inputs), Interval(0, len(inputs)), True)
         found = []
         for _ in range(MEASURED_STEP + 2):
             with probe.watching(replica, batch):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm import LocalGroup
-from paceline.data.base import Batch, Source, Spec
+from paceline.data.base import Source, Spec
+from paceline.data.batch import Batch
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval
 from paceline.replica import Replica
@@ -24,7 +25,7 @@ def make_batch(samples: slice = slice(0, 4), num_samples: int | None = None) -> 
     tokens = torch.randint(VOCABULARY, (4, NUM_TOKENS), generator=generator)
     inputs = torch.randint(VOCABULARY, (4, NUM_TOKENS), generator=generator)
     targets = tokens.masked_fill(~ASKED, NOT_ASKED)[samples]
-    return Batch(inputs[samples], targets, len(targets) if num_samples is None else num_samples, Interval(0, 4))
+    return Batch((inputs[samples], targets), len(targets) if num_samples is None else num_samples, Interval(0, 4))
 
 
 def make_model() -> nn.Module:

@@ -16,7 +16,8 @@ from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.problems import Problem, make_optimizer
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group, join
-from paceline.data.base import Batch, Spec
+from paceline.data.base import Spec
+from paceline.data.batch import Batch
 from paceline.data.order import Interval
 from paceline.errors import SettingsError
 from paceline.monitor.events import PipelineMeasured
@@ -28,7 +29,6 @@ from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
 from paceline.replica.replica import Replica
 from paceline.topology.layout import Layout
-from paceline.training.loop import chunk_loss
 from paceline.training.objective import NextToken
 
 CaseName = Literal["tensor", "zero_3", "zero_2", "zero_1", "1f1b", "gpipe", "data_tensor", "context"]
@@ -188,7 +188,7 @@ def _make_our_step(replica: Replica, problem: Problem) -> Callable[[], float]:
     def step() -> float:
         with part.computing():
             if part.pipeline is not None:
-                replica.backward_through(batch.inputs, batch.targets, chunk_loss(objective, batch))
+                replica.backward_through(batch, objective.loss_of_output)
             else:
                 loss = objective.loss(replica, batch)
                 replica.backward(loss.mean, weight=loss.weight)
@@ -222,7 +222,7 @@ def _measure_bubble(replica: Replica, problem: Problem) -> PipelineMeasured:
     batch = _make_batch(problem)
     pipeline = replica.part.pipeline
     assert pipeline is not None
-    replica.backward_through(batch.inputs, batch.targets, chunk_loss(NextToken(), batch), timed=True)
+    replica.backward_through(batch, NextToken().loss_of_output, timed=True)
     replica.update()
     assert pipeline.times is not None
     return pipeline.times.tell()
@@ -230,4 +230,4 @@ def _measure_bubble(replica: Replica, problem: Problem) -> PipelineMeasured:
 
 def _make_batch(problem: Problem) -> Batch:
     num_samples = len(problem.inputs)
-    return Batch(problem.inputs, problem.targets, num_samples, Interval(0, num_samples))
+    return Batch((problem.inputs, problem.targets), num_samples, Interval(0, num_samples))

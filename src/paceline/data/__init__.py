@@ -1,6 +1,7 @@
 """Layer 5: sources of samples, the global order they are used in, and the loader of a worker's share."""
 
-from paceline.data.base import Batch, Data, Source, Spec, Splits
+from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.batch import Batch
 from paceline.data.images import Images
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource

@@ -2,71 +2,47 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from paceline.data.order import Interval
+from paceline.data.batch import map_tensors
+from paceline.data.order import Indices
 from paceline.registry import Family
-
-Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a model must know of its data to be built."""
 
-    num_classes: int
-    """Classes of a classification, or the vocabulary of a language model."""
-    input_shape: tuple[int, ...]
+    num_classes: int = 0
+    """Classes of a classification, or the vocabulary of a language model; 0 if not known."""
+    input_shape: tuple[int, ...] = ()
     """Shape of one sample's input, without the batch dim."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One worker's part of a global batch (or, while accumulating, of a part of it)."""
-
-    inputs: Tensor
-    targets: Tensor
-    num_samples: int
-    """Samples that count. It is 0 where the worker's share is empty: the tensors then hold one borrowed
-    sample, so that forward and backward run as everywhere, and its weight makes it count for nothing."""
-    interval: Interval
-    """The whole global batch's positions in the global order, the same on every worker."""
-    last: bool = True
-    """Whether this is the last micro-batch of the step, after which gradients are exchanged."""
-
-    def to(self, device: torch.device) -> "Batch":
-        """Return the batch on `device`."""
-        if device == self.inputs.device:
-            return self
-        inputs = self.inputs.to(device, non_blocking=True)
-        targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, self.num_samples, self.interval, self.last)
-
-
-class Source(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Samples under indices 0..len-1. It is read by a background thread, and by forked loader processes.
+class Source(torch.utils.data.Dataset[Any]):
+    """Samples under indices 0..len-1, read a batch at a time by a background thread, or by loader processes.
 
     What is read must depend on the index alone: a draw from a global random generator would also change what the
     model's dropout draws, and could not be repeated on resume.
     """
 
-    spec: Spec
+    spec: Spec = Spec()
+    """What a model that is built from settings must know of the data."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
 
     @abstractmethod
-    def read(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples at `indices`, stacked in that order."""
+    def read(self, indices: Indices) -> Any:
+        """Return the samples at `indices`, in that order: see `Batch.data`."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         """Return one sample."""
-        inputs, targets = self.read(np.array([index], dtype=np.int64))
-        return inputs[0], targets[0]
+        return map_tensors(lambda tensor: tensor[0], self.read(np.array([index], dtype=np.int64)))
 
 
 @dataclass(frozen=True)

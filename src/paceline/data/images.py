@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from paceline.data.base import Data, Indices, Source, Spec, Splits
+from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.order import Indices
 from paceline.errors import DataError, missing_extra
 from paceline.registry import register
 

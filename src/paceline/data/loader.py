@@ -5,37 +5,44 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.comm.group import Group
-from paceline.data.base import Batch, Source
+from paceline.data.base import Source
+from paceline.data.batch import Batch
 from paceline.data.batches import Batches
-from paceline.data.map_source import MapSource
-from paceline.data.order import Claims, GlobalOrder, Interval, Ledger, apportion
+from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
+from paceline.data.order import ENDLESS, Claims, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import Step, read_in_processes
 from paceline.data.shares import Shares
+from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 
 
 class Loader:
-    """This worker's batches, for as many epochs as they are asked for.
+    """This worker's batches, in one global order that does not depend on how many workers there are.
 
-    One global order feeds all workers: each step takes the next `global_batch` positions and cuts them into
-    shares, so what is learnt from does not depend on how many workers there are. It iterates for ever; an epoch's
-    last global batch is shorter. A batch counts as used once `ack` was called for it, the next one was asked for, or
-    the loop was left; call `ack` before `state_dict` in the middle of a loop.
+    Each step takes the next `global_batch` positions of the order and cuts them into shares. Without `num_epochs` or
+    `num_steps` it goes on for ever; both count from the beginning of training, not from where a checkpoint resumes. A
+    batch counts as used once `ack` was called for it, the next one was asked for, or the loop was left.
 
     Args:
-        dataset: A `Source`, or any torch data set with a length and samples of the form (input, target).
-        global_batch: Samples of a step, over all workers.
+        dataset: Any torch data set; an iterable one is read whole by every worker, in its own order. A DataLoader is
+            taken apart into its data set, `collate_fn`, `drop_last`, shuffling and number of processes.
+        global_batch: Samples of a step, over all workers; by default a DataLoader's batch size.
         group: The workers; alone without it.
-        seed: Of the order.
-        shuffle: Without it every epoch has the data set's own order.
+        num_epochs: Times that the data set is gone through; None for no end.
+        num_steps: Steps after which it ends; None for no end.
+        collate_fn: Makes a batch of a list of samples, as for torch's DataLoader; by default tensors are stacked.
+        drop_last: Whether an epoch's last samples are left out where they are too few for a whole global batch.
+        join_epochs: Whether they are joined with the first ones of the next epoch instead.
+        seed: Random seed of the order.
+        shuffle: Whether each epoch has an order of its own; by default, unless the data set is iterable.
         shares: How a global batch is divided: one non-negative weight a worker; evenly without it.
         num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
         prefetch: Steps that are read ahead.
-        num_processes: 0 reads in a background thread; more reads in that many forked processes.
+        num_processes: Processes that read; 0 for a background thread.
         claims: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
             even share of `global_batch`, and iterating ends where all workers come together.
         changes: Pairs of a step and the global batch from that step on, where it does not stay `global_batch`.
@@ -43,17 +50,23 @@ class Loader:
             larger than the first ones.
 
     Raises:
-        SettingsError: A global batch is below the number of workers, or `shares` do not fit the group.
+        SettingsError: The settings do not fit each other, the data set or the group.
+        DataError: The data set is of no kind that can be read.
     """
 
     def __init__(
         self,
-        dataset: Source | Dataset[Any],
-        global_batch: int,
+        dataset: Dataset[Any] | DataLoader[Any],
+        global_batch: int | None = None,
         *,
         group: Group | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        collate_fn: CollateFn | None = None,
+        drop_last: bool = False,
+        join_epochs: bool = False,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
         prefetch: int = 2,
@@ -62,15 +75,43 @@ class Loader:
         changes: Sequence[tuple[int, int]] = (),
         adds_micro_batches: bool = False,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            parts = take_apart(dataset)
+            dataset, global_batch = parts.dataset, parts.batch_size if global_batch is None else global_batch
+            collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
+            shuffle = parts.shuffle if shuffle is None else shuffle
+            num_processes = num_processes or parts.num_processes
+        if global_batch is None:
+            raise SettingsError("global_batch must be given: the samples of a step, over all workers")
         self._rank, self._num_workers = (group.rank, group.size) if group else (0, 1)
         self._device = group.device if group else torch.device("cpu")
         self._shares = Shares(shares, self._num_workers)
         for batch in [global_batch, *(batch for _, batch in changes)]:
             self._check_batch(batch)
-        if num_micro_batches < 1:
-            raise SettingsError(f"num_micro_batches must be at least 1, but got {num_micro_batches}")
-        self._source = dataset if isinstance(dataset, Source) else MapSource(dataset)
-        self.order = GlobalOrder(len(self._source), seed, shuffle)
+        for name, count in (("num_micro_batches", num_micro_batches), ("num_epochs", num_epochs)):
+            if count is not None and count < 1:
+                raise SettingsError(f"{name} must be at least 1, but got {count}")
+        if drop_last and join_epochs:
+            raise SettingsError(
+                "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
+            )
+        tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
+        self._collate_fn = collate_fn
+        self._source: Source | None = None
+        self._stream: Stream | None = None
+        if isinstance(dataset, IterableDataset):
+            refuse_for_stream(shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, claims=claims)
+            self._stream = Stream(dataset, num_epochs)
+            self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
+        else:
+            self._source = dataset if isinstance(dataset, Source) else MapSource(dataset, collate_fn)
+            self.order = GlobalOrder(len(self._source), seed, shuffle is not False, tail)
+        if drop_last and global_batch > self.order.num_samples:
+            raise SettingsError(
+                f"global_batch must be at most the data set's {self.order.num_samples} samples with drop_last, or "
+                f"nothing is left, but got {global_batch}; lower it, or leave drop_last out"
+            )
+        self._num_epochs, self._num_steps = num_epochs, num_steps
         self._batches = Batches(self.order, global_batch, changes)
         self._first_batch = global_batch
         self.num_micro_batches = num_micro_batches
@@ -81,6 +122,20 @@ class Loader:
         self._num_processes = num_processes
         self._ledger = Ledger()
         self._num_iterators = 0
+
+    def __len__(self) -> int:
+        """Return how many batches are left to iterate over, micro-batches counted each.
+
+        Raises:
+            TypeError: There is no end, or it is not known: of an iterable data set, or of workers at their own pace.
+        """
+        end = self._end_step
+        if end is None or self._claims is not None:
+            raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
+        steps = range(self._batches.step_of(self.position), end)
+        if not self._adds_micro_batches:
+            return len(steps) * self.num_micro_batches
+        return sum(self._count_micro_batches(self._batches.position_of(step)) for step in steps)
 
     @property
     def position(self) -> int:
@@ -162,9 +217,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data, which fits any number of workers, shares and batches, as JSON."""
+        stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
             **asdict(self.order),
             **self._ledger.state_dict(),
+            **stream,
             "shares": self._shares.state(self.position),
             "batches": self._batches.state(self.position),
         }
@@ -186,19 +243,24 @@ class Loader:
             DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
         """
         for name, here in asdict(self.order).items():
-            if state[name] != here:
+            saved = state.get(name, "short")  # older checkpoints know no other tail
+            if saved != here:
                 raise DataError(
-                    f"the data's {name} must be that of the checkpoint, but got {here} instead of {state[name]}; "
+                    f"the data's {name} must be that of the checkpoint, but got {here} instead of {saved}; "
                     "resume with the data and order that the run was started with"
                 )
         self._ledger = Ledger.from_state(state)
+        if self._stream is not None:
+            self._stream.seek(state["stream"], self.position)
         if "batches" in state:
             self._batches.resume(state["batches"][0][0], self.position)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batch after micro-batch, from the low-water mark on, for ever."""
+        """Yield micro-batch after micro-batch, from the low-water mark on, to the end if there is one."""
         if self._claims is None:
             self._ledger = Ledger.from_state(self._ledger.state_dict())
+        if self._stream is not None:
+            self._stream.seek(self._stream.state(self.position), self.position)
         self._num_iterators += 1
         mine = self._num_iterators
         with ReadAhead(self._read_steps(), self._prefetch) as steps:
@@ -242,34 +304,71 @@ class Loader:
         num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
-    def _plan_steps(self) -> Iterator[Step]:
-        while self._claims is None:
-            interval = self._ledger.claim(self.order, self.batch_at)
-            shares = apportion(interval.num_samples, self._shares.at(interval.start))
-            yield self._cut(interval, interval.start + sum(shares[: self._rank]), shares[self._rank])
-        while (claimed := self._claims.claim(self._claim_size)) is not None:
-            interval = Interval(*claimed)
-            yield self._cut(interval, interval.start, interval.num_samples)
+    @property
+    def _end_step(self) -> int | None:
+        """The step before which it ends; None where there is no end, or an iterable data set knows it."""
+        ends = [self._num_steps] if self._num_steps is not None else []
+        if self._num_epochs is not None and self._source is not None:
+            last = self._num_epochs * self.order.num_samples
+            step = self._batches.step_of(last)
+            ends.append(step if self._batches.position_of(step) >= last else step + 1)
+        return min(ends, default=None)
 
-    def _cut(self, interval: Interval, start: int, share: int) -> Step:
+    def _plan_steps(self) -> Iterator[Step]:
+        end = self._end_step
+        last = self._num_epochs * self.order.num_samples if self._num_epochs is not None else None
+        while self._claims is None:
+            if end is not None and self._batches.step_of(self._ledger.next_claim) >= end:
+                return
+            interval = self._ledger.claim(self.order, self.batch_at)
+            if last is not None and last < interval.stop:  # joined with no epoch any more
+                interval = Interval(interval.start, last)
+                self._ledger.next_claim = last
+            yield self._cut(interval)
+        while (claimed := self._claims.claim(self._claim_size)) is not None:
+            yield self._cut(Interval(*claimed), is_all_mine=True)
+
+    def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> Step:
         """Cut this worker's share of an interval into micro-batches."""
-        num_parts = self.num_micro_batches
-        if self._adds_micro_batches:
-            num_parts *= max(1, -(-self.batch_at(interval.start) // self._first_batch))
+        start, share = interval.start, interval.num_samples
+        if not is_all_mine:
+            shares = apportion(interval.num_samples, self._shares.at(interval.start))
+            start, share = start + sum(shares[: self._rank]), shares[self._rank]
         parts, counts = [], []
-        for count in apportion(share, [1.0] * num_parts):
+        for count in apportion(share, [1.0] * self._count_micro_batches(interval.start)):
             # An empty share borrows the batch's first sample: see Batch.num_samples.
-            place = Interval(start, start + count) if count else Interval(interval.start, interval.start + 1)
-            parts.append(self.order.samples_at(place))
+            parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
             counts.append(count)
             start += count
         return Step(interval, parts, counts)
 
+    def _count_micro_batches(self, position: int) -> int:
+        """Return into how many parts a share of the step that begins at `position` is cut."""
+        if not self._adds_micro_batches:
+            return self.num_micro_batches
+        return self.num_micro_batches * max(1, -(-self.batch_at(position) // self._first_batch))
+
     def _read_steps(self) -> Iterator[list[Batch]]:
-        if self._num_processes > 0:
+        if self._stream is not None:
+            yield from self._read_stream(self._stream)
+        elif self._num_processes > 0:
+            assert self._source is not None
             yield from read_in_processes(
-                self._source, self._plan_steps(), self._device, self._num_processes, self._prefetch_factor
+                self._source, self.order, self._plan_steps(), self._device, self._num_processes, self._prefetch_factor
             )
-            return
-        for step in self._plan_steps():
-            yield step.make_batches([self._source.read(part) for part in step.parts], self._device)
+        else:
+            assert self._source is not None
+            for step in self._plan_steps():
+                read = [self._source.read(self.order.samples_at(part)) for part in step.parts]
+                yield step.make_batches(read, self._device)
+
+    def _read_stream(self, stream: Stream) -> Iterator[list[Batch]]:
+        while self._num_steps is None or self._batches.step_of(self._ledger.next_claim) < self._num_steps:
+            start = self._ledger.next_claim
+            samples = stream.take(self.batch_at(start))
+            if not samples:
+                return
+            interval = self._ledger.claim(self.order, len(samples))
+            step = self._cut(interval)
+            read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
+            yield step.make_batches(read, self._device)

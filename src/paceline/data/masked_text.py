@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from paceline.data.base import Indices, Source, Spec, Splits
+from paceline.data.base import Source, Spec, Splits
+from paceline.data.order import Indices
 from paceline.data.text import Text
 from paceline.registry import register
 

@@ -6,7 +6,7 @@ Nothing about workers enters the order, so resuming, resizing and uneven shares 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,8 +16,13 @@ Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
+Tail = Literal["short", "drop", "join"]
+ENDLESS = 2**62
+"""Samples of an order that has no end."""
+
+
 class Interval(NamedTuple):
-    """Positions start..stop-1 of the global order; they never cross an epoch's end."""
+    """Positions start..stop-1 of the global order."""
 
     start: int
     stop: int
@@ -38,13 +43,16 @@ class GlobalOrder:
 
     Args:
         num_samples: Samples in the data set.
-        seed: Of all epochs.
+        seed: Random seed of all epochs.
         shuffle: Without it every epoch has the data set's own order.
+        tail: What becomes of an epoch's last samples where they are too few for a whole global batch: a ``short`` one
+            is made of them, they are left out (``drop``), or the next epoch's first samples ``join`` them.
     """
 
     num_samples: int
     seed: int = 0
     shuffle: bool = True
+    tail: Tail = "short"
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -55,33 +63,49 @@ class GlobalOrder:
         return position // self.num_samples
 
     def next_batch(self, position: int, global_batch: int) -> Interval:
-        """Return the global batch that starts at `position`: shorter at an epoch's end, never across it."""
+        """Return the next global batch from `position` on."""
         epoch_end = (self.epoch_of(position) + 1) * self.num_samples
+        if self.tail == "join":
+            return Interval(position, position + global_batch)
+        if self.tail == "drop" and epoch_end - position < global_batch:
+            position, epoch_end = epoch_end, epoch_end + self.num_samples
         return Interval(position, min(position + global_batch, epoch_end))
 
     def position_of(self, step: int, global_batch: int, *, start: int = 0) -> int:
         """Return the position at which `step` begins, where step 0 begins at `start` and each takes a global batch."""
+        if self.tail == "join":
+            return start + step * global_batch
         epoch_end = (self.epoch_of(start) + 1) * self.num_samples
-        num_left = -(-(epoch_end - start) // global_batch)
+        num_left = self._count_steps(epoch_end - start, global_batch)
         if step < num_left:
             return start + step * global_batch
-        epoch, rest = divmod(step - num_left, -(-self.num_samples // global_batch))
+        epoch, rest = divmod(step - num_left, self._count_steps(self.num_samples, global_batch))
         return epoch_end + epoch * self.num_samples + rest * global_batch
 
     def step_of(self, position: int, global_batch: int, *, start: int = 0) -> int:
         """Return how many steps, each of a global batch, are done from `start` to `position`."""
-        epoch_end = (self.epoch_of(start) + 1) * self.num_samples
-        if position < epoch_end:
+        if self.tail == "join":
             return (position - start) // global_batch
-        num_left = -(-(epoch_end - start) // global_batch)
+        epoch_end = (self.epoch_of(start) + 1) * self.num_samples
+        num_left = self._count_steps(epoch_end - start, global_batch)
+        if position < epoch_end:
+            return min((position - start) // global_batch, num_left)
         epoch, rest = divmod(position - epoch_end, self.num_samples)
-        return num_left + epoch * -(-self.num_samples // global_batch) + rest // global_batch
+        per_epoch = self._count_steps(self.num_samples, global_batch)
+        return num_left + epoch * per_epoch + min(rest // global_batch, per_epoch)
+
+    def _count_steps(self, num_samples: int, global_batch: int) -> int:
+        """Return how many steps the rest of an epoch has."""
+        return num_samples // global_batch if self.tail == "drop" else -(-num_samples // global_batch)
 
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
         if interval.num_samples == 0:
             return np.zeros(0, dtype=np.int64)
         epoch = self.epoch_of(interval.start)
+        if (epoch_end := (epoch + 1) * self.num_samples) < interval.stop:
+            parts = [Interval(interval.start, epoch_end), Interval(epoch_end, interval.stop)]
+            return np.concatenate([self.samples_at(part) for part in parts])
         places = np.arange(interval.start, interval.stop, dtype=np.uint64) - np.uint64(epoch * self.num_samples)
         if not self.shuffle:
             return places.astype(np.int64)
@@ -140,6 +164,9 @@ class Ledger:
                 self.next_claim = done.stop
         size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
         interval = order.next_batch(self.next_claim, size)
+        if interval.start > self.next_claim:  # an epoch's last samples are dropped, which counts as used
+            dropped, self.next_claim = Interval(self.next_claim, interval.start), interval.start
+            self.ack(dropped)
         stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
         interval = Interval(interval.start, min(stops, default=interval.stop))
         self.next_claim = interval.stop

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Self
 
-from paceline.data.base import Batch
+from paceline.data.batch import Batch
 
 
 class ReadAhead:

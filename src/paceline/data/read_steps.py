@@ -9,37 +9,43 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.base import Batch, Indices, Source
-from paceline.data.order import Interval
+from paceline.data.base import Source
+from paceline.data.batch import Batch
+from paceline.data.order import GlobalOrder, Indices, Interval
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one worker: which samples each micro-batch reads, and how many of them count."""
+    """One step of one worker: which positions each micro-batch reads, and how many of them count."""
 
     interval: Interval
-    parts: list[Indices]
+    parts: list[Interval]
     counts: list[int]
 
-    def make_batches(self, read: Sequence[Sequence[Tensor]], device: torch.device) -> list[Batch]:
-        """Return its micro-batches, of which inputs and targets were read."""
+    def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
+        """Return its micro-batches, whose data was read."""
         last = len(read) - 1
         return [
-            Batch(inputs, targets, count, self.interval, last=number == last).to(device)
-            for number, ((inputs, targets), count) in enumerate(zip(read, self.counts, strict=True))
+            Batch(data, count, self.interval, last=number == last).to(device)
+            for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
         ]
 
 
 def read_in_processes(
-    source: Source, steps: Iterator[Step], device: torch.device, num_processes: int, prefetch_factor: int
+    source: Source,
+    order: GlobalOrder,
+    steps: Iterator[Step],
+    device: torch.device,
+    num_processes: int,
+    prefetch_factor: int,
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step, read by forked processes.
 
     Args:
         source: What they read from.
+        order: What the positions of steps are in.
         steps: What they read.
         device: Of the batches.
         num_processes: How many there are.
@@ -50,7 +56,7 @@ def read_in_processes(
     def plan() -> Iterator[Indices]:
         for step in steps:
             planned.put(step)
-            yield from step.parts
+            yield from (order.samples_at(part) for part in step.parts)
 
     parts = iter(
         DataLoader(
@@ -73,7 +79,7 @@ class _Reader(Dataset[Any]):
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitem__(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, indices: Indices) -> Any:
         return self._source.read(np.asarray(indices))
 
 

@@ -18,7 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from paceline.data.base import Data, Indices, Source, Spec, Splits
+from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.order import Indices
 from paceline.errors import DataError
 from paceline.registry import register
 

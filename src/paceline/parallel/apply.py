@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm.group import Group
 from paceline.compression.codec import Codec
+from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
 from paceline.parallel import zero_redundancy
 from paceline.parallel.context import check_attention, check_length, cut_attention
@@ -33,7 +34,7 @@ def lay_out(
     tensor_plan: Mapping[str, str] | None = None,
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
-    sample: Tensor | None = None,
+    sample: Any = None,
 ) -> Part:
     """Let each rank of `world` keep its part of a model, and return that part; its `module` is what a rank trains.
 
@@ -47,7 +48,7 @@ def lay_out(
         tensor_plan: How modules are split over the tensor axis, by patterns of their names; by their types without it.
         pipeline: How stages are cut and scheduled; needed for a pipeline only.
         sharded_codec: Makes smaller what the sharded axis sends of gradients; none for as they are.
-        sample: Inputs of one sample or more, by which a pipeline measures layers.
+        sample: A model's inputs for one sample or more, by which a pipeline measures layers.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -67,7 +68,7 @@ def lay_out(
         if sample is None:
             raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give lay_out one")
         peers = mesh.group("sharded") if layout.shares_parameters else None
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample, peers)
+        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
     if layout.tensor > 1:
         tensor_split = split(module, mesh, tensor_plan)
@@ -75,7 +76,9 @@ def lay_out(
         cut_attention(module, mesh)
     if layout.context > 1 and sample is not None:
         cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
-        check_length(sample.shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1)
+        check_length(
+            list_tensors(sample)[0].shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1
+        )
     if layout.shares_parameters:
         _shard(module, driver, mesh, layout)
     coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None

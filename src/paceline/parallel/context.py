@@ -147,7 +147,7 @@ def cut_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
         return tensor
     if tensor.dim() < 2:
         raise SettingsError(
-            f"inputs and targets for context({size}) must have a token dim after the batch dim, but got the shape "
+            f"each tensor of a batch for context({size}) must have a token dim after the batch dim, but got the shape "
             f"{tuple(tensor.shape)}; set layout.context 1"
         )
     check_length(tensor.shape[1], context=size)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
-from paceline.data.base import Batch
+from paceline.data.batch import Batch, map_tensors
 from paceline.parallel.context import cut_sequences, whole_sequences
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.local import local
@@ -139,8 +139,8 @@ class Part:
         """Return this rank's part of a batch: of each sequence, where a context axis cuts them."""
         if self.mesh is None or self.mesh.size("context") == 1:
             return batch
-        inputs, targets = (cut_sequences(tensor, self.mesh) for tensor in (batch.inputs, batch.targets))
-        return replace(batch, inputs=inputs, targets=targets)
+        mesh = self.mesh
+        return replace(batch, data=map_tensors(lambda tensor: cut_sequences(tensor, mesh), batch.data))
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context that forward and backward run in; without it logits are gathered whole."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from paceline.data.base import Splits
+from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
 from paceline.monitor.wording import size
 from paceline.optim import Adafactor
@@ -69,7 +70,7 @@ def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bo
     with torch.device("meta"):
         shapes = [tuple(parameter.shape) for parameter in run.model.build(splits.train.spec).parameters()]
     depth = run.growth.depth_at(run.num_steps, 1) if run.growth.steps else 1
-    sample = splits.train.read(np.arange(1))[0][0].numel()
+    sample = max(tensor.numel() for tensor in list_tensors(splits.train.read(np.arange(1))))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))
     outputs = sum(shape[0] if shape else 1 for shape in shapes)

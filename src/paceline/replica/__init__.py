@@ -1,6 +1,7 @@
 """Layer 7: a model and its optimizer kept in step with other workers: buckets, reduction, optimizer step, checks."""
 
+from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepResult, UnusedParametersWarning
 
-__all__ = ["Replica", "StepResult", "UnusedParametersWarning"]
+__all__ = ["Loss", "Replica", "StepResult", "UnusedParametersWarning"]

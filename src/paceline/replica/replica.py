@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.data.batch import Batch, list_tensors
 from paceline.errors import GradientError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part
@@ -20,6 +21,7 @@ from paceline.parallel.tensor import whole
 from paceline.replica.checks import Precision, check_backward, check_replica
 from paceline.replica.hashing import Comparison
 from paceline.replica.landing import Landing
+from paceline.replica.loss import Loss
 from paceline.replica.optimizer_step import OptimizerStep, Stepped
 from paceline.replica.reduction import GradientSum
 from paceline.replica.step_result import StepResult, StepTimes
@@ -27,8 +29,8 @@ from paceline.replica.step_scalars import Control, Meetings, Verdict
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
 
-LossOfPart = Callable[[Tensor, Tensor], tuple[Tensor, float]]
-"""Mean loss and weight of a micro-batch's outputs and targets."""
+LossOfOutput = Callable[[Any, Batch], Loss]
+"""The loss of a micro-batch, from a model's output for it and the micro-batch."""
 
 
 class Replica:
@@ -210,33 +212,31 @@ class Replica:
             self._sum.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
 
-    def backward_through(
-        self, inputs: Tensor, targets: Tensor, loss: LossOfPart, *, last: bool = True, timed: bool = False
-    ) -> None:
+    def backward_through(self, batch: Batch, loss: LossOfOutput, *, last: bool = True, timed: bool = False) -> None:
         """Run micro-batches forward and backward through the stages of a pipeline, in place of a call and `backward`.
 
         Every rank of a worker gives the same samples. Gradients are exchanged once all micro-batches are done.
 
         Args:
-            inputs: Of this worker's samples.
-            targets: Theirs.
-            loss: Returns the mean loss of a micro-batch's outputs and targets, and its weight.
+            batch: This worker's samples; the first stage takes the tensors of its `inputs`.
+            loss: Returns the loss of a micro-batch, from the model's output for it and the micro-batch.
             last: See `backward`.
             timed: Whether the pipeline notes when it computed what (`Pipeline.times`).
         """
         assert self.part.pipeline is not None
-        self._begin_backward(float(len(inputs)), last=last)
+        self._begin_backward(float(batch.num_samples), last=last)
         unit = self._mass_unit
         assert unit is not None
 
-        def numerator(output: Tensor, chunk: Tensor) -> Tensor:
-            mean, weight = loss(output, chunk)
-            self._weight += weight
-            self._loss = self._loss + mean.detach().double() * weight
-            return self._optimizer_step.scale(mean * (weight / unit))
+        def numerator(output: Tensor, data: Any) -> Tensor:
+            num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample counts for nothing
+            made = loss(output, replace(batch, data=data, num_samples=num_samples))
+            self._weight += made.weight
+            self._loss = self._loss + made.mean.detach().double() * made.weight
+            return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
         with self.autocast():
-            self.part.pipeline.run(inputs, targets, numerator, timed=timed)
+            self.part.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
         if last:
             self.part.complete(self._parameters)
             self._announce(self._weight, self._loss)

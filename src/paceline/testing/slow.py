@@ -7,12 +7,14 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from paceline.data.base import Batch, Source
+from paceline.data.base import Source
+from paceline.data.batch import Batch
 from paceline.data.order import derive_seed
 from paceline.registry import register
+from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
 from paceline.testing.faults import Fault, strike
-from paceline.training.objective import Loss, Objective
+from paceline.training.objective import Objective
 
 
 @register("scripted")

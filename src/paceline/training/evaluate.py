@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from paceline.comm.group import Group
-from paceline.data.base import Batch, Source
+from paceline.data.base import Source
+from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
+from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import pooled_over_workers
-from paceline.training.objective import Loss, Objective
+from paceline.training.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def evaluate(
                     break
             interval = Interval(min(first, stop), min(first + batch_size, stop))
             places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
-            batch = Batch(*source.read(places), interval.num_samples, interval).to(replica.group.device)
+            batch = Batch(source.read(places), interval.num_samples, interval).to(replica.group.device)
             loss = _loss(replica, objective, part.cut(batch))
             if loss is None or not loss.weight:
                 continue
@@ -84,10 +86,10 @@ def _loss(replica: Replica, objective: Objective, batch: Batch) -> Loss | None:
         loss = objective.loss(replica, batch)
     else:
         with replica.autocast():
-            output = pipeline.evaluate(batch.inputs)
+            output = pipeline.evaluate(tuple(list_tensors(batch.inputs)))
         if output is None:
             return None
-        loss = objective.loss(lambda _: output, batch)
+        loss = objective.loss_of_output(output, batch)
     return loss if replica.part.counts_loss else None
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.torch_group import tells_of_lost_peer
@@ -18,13 +17,11 @@ from paceline.errors import CommunicationError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
-from paceline.replica.replica import LossOfPart
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import Desk, Site
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
-from paceline.training.objective import Objective
 from paceline.training.run import Run
 from paceline.training.state import capture
 from paceline.training.tell import tell_delays, tell_failure, tell_saved, tell_step
@@ -200,9 +197,8 @@ def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
     batch = replica.part.cut(batch)
     with training.pacing.computing(batch.num_samples), replica.part.computing():
         if replica.part.pipeline is not None:
-            loss_of = chunk_loss(run.objective, batch)
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
-            replica.backward_through(batch.inputs, batch.targets, loss_of, last=batch.last, timed=timed)
+            replica.backward_through(batch, run.objective.loss_of_output, last=batch.last, timed=timed)
         else:
             loss = run.objective.loss(replica, batch)
             if training.noise is not None:
@@ -218,17 +214,6 @@ def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
     training.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
     return result
-
-
-def chunk_loss(objective: Objective, batch: Batch) -> LossOfPart:
-    """Return what makes mean loss and weight of a part of a batch, from its outputs and targets."""
-
-    def loss_of(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        num_samples = min(len(targets), batch.num_samples)  # a borrowed sample counts for nothing
-        loss = objective.loss(lambda _: output, Batch(targets, targets, num_samples, batch.interval))
-        return loss.mean, loss.weight
-
-    return loss_of
 
 
 def measure_noise(training: Training, result: StepResult, num_samples: int) -> None:

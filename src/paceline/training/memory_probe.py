@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.data import Batch
+from paceline.data.batch import Batch, list_tensors
 from paceline.memory import StorageTracker, counting
 from paceline.monitor.events import MemoryMeasured
 from paceline.replica.replica import Replica
@@ -41,7 +41,7 @@ class MemoryProbe:
             self._tracker.label("gradients", replica.gradient_buffers)
         with counting(replica.module, replica.optimizer, "cpu", self._tracker):
             # Samples may be views of a whole file in memory.
-            self._tracker.label("activations", [batch.inputs, batch.targets], is_part=True)
+            self._tracker.label("activations", list_tensors(batch.data), is_part=True)
             yield
 
     def end_step(self, replica: Replica) -> MemoryMeasured | None:

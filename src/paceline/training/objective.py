@@ -1,32 +1,21 @@
 """What a run minimises: a loss that carries its mass, and the metrics beside it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.data.base import Batch, Source
+from paceline.data.base import Source
+from paceline.data.batch import Batch, call
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.registry import Family, register
+from paceline.replica.loss import Loss
 
 NUM_BYTES = 256
 BLOT = "▯".encode()
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A mean and the weight it was taken over, so that means of uneven parts can be joined exactly."""
-
-    mean: Tensor
-    """0-dim; backward runs from it."""
-    weight: float
-    """Mass: samples, or tokens. 0 for a batch that counts for nothing."""
-    totals: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other sums over the same weight, by name (correct answers, for instance); 0-dim, detached."""
 
 
 class Objective(Family):
@@ -35,8 +24,12 @@ class Objective(Family):
     family = "objective"
 
     @abstractmethod
-    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the loss of `model` on `batch`."""
+
+    def loss_of_output(self, output: Any, batch: Batch) -> Loss:
+        """Return the loss of what a model has made of a batch."""
+        return self.loss(lambda *_, **__: output, batch)
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Return a text that shows what the trained module can do, or None."""
@@ -56,9 +49,9 @@ class NextToken(Objective):
     temperature: float = 0.8
     """Of that sampling; higher is more varied."""
 
-    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
-        logits = _logits(model(batch.inputs))
+        logits = _logits(call(model, batch.inputs))
         mean = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten())
         return Loss(mean, batch.num_samples * batch.targets.shape[-1])
 
@@ -94,11 +87,11 @@ class MaskedLM(Objective):
     ``logits``.
     """
 
-    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens that are asked for, weighted by their number, and how many were right."""
         # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
         num_asked = int((batch.targets != NOT_ASKED).sum()) if batch.num_samples else 0
-        logits = _logits(model(batch.inputs))
+        logits = _logits(call(model, batch.inputs))
         total = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
         correct = (logits.detach().argmax(-1) == batch.targets).sum() * min(num_asked, 1)
         return Loss(total / max(num_asked, 1), num_asked, {"accuracy": correct})
@@ -127,9 +120,9 @@ class Classification(Objective):
     label_smoothing: float = 0.0
     """Probability mass spread over all classes (Szegedy 2016)."""
 
-    def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over samples, and how many answers were right."""
-        logits = _logits(model(batch.inputs))
+        logits = _logits(call(model, batch.inputs))
         mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
         counts = min(batch.num_samples, 1)  # a borrowed sample counts for nothing
         correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts

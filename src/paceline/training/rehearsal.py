@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.base import Batch, Splits
+from paceline.data.base import Splits
+from paceline.data.batch import Batch, map_tensors
 from paceline.data.order import Interval, apportion
 from paceline.data.shares import check_shares
 from paceline.errors import PacelineError, SettingsError
@@ -97,7 +98,7 @@ def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -
     """
     shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
     num_samples = max(1, -(-max(shares) // run.num_micro_batches))
-    inputs, targets = splits.train.read(np.arange(1))
+    sample = splits.train.read(np.arange(1))
     model = run.model
     if run.growth.steps and model.layer_stack is not None:
         model = model.with_depth(run.growth.depth_at(run.num_steps, model.layer_stack.num_layers))
@@ -110,12 +111,10 @@ def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -
         return module, save_optimizer(run, run.optimizer.build(module))
 
     def loss(module: nn.Module) -> Tensor:
-        batch = Batch(
-            torch.empty(num_samples, *inputs.shape[1:], dtype=inputs.dtype, device=device),
-            torch.empty(num_samples, *targets.shape[1:], dtype=targets.dtype, device=device),
-            num_samples,
-            Interval(0, run.global_batch),
+        data = map_tensors(
+            lambda tensor: torch.empty(num_samples, *tensor.shape[1:], dtype=tensor.dtype, device=device), sample
         )
+        batch = Batch(data, num_samples, Interval(0, run.global_batch))
         return run.objective.loss(partial(_forward, module, run.precision, device.type), batch).mean
 
     return Act(
@@ -141,7 +140,7 @@ def check_parts(run: Run, splits: Splits) -> None:
     with contextlib.suppress(RehearsalError):
         module = guarded(lambda: _build(run.model, splits))
         check_model(module, run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
-        if run.layout.context > 1:
+        if run.layout.context > 1 and splits.train.spec.input_shape:
             check_length(splits.train.spec.input_shape[0], context=run.layout.context)
 
 
@@ -169,7 +168,7 @@ def _build(model: Model, splits: Splits) -> nn.Module:
         return model.build(splits.train.spec)
 
 
-def _forward(module: nn.Module, precision: str, device: str, inputs: Tensor) -> Any:
+def _forward(module: nn.Module, precision: str, device: str, *args: Any, **kwargs: Any) -> Any:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     with contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, dtype=dtype):
-        return module(inputs)
+        return module(*args, **kwargs)

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
-from paceline.data import Loader, Splits
+from paceline.data import Batch, Interval, Loader, Splits
 from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
@@ -91,7 +92,7 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
-        sample=splits.train.read(np.arange(1))[0].to(group.device),
+        sample=_read_sample(splits, group.device),
     )
     if run.compiler != NO_COMPILER:
         compile_blocks(part.module, run.compiler)
@@ -110,6 +111,11 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         seed=run.seed,
         world=world,
     )
+
+
+def _read_sample(splits: Splits, device: torch.device) -> Any:
+    """Return a model's inputs of one sample."""
+    return Batch(splits.train.read(np.arange(1)), 1, Interval(0, 1)).to(device).inputs
 
 
 def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, world: Group | None) -> Training:

@@ -25,7 +25,7 @@ def cut(
     pieces: Sequence[Piece],
     settings: PipelineSettings,
     mesh: Mesh,
-    sample: Tensor,
+    sample: tuple[Tensor, ...],
 ) -> list[range]:
     """Return which pieces each stage holds; every rank of the world calls it, and they all get the same.
 
@@ -34,7 +34,7 @@ def cut(
         pieces: Of it.
         settings: Say where to cut, or by which costs.
         mesh: The layout.
-        sample: Inputs of about one micro-batch.
+        sample: Tensors that the first piece takes, for about one micro-batch.
 
     Raises:
         SettingsError: The pieces are too few, or `cuts` names what is none.
@@ -49,10 +49,10 @@ def cut(
     return partition([median(one) for one in zip(*measured, strict=True)], num_stages)
 
 
-def estimate(model: nn.Module, pieces: Sequence[Piece], sample: Tensor) -> list[float]:
+def estimate(model: nn.Module, pieces: Sequence[Piece], sample: tuple[Tensor, ...]) -> list[float]:
     """Return each piece's flops of one forward, or where none has any, its number of parameters."""
     flops: list[float] = []
-    value: Any = sample
+    value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
         for piece in pieces:
             with FlopCounterMode(display=False) as counter:
@@ -63,21 +63,21 @@ def estimate(model: nn.Module, pieces: Sequence[Piece], sample: Tensor) -> list[
     return [float(sum(tensor.numel() for tensor in find_owned(model, [piece]))) for piece in pieces]
 
 
-def measure(model: nn.Module, pieces: Sequence[Piece], sample: Tensor) -> list[float]:
+def measure(model: nn.Module, pieces: Sequence[Piece], sample: tuple[Tensor, ...]) -> list[float]:
     """Return the seconds that each piece takes for one forward and backward, as medians."""
-    if sample.is_meta or any(parameter.is_meta for parameter in model.parameters()):
+    if sample[0].is_meta or any(parameter.is_meta for parameter in model.parameters()):
         raise SettingsError(
             "a model must have values to be measured, but it is on the meta device; take cuts estimated"
         )
     costs_s = []
-    value: Any = sample
+    value: Any = sample if len(sample) > 1 else sample[0]
     for piece in pieces:
         weights = [one for one in find_owned(model, [piece]) if one.requires_grad]
         times_s = []
         for _ in range(1 + _NUM_REPEATS):
-            began_s = _now(sample.device)
+            began_s = _now(sample[0].device)
             output = _run_once(piece, value, weights)
-            times_s.append(_now(sample.device) - began_s)
+            times_s.append(_now(sample[0].device) - began_s)
         costs_s.append(median(times_s[1:]))
         value = output
     return costs_s

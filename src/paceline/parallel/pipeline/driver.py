@@ -1,7 +1,7 @@
 """A model run as a pipeline: the part of it that this rank holds, and the step of a worker through all ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.data.batch import select
 from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import cut, undisturbed
@@ -17,7 +18,7 @@ from paceline.parallel.pipeline.forward import Description, ForwardPass
 from paceline.parallel.pipeline.orders import LossOfChunk, TorchSchedule
 from paceline.parallel.pipeline.pieces import Piece, find_owned, keep_only, list_pieces
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.parallel.pipeline.stages import Stage
+from paceline.parallel.pipeline.stages import Stage, Value
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
 
 _MAX_KEPT = 4
@@ -36,7 +37,7 @@ class Pipeline:
             not hold leave it, all others keep their names.
         mesh: The layout.
         settings: Order of work and cuts.
-        sample: Inputs of about one micro-batch, by which costs are taken.
+        sample: Tensors that the first piece takes, for about one micro-batch, by which costs are taken.
         peers: Ranks that will gather parameters of stages together with this one: theirs run as often as its own.
 
     Raises:
@@ -48,7 +49,7 @@ class Pipeline:
         module: nn.Module,
         mesh: Mesh,
         settings: PipelineSettings,
-        sample: Tensor,
+        sample: Value,
         peers: Group | None = None,
     ) -> None:
         self.settings = settings
@@ -60,10 +61,12 @@ class Pipeline:
         self._clock = Clock(self._device)
         self._peers = peers
         self._made: dict[tuple[Any, ...], _Made] = {}
-        self._loss: LossOfChunk | None = None
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self._num_losses = 0
         pieces = list_pieces(module, settings.sequence)
-        self.pieces_of_stages = [[pieces[i] for i in places] for places in cut(module, pieces, settings, mesh, sample)]
+        self.pieces_of_stages = [
+            [pieces[i] for i in places] for places in cut(module, pieces, settings, mesh, _as_tuple(sample))
+        ]
         """The pieces of each stage of the whole pipeline."""
         self.num_stages = len(self.pieces_of_stages)
         if peers is not None:
@@ -88,30 +91,38 @@ class Pipeline:
         """The place on the pipeline axis of the rank that holds the last stage, and so outputs and losses."""
         return self._place_of(self.num_stages - 1)
 
-    def run(self, inputs: Tensor, targets: Tensor, loss: LossOfChunk, *, timed: bool = False) -> list[Tensor]:
+    def run(self, inputs: Value, data: Any, loss: LossOfChunk, *, timed: bool = False) -> list[Tensor]:
         """Run a worker's samples forward and backward, and return the loss of each micro-batch, if this rank has it.
 
         Every rank of the pipeline calls it with the same samples. Gradients are added to what `grad` holds. Autocast
         around it is that of forward and loss; backward runs without, in the dtypes of forward.
 
         Args:
-            inputs: The model's input, samples first.
-            targets: As many.
-            loss: From the output and the targets of one micro-batch to what backward runs from: a sum, not a mean.
+            inputs: A tensor, or several, that the first stage takes, samples first.
+            data: Tensors of as many samples, in any nesting, of which the loss gets those of a micro-batch.
+            loss: From the output and the data of one micro-batch to what backward runs from: a sum, not a mean.
             timed: Whether to fill `times`. On a GPU each piece of work is then waited for.
 
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
         """
+        inputs = _as_tuple(inputs)
         made = self._make(inputs)
+        num_samples = len(inputs[0])
         is_last = self.place == self.last_place
         losses: list[Tensor] | None = [] if is_last else None
-        self._loss, self._num_losses = loss, 0
+        self._num_losses = 0
+
+        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # torch's schedules only cut tensors: these places
+            chunk = slice(int(places[0]), int(places[-1]) + 1)
+            return loss(output, select(data, chunk, num_samples))
+
+        self._loss = loss_of
         self._clock.is_running = timed
         with self._explaining("a step"):
             made.schedule.step(
-                *([inputs] if self.place == self._place_of(0) else []),
-                target=targets if is_last else None,
+                *(inputs if self.place == self._place_of(0) else ()),
+                target=torch.arange(num_samples) if is_last else None,
                 losses=losses,
                 return_outputs=False,
             )
@@ -120,14 +131,15 @@ class Pipeline:
             self.times = self._collect(made.num_micro_batches)
         return [one.detach() for one in losses or []]
 
-    def evaluate(self, inputs: Tensor) -> Tensor | None:
+    def evaluate(self, inputs: Value) -> Tensor | None:
         """Return the model's output for `inputs` on the rank of the last stage, None on others; no gradients.
 
         Every rank of the pipeline calls it with the same samples. Whether modules train is left as it is.
         """
+        inputs = _as_tuple(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*self._gather_counts(inputs)), self.num_ranks)
         with self._explaining("an evaluation"):
-            outputs = self._forward().run(inputs.chunk(num_micro_batches))
+            outputs = self._forward().run(list(zip(*(one.chunk(num_micro_batches) for one in inputs), strict=True)))
         if not outputs:
             return None
         tensors = [one for one in outputs if isinstance(one, Tensor)]
@@ -186,12 +198,13 @@ class Pipeline:
     def _forward(self) -> ForwardPass:
         return ForwardPass(self.stages, self.num_stages, self.settings.behaviour, self._group)
 
-    def _make(self, inputs: Tensor) -> "_Made":
+    def _make(self, inputs: tuple[Tensor, ...]) -> "_Made":
         """Return torch's schedule for such inputs; the first time, a micro-batch goes forward to learn the shapes."""
         counts = self._gather_counts(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*counts), self.num_ranks)
-        chunk = inputs[: len(inputs) // num_micro_batches]
-        key = (*counts, chunk.shape, chunk.dtype)  # new for one of the peers is new for all
+        num_samples = len(inputs[0])
+        chunk: tuple[Tensor, ...] = select(inputs, slice(num_samples // num_micro_batches), num_samples)
+        key = (*counts, *((one.shape, one.dtype) for one in chunk))  # new for one of the peers is new for all
         made = self._made.pop(key, None)
         if made is None:
             trial = self._forward()
@@ -205,12 +218,12 @@ class Pipeline:
         self._made[key] = made  # the newest last
         return made
 
-    def _gather_counts(self, inputs: Tensor) -> list[int]:
+    def _gather_counts(self, inputs: tuple[Tensor, ...]) -> list[int]:
         """Return how many samples each of the peers has."""
         if self._peers is None or self._peers.size == 1:
-            return [len(inputs)]
+            return [len(inputs[0])]
         counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
-        mine = torch.tensor([len(inputs)], device=self._device)
+        mine = torch.tensor([len(inputs[0])], device=self._device)
         self._peers.all_gather(counts, mine, name="samples of a pipeline").wait()
         return [int(count) for count in counts]
 
@@ -226,10 +239,10 @@ class Pipeline:
             clock=self._clock,
         )
 
-    def _compute_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def _compute_loss(self, output: Tensor, places: Tensor) -> Tensor:
         assert self._loss is not None
         with self._clock.watch("forward", self.num_stages - 1, self._num_losses):
-            loss = self._loss(output, targets)
+            loss = self._loss(output, places)
         self._num_losses += 1
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 
@@ -256,6 +269,10 @@ class Pipeline:
                 f"{what} of the pipeline lost a rank: place {self.place} of {self.num_ranks} heard of its neighbours: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+
+
+def _as_tuple(value: Value) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

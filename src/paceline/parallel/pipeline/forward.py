@@ -40,14 +40,14 @@ class ForwardPass:
         self.descriptions: dict[int, tuple[Description, Description]] = {}
         """What each stage of this rank takes in and gives out, of the last micro-batch."""
 
-    def run(self, chunks: Sequence[Tensor]) -> list[Value]:
+    def run(self, chunks: Sequence[Value]) -> list[Value]:
         """Return the model's output for each micro-batch on the rank of the last stage; nothing on others."""
         with torch.no_grad():
             outputs = self._run(chunks)
         torch.clear_autocast_cache()  # weights cast here would have no graph, and get no gradients later
         return outputs
 
-    def _run(self, chunks: Sequence[Tensor]) -> list[Value]:
+    def _run(self, chunks: Sequence[Value]) -> list[Value]:
         outputs: list[Value] = []
         for stage in self._stages:
             for i, chunk in enumerate(chunks):

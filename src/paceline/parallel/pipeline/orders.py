@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -16,7 +16,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 OrderName = Literal["layer_wise", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
-LossOfChunk = Callable[[Tensor, Tensor], Tensor]
+LossOfChunk = Callable[[Tensor, Any], Tensor]
+"""What backward runs from, of a micro-batch: from the model's output and its data."""
+LossOfPlaces = Callable[[Tensor, Tensor], Tensor]
+"""The same, from the output and the places of its samples in the batch."""
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
@@ -52,7 +55,7 @@ class Order:
         lap, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.is_v and lap % 2 else place
 
-    def make(self, stages: Sequence[PipelineStage], num_micro_batches: int, loss: LossOfChunk) -> TorchSchedule:
+    def make(self, stages: Sequence[PipelineStage], num_micro_batches: int, loss: LossOfPlaces) -> TorchSchedule:
         """Return torch's schedule of one rank's `stages`. It adds gradients up and divides nothing."""
         kind = self.kind
         if issubclass(kind, PipelineScheduleSingle):

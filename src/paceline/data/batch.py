@@ -1,0 +1,160 @@
+"""A batch: any nesting of tensors whose first dim is the samples, and how many of them count."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.order import Interval
+from paceline.errors import DataError
+
+LABELS = ("labels", "label", "targets", "target")
+"""Keys under which a mapping holds targets."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One worker's part of a global batch (or, while accumulating, of a part of it)."""
+
+    data: Any
+    """Tensors in any nesting of mappings, tuples, lists and dataclasses, samples first in each; all else is passed
+    on."""
+    num_samples: int
+    """Samples that count. It is 0 where the worker's share is empty: the tensors then hold one borrowed
+    sample, so that forward and backward run as everywhere, and its weight makes it count for nothing."""
+    interval: Interval
+    """The whole global batch's positions in the global order, the same on every worker."""
+    last: bool = True
+    """Whether this is the last micro-batch of the step, after which gradients are exchanged."""
+
+    def count(self, mask: Tensor | None = None) -> float:
+        """Return the weight of a mean loss over this batch.
+
+        Args:
+            mask: True, or not 0, for each element that the mean is taken over, such as tokens that are no padding;
+                without it the mean is over samples.
+
+        Returns:
+            The number of samples, or of elements of the mask; 0 where the batch counts for nothing.
+        """
+        if not self.num_samples:
+            return 0.0
+        return float(self.num_samples if mask is None else mask.count_nonzero())
+
+    @property
+    def inputs(self) -> Any:
+        """What a model takes: the first of a pair, all but the labels of a mapping, else all of the data."""
+        if _is_pair(self.data):
+            return self.data[0]
+        label = self._label
+        return {key: value for key, value in self.data.items() if key != label} if label else self.data
+
+    @property
+    def targets(self) -> Any:
+        """What a model should give: the second of a pair, or the labels of a mapping.
+
+        Raises:
+            DataError: The data is neither.
+        """
+        if _is_pair(self.data):
+            return self.data[1]
+        if self._label:
+            return self.data[self._label]
+        raise DataError(
+            f"a batch must be a pair (inputs, targets) or a mapping with {LABELS[0]!r} to have targets, but got "
+            f"{describe(self.data)}; give a loss of your own, which takes what it needs of batch.data"
+        )
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on `device`."""
+        if all(tensor.device == device for tensor in list_tensors(self.data)):
+            return self
+        return dataclasses.replace(self, data=map_tensors(lambda t: t.to(device, non_blocking=True), self.data))
+
+    @property
+    def _label(self) -> str | None:
+        keys = self.data.keys() if isinstance(self.data, Mapping) else ()
+        return next((label for label in LABELS if label in keys), None)
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with its inputs: a mapping by keyword, a tuple or list by position, anything else as it is."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def map_tensors(change: Callable[[Tensor], Any], data: Any) -> Any:
+    """Return `data` with each of its tensors changed, in containers of the same types; what is no tensor stays."""
+    if isinstance(data, Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        changed = {key: map_tensors(change, value) for key, value in data.items()}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return changed
+        same = copy.copy(data)  # such as a BatchEncoding of transformers, with all that it knows beside
+        same.update(changed)
+        return same
+    if isinstance(data, tuple | list):
+        items = [map_tensors(change, item) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: map_tensors(change, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(data, **fields)
+    return data
+
+
+def list_tensors(data: Any) -> list[Tensor]:
+    """Return the tensors of `data`, in the order in which they stand there."""
+    found: list[Tensor] = []
+    map_tensors(found.append, data)
+    return found
+
+
+def select(data: Any, samples: slice, num_samples: int) -> Any:
+    """Return some samples of `data`, which holds `num_samples`.
+
+    Raises:
+        DataError: The first dim of some tensor is not the samples.
+    """
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != num_samples:
+            raise DataError(
+                f"the first dim of each tensor must be the batch's {num_samples} samples for it to be divided, but got "
+                f"{describe(data)}; let collate_fn stack samples first"
+            )
+        return tensor[samples]
+
+    return map_tensors(cut, data)
+
+
+def check_batch(data: Any) -> None:
+    """Raise `DataError` where there is no tensor in what should be a batch."""
+    if not list_tensors(data):
+        raise DataError(
+            f"a batch must hold tensors, but got {describe(data)}; turn samples into tensors in the data set, or in a "
+            "collate_fn"
+        )
+
+
+def describe(data: Any) -> str:
+    """Return the structure of `data` in a line, such as ``{ids: int64[4, 128], label: int64[4]}``."""
+    if isinstance(data, Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in data.items()) + "}"
+    if isinstance(data, tuple | list):
+        return "(" + ", ".join(describe(item) for item in data[:8]) + (", ..." if len(data) > 8 else "") + ")"
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        inside = ", ".join(f"{f.name}={describe(getattr(data, f.name))}" for f in dataclasses.fields(data))
+        return f"{type(data).__name__}({inside})"
+    return type(data).__name__
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2 and not hasattr(data, "_fields")
