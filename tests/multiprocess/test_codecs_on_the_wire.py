@@ -30,7 +30,7 @@ def begin(group: Group, codec: str) -> Replica:
     module = Parameters()
     replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, sync=EveryStep(codec=codec))
     for step in range(2):
-        replica.backward(replica(step))
+        replica.backward(replica(step), weight=1.0)
         replica.update()
     return replica
 
@@ -44,7 +44,7 @@ def count_sent_bytes() -> dict[str, list[int]]:
             group.barrier()
             before = read_counters().sent_bytes
             for step in range(NUM_STEPS):
-                replica.backward(replica(step + 10 * group.rank))
+                replica.backward(replica(step + 10 * group.rank), weight=1.0)
                 replica.update()
             group.barrier()
             counted[name] = [NUM_STEPS * replica.wire_bytes, read_counters().sent_bytes - before]

@@ -103,7 +103,7 @@ def test_an_overflow_is_skipped_where_the_first_parameter_of_its_bucket_is_unuse
             if step == 2 and group.rank == 1:
                 replica.module.first.weight.register_hook(lambda gradient: gradient * torch.inf)
             before = replica.module.first.weight.detach().clone()
-            replica.backward(replica(torch.ones(2, 8), step < 2).float().square().mean())
+            replica.backward(replica(torch.ones(2, 8), step < 2).float().square().mean(), weight=1.0)
             skipped.append(replica.update().skipped)
         assert replica._sum.gradients.layout == [["last.weight", "first.weight"]]
         replica.close()
@@ -116,7 +116,7 @@ def _save_three(store, name):
     def worker(group):
         replica = _make(group, name, Optional)
         for step in range(2):
-            replica.backward(replica(torch.ones(2, 8) * (step + group.rank)).square().mean())
+            replica.backward(replica(torch.ones(2, 8) * (step + group.rank)).square().mean(), weight=1.0)
             replica.update()
         tensors, document = capture(replica)
         if group.rank == 0:
@@ -139,7 +139,7 @@ def test_feedback_that_cannot_be_used_is_dropped_with_a_warning(name, num_worker
             replica = _make(group, name, Optional)
             restore(store.find_newest_valid(pytest.fail) if group.rank == 0 else None, replica)
             assert replica.feedback() == {}
-            replica.backward(replica(torch.ones(2, 8)).square().mean())
+            replica.backward(replica(torch.ones(2, 8)).square().mean(), weight=1.0)
             replica.update()
             replica.close()
 

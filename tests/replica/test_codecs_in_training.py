@@ -222,7 +222,7 @@ def test_an_exchange_that_is_cut_off_leaves_state_and_parameters_as_they_were(na
                 raise RuntimeError("struck by lightning")
 
             module.embedding.weight.register_hook(die)  # the last gradient: other buckets are under way
-            replica.backward(F.cross_entropy(replica(inputs), targets))
+            replica.backward(F.cross_entropy(replica(inputs), targets), weight=1.0)
         with pytest.raises(CommunicationError, match="lightning"):
             _step(replica, 2)
         after = module.state_dict() | replica.feedback()

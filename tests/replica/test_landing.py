@@ -93,7 +93,7 @@ def test_the_optimizer_steps_with_buckets_that_have_come_while_the_last_is_under
             module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing="arrival", bucket_bytes=64
         )
         for step in range(3):
-            replica.backward(replica(_inputs(step)).square().mean())
+            replica.backward(replica(_inputs(step)).square().mean(), weight=1.0)
             if step == 2 and group.rank == 0:
                 now.update(module=module, old=[p.clone() for p in module.parameters()])
             replica.update()
@@ -121,7 +121,7 @@ def test_forward_begins_before_the_last_bucket_has_come():
                         [not torch.equal(old, layer.weight) for old, layer in zip(before, linear, strict=True)]
                     )
                 )
-            replica.backward(replica(_inputs(step, 8)).square().mean())
+            replica.backward(replica(_inputs(step, 8)).square().mean(), weight=1.0)
             if step == 6:
                 handle.remove()
             replica.update()
@@ -152,7 +152,7 @@ def test_a_parameter_used_elsewhere_than_before_is_an_error():
         )
         for step in range(7):
             module.early = step == 6
-            replica.backward(replica(torch.ones(2, 4)).square().mean())
+            replica.backward(replica(torch.ones(2, 4)).square().mean(), weight=1.0)
             replica.update()
 
     # Autograd itself may notice first that a weight it saved was changed by the late landing.
@@ -219,7 +219,7 @@ def test_a_slow_wire_is_hidden_behind_the_next_forward():
             took = []
             for _ in range(10):
                 began_s = time.perf_counter()
-                replica.backward(replica(torch.ones(2, 4)).square().mean())
+                replica.backward(replica(torch.ones(2, 4)).square().mean(), weight=1.0)
                 replica.update()
                 took.append(time.perf_counter() - began_s)
             replica.close()
@@ -257,7 +257,7 @@ def test_a_large_bucket_is_exchanged_in_chunks_between_which_urgent_ones_pass():
             module, torch.optim.SGD(module.parameters(), lr=1e-9), group=group, landing="next_forward", bucket_bytes=400
         )
         for _ in range(6):
-            replica.backward(replica(_inputs(1, 8)).square().mean())
+            replica.backward(replica(_inputs(1, 8)).square().mean(), weight=1.0)
             replica.update()
         replica.close()
 

@@ -40,7 +40,7 @@ def _make(group, landing="next_forward", make=_two_layers, optimizer=torch.optim
 
 
 def _step(replica, **options):
-    replica.backward(replica(torch.ones(2, 4) + replica.group.rank, **options).square().mean())
+    replica.backward(replica(torch.ones(2, 4) + replica.group.rank, **options).square().mean(), weight=1.0)
     return replica.update()
 
 

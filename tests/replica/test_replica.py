@@ -303,7 +303,7 @@ def test_a_gradient_norm_that_is_not_finite_is_an_error():
     inputs, targets = make_batch()
     loss = F.cross_entropy(replica(inputs), targets)
     loss.register_hook(lambda gradient: gradient * float("inf"))
-    replica.backward(loss)
+    replica.backward(loss, weight=1.0)
     with pytest.raises(NonFiniteError, match="gradient norm must be finite, but at step 0"):
         replica.update()
 
@@ -314,7 +314,7 @@ def test_a_request_to_stop_reaches_every_rank_in_the_same_step():
         stops = []
         for step in range(4):
             if step == 2 and group.rank == 1:
-                replica.request_stop()
+                replica.membership.request_stop("a test")
             stops.append(run_one_step(replica).stop)
         return stops
 

@@ -16,9 +16,9 @@ def test_update_and_backward_must_alternate():
     with pytest.raises(GradientError, match=r"backward\(last=True\) must come before"):
         replica.update()
     inputs, targets = make_batch()
-    replica.backward(F.cross_entropy(replica(inputs), targets))
+    replica.backward(F.cross_entropy(replica(inputs), targets), weight=1.0)
     with pytest.raises(GradientError, match=r"update\(\) must be called"):
-        replica.backward(F.cross_entropy(replica(inputs), targets))
+        replica.backward(F.cross_entropy(replica(inputs), targets), weight=1.0)
 
 
 def test_weights_that_add_up_to_nothing_are_an_error():
@@ -42,7 +42,7 @@ def test_a_gradient_that_is_made_twice_is_an_error():
 
     def worker(group):
         replica = make_replica(Twice(), group)
-        replica.backward(replica(torch.ones(2, 4, requires_grad=True)).sum())
+        replica.backward(replica(torch.ones(2, 4, requires_grad=True)).sum(), weight=1.0)
 
     with pytest.raises((GradientError, CommunicationError), match="non-reentrant"):
         LocalGroup.run(2, worker)
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_made_twice_is_an_error():
 def test_sparse_gradients_are_refused_by_name():
     def worker(group):
         replica = make_replica(nn.Embedding(5, 3, sparse=True), group)
-        replica.backward(replica(torch.tensor([1, 2])).sum())
+        replica.backward(replica(torch.tensor([1, 2])).sum(), weight=1.0)
 
     with pytest.raises((GradientError, CommunicationError), match="gradient of weight must be dense"):
         LocalGroup.run(2, worker)
@@ -125,7 +125,7 @@ def test_wrong_options_are_refused(options, message):
 def test_a_loss_that_is_no_scalar_and_a_module_without_parameters_are_refused():
     replica = make_replica(make_module())
     with pytest.raises(GradientError, match="0-dim"):
-        replica.backward(torch.ones(2, requires_grad=True))
+        replica.backward(torch.ones(2, requires_grad=True), weight=1.0)
     module = make_module().requires_grad_(False)
     with pytest.raises(SettingsError, match="it has none"):
         Replica(module, torch.optim.SGD(module.parameters(), lr=0.1))

@@ -51,7 +51,9 @@ def test_no_step_of_an_optimizer_is_lost_among_averages():
             optimizer_group.update(momentum=0.0, weight_decay=0.0)
         for step in range(num_steps):
             dawdle(group.rank, step)
-            replica.backward(sum((group.rank + 1) * parameter.sum() for parameter in replica.module.parameters()))
+            replica.backward(
+                sum((group.rank + 1) * parameter.sum() for parameter in replica.module.parameters()), weight=1.0
+            )
             replica.update()
         with replica.consensus():
             mean = flat(replica.module)
@@ -96,7 +98,7 @@ def test_all_stop_after_the_same_step():
         for step in range(200):
             dawdle(group.rank, step)
             if group.rank == asked and step == 33:
-                replica.request_stop()
+                replica.membership.request_stop("a test")
             if take_step(replica, step).stop:
                 with replica.consensus():
                     pass

@@ -212,7 +212,7 @@ def test_every_push_counts_once_whoever_comes_first(servers, pushes_per_step):
         gradients = []
         for step in range(20):
             gradients.append(torch.full_like(before, 0.1 * group.rank + step))
-            replica.backward(sum((p * (0.1 * group.rank + step)).sum() for p in module.parameters()))
+            replica.backward(sum((p * (0.1 * group.rank + step)).sum() for p in module.parameters()), weight=1.0)
             replica.update()
         with replica.consensus():
             change = flatten(module) - before
@@ -245,7 +245,7 @@ def test_what_a_codec_holds_back_of_a_push_comes_later(name):
         for _ in range(6):
             gradient = torch.randn(30, 40, generator=generator)
             total += gradient
-            replica.backward((module.weight * gradient).sum())
+            replica.backward((module.weight * gradient).sum(), weight=1.0)
             replica.update()
         held_back = replica.sync_state()[0]
         with replica.consensus():
@@ -358,7 +358,7 @@ def test_a_request_to_stop_reaches_all_and_leaves_no_sample_out():
         replica.desk.set_boundary(10**5)
         while (interval := replica.desk.claim(4)) is not None:
             if group.rank == 1 and interval[0] > 40:
-                replica.request_stop()
+                replica.membership.request_stop("a test")
             run_step(replica, interval[0])
             replica.desk.ack(interval)
         stopping = replica.desk.is_stopping

@@ -22,7 +22,7 @@ def _train(group, elasticity, num_steps=6, period=1, momentum=0.0, **options):
     history = []
     for step in range(num_steps):
         inputs, targets = make_batch(group.rank, step)
-        replica.backward(nn.functional.mse_loss(replica(inputs.double()), targets.double()))
+        replica.backward(nn.functional.mse_loss(replica(inputs.double()), targets.double()), weight=1.0)
         replica.update()
         with replica.consensus():
             centre = _flat(module)
@@ -113,7 +113,7 @@ def _swap_at_own_pace(group, elasticity, num_steps):
     for step in range(num_steps):
         time.sleep(0.003 * pause.random())
         inputs, _ = make_batch(group.rank, step)
-        replica.backward(replica(inputs.double()).mean())
+        replica.backward(replica(inputs.double()).mean(), weight=1.0)
         replica.update()
     own = _flat(module)
     with replica.consensus():

@@ -58,7 +58,7 @@ def test_parameters_that_nobody_used_stay_as_they_are():
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
         replica = Replica(module, optimizer, group=group, sync="parameter_server")
         before = module["unused"].weight.detach().clone()
-        replica.backward(module["used"](torch.ones(1, 2)).sum())
+        replica.backward(module["used"](torch.ones(1, 2)).sum(), weight=1.0)
         replica.update()
         replica.close()
         return torch.equal(before, module["unused"].weight)
@@ -347,7 +347,7 @@ def test_asynchronous_workers_push_nothing_of_an_overflow():
             before = flatten(module)
             handle = module.weight.register_hook(lambda gradient: gradient * torch.inf) if step == 1 else None
             inputs, targets = make_samples(0, step, torch.float32)
-            replica.backward(0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets))
+            replica.backward(0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets), weight=1.0)
             replica.update()
             if handle is not None:
                 handle.remove()

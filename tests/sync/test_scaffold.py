@@ -122,7 +122,7 @@ def test_a_parameter_that_only_others_use_is_corrected_and_one_that_nobody_uses_
         module = Branches()
         replica = Replica(module, make_sgd(module), group=group, sync=Scaffold(period=2))
         for _ in range(3):
-            replica.backward(replica(group.rank == 0))
+            replica.backward(replica(group.rank == 0), weight=1.0)
             replica.update()
         replica.close()
         return module.some.detach().clone(), module.nobodys.detach().clone()
@@ -144,7 +144,7 @@ def test_an_overflow_leaves_no_trace_in_the_control_variates():
             if step in (2, 3) and group.rank == 1:
                 handle = module.weight.register_hook(lambda gradient: gradient * torch.inf)
             inputs, targets = make_samples(group.rank, step, torch.float32)
-            replica.backward(0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets))
+            replica.backward(0.01 * torch.nn.functional.mse_loss(replica(inputs).float(), targets), weight=1.0)
             skipped.append(replica.update().skipped)
             if handle is not None:
                 handle.remove()

@@ -240,7 +240,7 @@ def _run_trial(
         pacing.end_step(len(steps), result.times)
         is_over = steps[-1][0] >= end_s
         if is_over:
-            replica.request_stop()
+            replica.membership.request_stop("time is up")
         # Workers at their own pace leave when time is up; the others agree on a last step.
         if result.stop or (is_over and rule.is_asynchronous):
             break

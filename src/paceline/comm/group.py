@@ -1,6 +1,8 @@
 """What a group of workers can do together: the few collectives that Paceline is built on."""
 
 import json
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.membership import PREEMPTED, Membership
 from paceline.errors import SettingsError
 
 MAX_TAG = 2**31 - 2
@@ -65,6 +68,8 @@ class Group(ABC):
         self.device = device
         self.epoch = epoch
         self._num_opened: Counter[str] = Counter()
+        self.membership = Membership()
+        """What belongs to these workers; that of the joined group counts."""
         self.next_tag = 0
         """The tag that the next program begins with (`execute`); the same on every rank."""
 
@@ -212,9 +217,42 @@ class Group(ABC):
         return list(ranks).index(self.rank)
 
     def __enter__(self) -> Self:
+        _entered.groups = [*getattr(_entered, "groups", ()), self]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(error)
+        """Leave; where a signal has stopped all workers, the process ends with exit code 75 unless somebody catches it.
+
+        Raises:
+            SystemExit: A signal has stopped all workers.
+        """
+        _entered.groups = _entered.groups[:-1]
+        try:
+            if error is None:
+                self.membership.leave()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.close(error)
+        if error is None and self.membership.is_stopping:
+            raise SystemExit(PREEMPTED)
+
+
+_entered = threading.local()
+_joined: list[weakref.ref[Group]] = []
+
+
+def note_joined(group: Group) -> None:
+    """Make `group` the one that replicas and loaders of this process belong to unless they are told otherwise."""
+    _joined[:] = [weakref.ref(group)]
+
+
+def joined_group() -> Group | None:
+    """Return the group of the innermost ``with`` block of this thread, else the one that the process has joined."""
+    entered = getattr(_entered, "groups", ())
+    if entered:
+        return entered[-1]  # type: ignore[no-any-return]
+    return _joined[0]() if _joined else None

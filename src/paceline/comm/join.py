@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, joined_group, note_joined
 from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
 from paceline.comm.shared_memory import (
@@ -39,6 +39,10 @@ def join(
 ) -> Group:
     """Join the other workers of this run, or make a world of one where no launcher started this process.
 
+    Replicas and loaders that are made afterwards belong to the group. As a context (``with paceline.join():``) the
+    worker leaves at its end: what belongs to the group is closed, and where SIGTERM, SIGINT or SIGHUP stopped the
+    loop the process ends with exit code 75, by which schedulers and `paceline train` know that it can go on.
+
     Args:
         device: What this worker computes on; by default its own GPU where every worker of the host can have one
             (``LOCAL_RANK``-th), else the CPU.
@@ -54,6 +58,32 @@ def join(
     chosen = torch.device(device) if device is not None else _default_device()
     if transport not in get_args(Transport):
         raise SettingsError(f"transport must be one of {get_args(Transport)}, but got {transport!r}; choose one")
+    group = _open(chosen, timeout_s, transport)
+    note_joined(group)
+    return group
+
+
+def find_group(device: torch.device | None = None) -> Group:
+    """Return the group that this process has joined, or a world of one where no launcher started others beside it.
+
+    Args:
+        device: That of a world of one.
+
+    Raises:
+        SettingsError: A launcher started several workers, and `join` was not called.
+    """
+    group = joined_group()
+    if group is not None:
+        return group
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SettingsError(
+            f"this process must join the {os.environ['WORLD_SIZE']} workers that were started before it makes a "
+            "replica or a loader, or each would train by itself; put the loop into `with paceline.join():`"
+        )
+    return LocalGroup(device=device)
+
+
+def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return LocalGroup(device=chosen)
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.comm.group import Group
+from paceline.comm.join import find_group
 from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.batches import Batches
@@ -31,7 +31,7 @@ class Loader:
         dataset: Any torch data set; an iterable one is read whole by every worker, in its own order. A DataLoader is
             taken apart into its data set, `collate_fn`, `drop_last`, shuffling and number of processes.
         global_batch: Samples of a step, over all workers; by default a DataLoader's batch size.
-        group: The workers; alone without it.
+        group: The workers; by default those that `paceline.join` has joined.
         num_epochs: Times that the data set is gone through; None for no end.
         num_steps: Steps after which it ends; None for no end.
         collate_fn: Makes a batch of a list of samples, as for torch's DataLoader; by default tensors are stacked.
@@ -83,8 +83,9 @@ class Loader:
             num_processes = num_processes or parts.num_processes
         if global_batch is None:
             raise SettingsError("global_batch must be given: the samples of a step, over all workers")
-        self._rank, self._num_workers = (group.rank, group.size) if group else (0, 1)
-        self._device = group.device if group else torch.device("cpu")
+        group = group or find_group()
+        self._rank, self._num_workers, self._device = group.rank, group.size, group.device
+        self._membership = group.membership
         self._shares = Shares(shares, self._num_workers)
         for batch in [global_batch, *(batch for _, batch in changes)]:
             self._check_batch(batch)
@@ -256,7 +257,15 @@ class Loader:
             self._batches.resume(state["batches"][0][0], self.position)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batch after micro-batch, from the low-water mark on, to the end if there is one."""
+        """Yield micro-batch after micro-batch, from the low-water mark on, to the end if there is one.
+
+        Inside, signals that ask this process to stop are requests to all workers, and it ends after the step after
+        which they have agreed to: see `Replica.should_save`.
+        """
+        with self._membership.stopping_on_signals():
+            yield from self._iterate()
+
+    def _iterate(self) -> Iterator[Batch]:
         if self._claims is None:
             self._ledger = Ledger.from_state(self._ledger.state_dict())
         if self._stream is not None:
@@ -276,6 +285,8 @@ class Loader:
                         raise
                 if self._claims is None:
                     self.ack(step[-1])
+                    if self._membership.is_stopping:
+                        return
 
     def _check_batch(self, global_batch: int) -> None:
         if global_batch < self._num_workers:

@@ -62,13 +62,16 @@ class Mesh:
                 self._groups[key] = self.world
             elif len(ranks) == 1:
                 self._groups[key] = LocalGroup(device=self.world.device, epoch=self.world.epoch)
+                self._groups[key].membership = self.world.membership
             else:
                 self._groups[key] = self.subgroup(ranks, f"axes {' '.join(key)}")
         return self._groups[key]
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """Return a group of some ranks of the world; see `Group.subgroup`."""
-        return self.world.subgroup(ranks, f"mesh {self._number}: {name}")
+        group = self.world.subgroup(ranks, f"mesh {self._number}: {name}")
+        group.membership = self.world.membership
+        return group
 
     @property
     def device_mesh(self) -> DeviceMesh:

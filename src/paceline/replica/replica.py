@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.comm.local_group import LocalGroup
+from paceline.comm.join import find_group
+from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, list_tensors
-from paceline.errors import GradientError
+from paceline.errors import GradientError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part
 from paceline.parallel.start import broadcast_module, check_same_model
@@ -43,7 +44,7 @@ class Replica:
     Args:
         module: Any module, the same on every worker; parameters and buffers are taken from rank 0.
         optimizer: Over parameters of `module`.
-        group: The workers; alone without it.
+        group: The workers; by default those that `paceline.join` has joined.
         sync: The synchronisation rule, or its name.
         precision: ``bf16`` and ``fp16`` run forward under autocast, fp16 with loss scaling; parameters, gradients and
             their sums stay in the parameters' dtype.
@@ -83,8 +84,8 @@ class Replica:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        alone = LocalGroup(device=next((p.device for p in module.parameters()), None))
-        self.part = part or Part(group or alone)
+        device = next((parameter.device for parameter in module.parameters()), None)
+        self.part = part or Part(group or find_group(device))
         self.group = self.part.group
         self.sync = Rule.model_validate(sync)
         self.num_updates = 0
@@ -96,7 +97,6 @@ class Replica:
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
         self._mass_unit: float | None = None
-        self._stop_requested = False
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._control: Control | None = None
@@ -165,32 +165,55 @@ class Replica:
         """Return how stale what was pushed to servers has been; None where there are none."""
         return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
-    def request_stop(self) -> None:
-        """Ask all workers to stop after their next update; each learns it from `StepResult.stop`."""
-        self._stop_requested = True
+    @property
+    def membership(self) -> Membership:
+        """What belongs to the workers, such as their agreement to stop."""
+        return self.part.world.membership
+
+    def should_save(self, every: int) -> bool:
+        """Return whether it is time to save, the same on every worker: ask after each `update`.
+
+        Args:
+            every: Updates from one save to the next.
+
+        Returns:
+            True after each `every`-th update, and once all workers stop because a signal asked one of them to.
+        """
+        if every < 1:
+            raise SettingsError(f"every must be at least 1 update, but got {every}")
+        return self.num_updates % every == 0 or self.membership.is_stopping
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Loss,
         *,
-        weight: float = 1.0,
+        weight: float | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         last: bool = True,
     ) -> None:
         """Add the gradients of `loss` to those of the step, and exchange them if it is the `last` of the step.
 
         Args:
-            loss: 0-dim; a mean or a sum over what `weight` counts, as `reduction` says.
-            weight: Its mass: samples or tokens. 0 counts for nothing.
+            loss: 0-dim; a mean or a sum over what `weight` counts, as `reduction` says. Or a `Loss`, which carries it.
+            weight: Number of samples or tokens that the loss is a mean of, such as `Batch.count` returns. 0 counts for
+                nothing. It is what makes uneven shares and a short last batch right, so it must be given.
             reduction: What `loss` is.
             last: False while accumulating, on every worker alike; nothing is exchanged then (but at the very first
                 call, which agrees on the unit that mass is counted in).
 
         Raises:
-            GradientError: `loss` is not 0-dim, `weight` negative or not finite, a gradient sparse or made twice, a
-                parameter unfrozen after the replica was made, or used before it had landed; or `update` was not
-                called after the last backward.
+            GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or made
+                twice, a parameter unfrozen after the replica was made, or used before it had landed; or `update` was
+                not called after the last backward.
         """
+        if isinstance(loss, Loss):
+            weight, reduction = loss.weight, "mean"
+            loss = loss.mean
+        if weight is None:
+            raise GradientError(
+                "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
+                "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
+            )
         loss = whole(loss)
         check_backward(loss, weight, self._control is not None, self._frozen)
         self._begin_backward(weight, last=last)
@@ -274,6 +297,7 @@ class Replica:
             met, is_voted = self._meet()
             stepped, outcome = self._step(met, has_gradients=verdict.weight > 0)
             stop |= outcome.stop or is_voted
+        self.membership.is_stopping |= stop
         newly_unused = self._sum.note_unused(landed_step) if verdict.weight else []
         self._mass_unit = verdict.weight or self._mass_unit
         self.num_updates += 1
@@ -385,6 +409,10 @@ class Replica:
                 self._synchroniser.close()
             self.part.close()
 
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self.membership.stop_requested_by)
+
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if self._sum.landing is not None:
             self._sum.landing.begin_backward()
@@ -397,7 +425,7 @@ class Replica:
     def _announce(self, weight: float, numerator: Tensor) -> None:
         """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
         assert self._mass_unit is not None
-        weight, numerator, stop = self.part.agree(weight, numerator, self._stop_requested)
+        weight, numerator, stop = self.part.agree(weight, numerator, self._is_asked_to_stop)
         self._control = Control(self._sum.near, weight, numerator, stop)
         if self._meetings is not None:
             self._meetings.begin(self.num_updates, weight, numerator, stop)
@@ -415,7 +443,7 @@ class Replica:
         """Let the optimizer take its step, with what the rule does before and after, and drop the gradients."""
         sync = self._synchroniser
         mass = self._meetings.mass if self._meetings is not None else self._weight
-        step = LocalStep(self.num_updates, mass, met.mass if met else 0.0, self._stop_requested)
+        step = LocalStep(self.num_updates, mass, met.mass if met else 0.0, self._is_asked_to_stop)
 
         def push(is_overflown: bool) -> None:
             if sync is not None:

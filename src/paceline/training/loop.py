@@ -1,12 +1,10 @@
 """Training from the first step, or the newest checkpoint, to the last."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -40,7 +38,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     training = None
     try:
         training = set_up(run, directory, group, log, recipe, world)
-        with training.saver or nullcontext(), _stop_on_signal(training), _explaining(training):
+        with training.saver or nullcontext(), training.membership.stopping_on_signals(), _explaining(training):
             is_done = _run_steps(training) and _finish(training)
         training.replica.close()
         return is_done
@@ -134,7 +132,11 @@ def _finish(training: Training) -> bool:
     evaluation = evaluate_held_out(training)
     if evaluation is None:
         newest = training.store.list_checkpoints()[0]
-        training.tell(Preempted(checkpoint=str(newest), signal=training.stopped_by or "a signal to another rank"))
+        training.tell(
+            Preempted(
+                checkpoint=str(newest), signal=training.membership.stop_requested_by or "a signal to another rank"
+            )
+        )
         return False
     part = training.replica.part
     with part.running_alike() as can_run:
@@ -166,25 +168,6 @@ def _explaining(training: Training) -> Iterator[None]:
             f"rank {world.rank} of {world.size} lost others of its layout after step {training.step}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-
-
-@contextmanager
-def _stop_on_signal(training: Training) -> Iterator[None]:
-    """Turn SIGTERM, SIGINT and SIGHUP into a request to stop after the step under way. Threads cannot; they do not."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: FrameType | None) -> None:
-        training.stopped_by = signal.Signals(number).name
-        training.replica.request_stop()
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
@@ -267,8 +250,6 @@ def grow_if_due(training: Training) -> None:
     if feedback:
         new.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     training.replica = new
-    if training.stopped_by:  # a signal may have come to the old one
-        new.request_stop()
     if training.noise is not None:
         training.noise.use(new.module)
     num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
@@ -291,7 +272,9 @@ def do_after_step(training: Training, *, stop: bool) -> None:
         evaluate_held_out(training)
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
-        training.tell(Preempted(checkpoint=path, signal=training.stopped_by or "a signal to another rank"))
+        training.tell(
+            Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
+        )
     elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
         save_checkpoint(training, wait=is_last)
     elif training.saver is not None:
@@ -339,7 +322,7 @@ def evaluate_held_out(training: Training) -> Evaluation | None:
         training.splits.held_out,
         batch_size=max(1, run.global_batch // training.replica.part.readers.size // run.num_micro_batches),
         max_samples=run.evaluate_samples,
-        is_stopped=lambda: bool(training.stopped_by),
+        is_stopped=lambda: bool(training.membership.stop_requested_by),
     )
     if evaluation is not None:
         training.tell(

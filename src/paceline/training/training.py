@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
+from paceline.comm.membership import Membership
 from paceline.data import Batch, Interval, Loader, Splits
 from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
@@ -54,12 +55,16 @@ class Training:
     began_s: float = 0.0
     num_samples: int = 0
     """Since this start."""
-    stopped_by: str = ""
     step_began_s: float = 0.0
     num_micro_batches: int = 0
     """Of the step under way."""
     global_batch: int = 0
     """Of the step to come, as it was told last."""
+
+    @property
+    def membership(self) -> Membership:
+        """What belongs to the workers."""
+        return self.replica.membership
 
     def tell(self, event: Event) -> None:
         """Write what all workers know, once."""

@@ -1,0 +1,63 @@
+"""What belongs to workers that train together, from joining to leaving: requests to stop, and what must be closed."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+PREEMPTED = os.EX_TEMPFAIL
+"""Exit code (75) of a worker that a signal stopped: a new start goes on from the checkpoint."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Membership:
+    """This worker's part in a group that trains together.
+
+    A group is immutable; when workers die or join there is a new one, and with it a new membership. What is made for a
+    group (replicas, loaders, savers) is closed with its membership; what outlives it (model, optimizer, log, store of
+    checkpoints) is not in it.
+    """
+
+    def __init__(self) -> None:
+        self.stop_requested_by = ""
+        """What asked this worker to stop, such as SIGTERM; the other workers may not know yet."""
+        self.is_stopping = False
+        """Whether all workers have agreed to stop after the step that has just ended."""
+        self._num_listening = 0
+        self._closers: list[Callable[[], None]] = []
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to stop after a step; they agree on which."""
+        self.stop_requested_by = self.stop_requested_by or reason
+
+    @contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """Inside, SIGTERM, SIGINT and SIGHUP are requests to stop; a second SIGINT interrupts as ever.
+
+        Python handles signals in its main thread only: elsewhere nothing changes.
+        """
+        is_first = self._num_listening == 0 and threading.current_thread() is threading.main_thread()
+        self._num_listening += 1
+        previous = {number: signal.signal(number, self._handle) for number in SIGNALS} if is_first else {}
+        try:
+            yield
+        finally:
+            self._num_listening -= 1
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Call `close` when the worker leaves without an error, the last that was given first."""
+        self._closers.append(close)
+
+    def leave(self) -> None:
+        """Close what belongs to the membership."""
+        while self._closers:
+            self._closers.pop()()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.stop_requested_by:
+            raise KeyboardInterrupt
+        self.request_stop(signal.Signals(number).name)
