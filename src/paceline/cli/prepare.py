@@ -11,7 +11,7 @@ from paceline.checkpoint import CheckpointStore
 from paceline.cli.memory import check_memory, tell_memory
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
-from paceline.data.shares import check_shares
+from paceline.data.division import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
 from paceline.monitor.events import RunFinished

@@ -10,12 +10,11 @@ from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.batches import Batches
+from paceline.data.division import Batches, Shares
 from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
 from paceline.data.order import ENDLESS, Claims, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import Step, read_in_processes
-from paceline.data.shares import Shares
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 

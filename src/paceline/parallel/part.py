@@ -57,6 +57,7 @@ class Part:
         self.pipeline = pipeline
         self.coded = coded
         self._tensor_split = tensor_split
+        self._gathers_blocks = self.layout.shares_parameters and pipeline is None
         self._sharers: dict[str, Group] = {}
         self.world = mesh.world if mesh is not None else group
         """All ranks."""
@@ -150,7 +151,7 @@ class Part:
 
     def begin_backward(self, *, last: bool) -> None:
         """Make ready for a backward pass; gradients are summed over the sharded axis in the `last` of a step only."""
-        if self.layout.shares_parameters and self.pipeline is None:
+        if self._gathers_blocks:
             set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
 
     def list_common(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:

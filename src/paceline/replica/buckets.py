@@ -66,7 +66,7 @@ class Slot:
                 f"the gradient of {self.name} must be dense, but got {gradient.layout}; "
                 "build its embedding with sparse=False"
             )
-        self.view.copy_(local(gradient))
+        self.view.copy_(gradient if type(gradient) is Tensor else local(gradient))
         self.parameter.grad = self.gradient
 
 

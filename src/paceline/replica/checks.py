@@ -93,8 +93,8 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
-def check_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a backward that would be counted wrongly."""
+def refuse_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:
+    """Raise GradientError for a backward that would be counted wrongly; it says why."""
     if is_exchanging:
         raise GradientError("update() must be called after backward(last=True), but backward was called again")
     if loss.dim() != 0:

@@ -62,11 +62,7 @@ class Comparison:
     def __init__(self, parameters: Mapping[str, nn.Parameter], part: Part, interval: int) -> None:
         self._parameters = parameters
         self._part = part
-        self._interval = interval if part.world.size > 1 else 0
-
-    def is_due(self, step: int) -> bool:
-        """Whether it is time for one after `step` updates; the same on every rank."""
-        return self._interval > 0 and step % self._interval == 0
+        self.interval = interval if part.world.size > 1 else 0
 
     def check(self, step: int) -> None:
         """Raise `DivergenceError` where ranks differ in what they should hold alike; every rank calls it."""

@@ -1,5 +1,6 @@
 """One replica's gradients summed over the workers near it: all of them, those of a host, or itself alone."""
 
+import sys
 import warnings
 import weakref
 from typing import Any, Literal
@@ -53,6 +54,8 @@ class GradientSum:
         self._part, self._all, self._rule = part, part.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._ranks: list[int] = []
+        self._unchanged = range(0)
+        """Steps in which the rule wants what is there now."""
         self._phase = 0
         self._end: weakref.finalize[Any, GradientSum] | None = None
         self.near = part.group
@@ -78,6 +81,10 @@ class GradientSum:
 
     def use(self, step: int) -> None:
         """Sum over the workers that are near in `step`, as the rule does then, from now on."""
+        if step in self._unchanged:
+            return
+        end = self._rule.next_change(step)
+        self._unchanged = range(step, sys.maxsize if end is None else end)
         ranks, phase = list(self._rule.near(self._all, step)), self._rule.phase(step)
         if (ranks, phase) == (self._ranks, self._phase):
             return

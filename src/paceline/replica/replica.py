@@ -1,5 +1,6 @@
 """One worker's copy of the model, kept in step with the others."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from paceline.parallel.local import local
 from paceline.parallel.part import Part
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
-from paceline.replica.checks import Precision, check_backward, check_replica
+from paceline.replica.checks import Precision, check_replica, refuse_backward
 from paceline.replica.hashing import Comparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -88,6 +89,7 @@ class Replica:
         self.part = part or Part(group or find_group(device))
         self.group = self.part.group
         self.sync = Rule.model_validate(sync)
+        self._runs_optimizer = self.sync.runs_optimizer
         self.num_updates = 0
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -214,8 +216,11 @@ class Replica:
                 "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
                 "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
             )
-        loss = whole(loss)
-        check_backward(loss, weight, self._control is not None, self._frozen)
+        if type(loss) is not Tensor:
+            loss = whole(loss)
+        is_right = self._control is None and not loss.dim() and 0 <= weight < math.inf
+        if not is_right or any(parameter.requires_grad for parameter in self._frozen.values()):
+            refuse_backward(loss, weight, self._control is not None, self._frozen)
         self._begin_backward(weight, last=last)
         assert self._mass_unit is not None
         factor = weight if reduction == "mean" else float(weight > 0)
@@ -303,7 +308,7 @@ class Replica:
         self.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._sum.learn(self._times)
-        if self._comparison.is_due(self.num_updates):
+        if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
             self.flush()
             self._comparison.check(self.num_updates)
         self._weight = 0.0
@@ -454,7 +459,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self.sync.runs_optimizer,
+            is_optimizer_run=self._runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()

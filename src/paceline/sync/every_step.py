@@ -80,6 +80,10 @@ class EveryStep(Rule):
         """Return 0 in the dense steps, 1 after them; without a codec all steps are dense."""
         return 0 if isinstance(self.codec, NoCodec) or step < self.dense_steps else 1
 
+    def next_change(self, step: int) -> int | None:
+        """Return the end of the dense steps."""
+        return self.dense_steps if self.phase(step) != self.phase(self.dense_steps) else None
+
     def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
         """Return the exchanger of whole buffers, or of a codec's blocks."""
         if self.phase(step) == 0:

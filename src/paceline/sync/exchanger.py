@@ -5,7 +5,7 @@ Everything exchanged is a numerator whose mass travels beside it; landing divide
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Size, Tensor
 
@@ -28,15 +28,14 @@ class Parcel:
     num_non_finite: int = 0
     """Workers whose gradients were not finite, where the exchange looked; known once it is done."""
 
-    @property
-    def numerators(self) -> Tensor:
-        """The gradients' part of the buffer."""
-        return self.buffer[: len(self.buffer) - len(self.blocks)]
+    numerators: Tensor = field(init=False)
+    """The gradients' part of the buffer."""
+    flags: Tensor = field(init=False)
+    """The usage elements at the buffer's end: summed, they say which blocks nobody used."""
 
-    @property
-    def flags(self) -> Tensor:
-        """The usage elements at the buffer's end: summed, they say which blocks nobody used."""
-        return self.buffer[len(self.buffer) - len(self.blocks) :]
+    def __post_init__(self) -> None:
+        num_elements = len(self.buffer) - len(self.blocks)
+        self.numerators, self.flags = self.buffer[:num_elements], self.buffer[num_elements:]
 
 
 class Exchanger(ABC):

@@ -39,6 +39,9 @@ class DenseExchanger(Exchanger):
         if divisor != 1.0:
             parcel.numerators.div_(divisor)
 
+    def commit(self, unused: Collection[str]) -> None:
+        """Nothing is kept."""
+
     def wire_bytes(self, parcel: Parcel) -> int:
         """Return what an all-reduce sends that sends as little as can be."""
         return round(2 * (self._size - 1) / self._size * parcel.numerators.nbytes)

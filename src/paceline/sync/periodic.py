@@ -80,6 +80,10 @@ class LocalRule(PeriodicRule):
         """Return all workers in the synchronous steps, then the worker itself."""
         return range(group.size) if step < self.synchronous_steps else super().near(group, step)
 
+    def next_change(self, step: int) -> int | None:
+        """Return the end of the synchronous steps."""
+        return self.synchronous_steps if step < self.synchronous_steps else None
+
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce of gradients in each synchronous step, then what workers that step alone exchange."""
         start = self.synchronous_steps

@@ -102,6 +102,10 @@ class Rule(Family):
         """Return which part of the training a step is in; with each, what sums gradients is started anew."""
         return 0
 
+    def next_change(self, step: int) -> int | None:
+        """Return the first step after `step` in which `near` or `phase` answers otherwise; None if there is none."""
+        return None
+
     def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
         """Return what sums gradients among the workers of `group`, which are near each other. Each of them calls it.
 

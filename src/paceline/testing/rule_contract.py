@@ -60,6 +60,17 @@ def settings_survive_json(rule: Rule) -> None:
     assert Rule.model_validate(rule.model_dump(mode="json")) == rule
 
 
+def changes_are_announced(rule: Rule) -> None:
+    """With whom a worker sums gradients, and how, changes in no step that `next_change` does not tell."""
+    for group in LocalGroup.create(4):
+        answers = [(list(rule.near(group, step)), rule.phase(step)) for step in range(20)]
+        for step in range(20):
+            change = rule.next_change(step)
+            assert change is None or change > step, f"the change after step {step} is told for step {change}"
+            same = answers[step : 20 if change is None else change]
+            assert all(answer == same[0] for answer in same), f"a change between {step} and {change} is not told"
+
+
 def any_number_of_workers_learns(rule: Rule) -> None:
     """From one worker on the consensus gets better, and it is the same on all of them."""
     for size in WORKERS:
@@ -129,6 +140,7 @@ def prices_are_stated(rule: Rule) -> None:
 
 RULE_CHECKS: tuple[Check, ...] = (
     settings_survive_json,
+    changes_are_announced,
     any_number_of_workers_learns,
     uneven_shares_are_taken,
     accumulated_gradients_are_one_gradient,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.data.base import Splits
 from paceline.data.batch import Batch, map_tensors
+from paceline.data.division import check_shares
 from paceline.data.order import Interval, apportion
-from paceline.data.shares import check_shares
 from paceline.errors import PacelineError, SettingsError
 from paceline.memory import (
     Act,

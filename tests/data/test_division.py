@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.comm import LocalGroup
 from paceline.data import GlobalOrder, Loader
-from paceline.data.batches import Batches
+from paceline.data.division import Batches
 from paceline.data.map_source import MapSource
 from paceline.errors import SettingsError
 
