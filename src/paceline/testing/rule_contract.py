@@ -62,8 +62,11 @@ def settings_survive_json(rule: Rule) -> None:
 
 def changes_are_announced(rule: Rule) -> None:
     """With whom a worker sums gradients, and how, changes in no step that `next_change` does not tell."""
-    for group in LocalGroup.create(4):
-        answers = [(list(rule.near(group, step)), rule.phase(step)) for step in range(20)]
+
+    def ask(group: LocalGroup) -> list[tuple[list[int], int]]:
+        return [(list(rule.near(group, step)), rule.phase(step)) for step in range(20)]
+
+    for answers in LocalGroup.run(4, ask):
         for step in range(20):
             change = rule.next_change(step)
             assert change is None or change > step, f"the change after step {step} is told for step {change}"
