@@ -43,7 +43,7 @@ def beside_the_files_shown(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(next(b for b in list_blocks(ROOT / "README.md", "python") if "def run()" in b))
     page = ROOT / "docs" / "layouts.md"
     (tmp_path / "net.py").write_text(next(b for b in list_blocks(page, "python") if "def run()" in b))
-    (tmp_path / "script.py").write_text(next(b for b in list_blocks(page, "python") if "lay_out(" in b))
+    (tmp_path / "script.py").write_text(next(b for b in list_blocks(page, "python") if "parallelize(" in b))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -23,6 +23,7 @@ _HOMES = {
     "Run": "paceline.training",
     "Settings": "paceline.registry",
     "join": "paceline.comm",
+    "parallelize": "paceline.parallel",
     "register": "paceline.registry",
 }
 _PACKAGES = (
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from paceline.comm import Group, join
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError
+    from paceline.parallel import parallelize
     from paceline.registry import Family, Settings, register
     from paceline.replica import Loss, Replica
     from paceline.topology import Layout

@@ -8,7 +8,6 @@ import torch
 from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE, train
 
 from paceline.comm import join
-from paceline.parallel.part import Part
 from paceline.testing.processes import run_processes
 from paceline.training.compiling import compile_blocks
 
@@ -22,20 +21,20 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
     """Return, for each layout, how far losses and parameters of compiled blocks are from those that are not."""
-    lay_out = test_layouts.lay_out
+    parallelize = test_layouts.parallelize
 
-    def lay_out_and_compile(*arguments: Any, **options: Any) -> Part:
-        part = lay_out(*arguments, **options)
-        compile_blocks(part.module, "aot_eager")
-        return part
+    def parallelize_and_compile(*arguments: Any, **options: Any) -> torch.nn.Module:
+        module = parallelize(*arguments, **options)
+        compile_blocks(module, "aot_eager")
+        return module
 
     group = join()
     torch.set_num_threads(1)
     differences = []
     for layout in layouts:
-        test_layouts.lay_out = lay_out
+        test_layouts.parallelize = parallelize
         losses, tensors = train(group, layout, 1, num_steps=3)
-        test_layouts.lay_out = lay_out_and_compile
+        test_layouts.parallelize = parallelize_and_compile
         torch._dynamo.utils.counters.clear()
         compiled_losses, compiled = train(group, layout, 1, num_steps=3)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"

@@ -16,7 +16,7 @@ from paceline.compression.codec import Codec
 from paceline.data import Batch, Interval
 from paceline.errors import DivergenceError, NonFiniteError, SettingsError
 from paceline.optim import Optimizer
-from paceline.parallel.apply import check_sharing, lay_out, share_optimizer
+from paceline.parallel.parallelize import check_sharing, parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.replica import Loss
 from paceline.replica.replica import Replica
@@ -71,11 +71,9 @@ def make(
 ) -> Replica:
     sample = torch.zeros(1, dtype=torch.int64)
     pipeline = PipelineSettings(order="gpipe", sequence=PIECES, cuts=cuts)
-    part = lay_out(model, group, layout, pipeline=pipeline, sample=sample)
-    rule = Optimizer.model_validate({"name": optimizer, "learning_rate": 0.1}).build(part.module)
-    return Replica(
-        part.module, share_optimizer(rule, part), part=part, **({"clip_norm": 0.5, "hash_interval": 1} | settings)
-    )
+    module = parallelize(model, layout, group=group, pipeline=pipeline, sample=sample)
+    rule = Optimizer.model_validate({"name": optimizer, "learning_rate": 0.1}).build(module)
+    return Replica(module, rule, group=group, **({"clip_norm": 0.5, "hash_interval": 1} | settings))
 
 
 def seeded(model: type[nn.Module], **arguments: Any) -> nn.Module:

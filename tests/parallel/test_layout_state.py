@@ -19,7 +19,7 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import CheckpointError, SettingsError
-from paceline.parallel.apply import lay_out
+from paceline.parallel.parallelize import parallelize
 from paceline.sync import DPSGD, EASGD, DiLoCo, EveryStep, LocalSGD, Rule, StreamingDiLoCo
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
@@ -185,7 +185,7 @@ def test_axes_that_do_not_multiply_show_their_product() -> None:
 def test_threads_cannot_share_a_model() -> None:
     def work(group: LocalGroup) -> None:
         with pytest.raises(SettingsError, match="must be processes"):
-            lay_out(make_model(), group, Layout(tensor=2))
+            parallelize(make_model(), Layout(tensor=2), group=group)
 
     LocalGroup.run(2, work)
     assert GLOBAL_BATCH > 2

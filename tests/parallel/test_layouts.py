@@ -12,7 +12,7 @@ from paceline.compression.codec import Codec
 from paceline.data.base import Spec
 from paceline.data.batch import Batch
 from paceline.data.order import Interval, apportion
-from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.replica import Replica
@@ -71,17 +71,17 @@ def make_replica(
     order = layout.get("order", "1f1b")
     axes = Layout(**{axis: size for axis, size in layout.items() if axis != "order"})
     pipeline = PipelineSettings(order=order)
-    part = lay_out(
+    module = parallelize(
         model,
-        group,
         axes,
+        group=group,
         pipeline=pipeline,
         sharded_codec=sharded_codec and Codec.model_validate(sharded_codec),
         sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64),
     )
-    optimizer = torch.optim.AdamW(part.module.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
     settings = {"clip_norm": 0.5, "hash_interval": 1} | settings
-    return Replica(part.module, share_optimizer(optimizer, part), part=part, **settings)
+    return Replica(module, optimizer, group=group, **settings)
 
 
 def samples_of(step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

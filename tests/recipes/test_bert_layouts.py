@@ -12,7 +12,7 @@ from paceline.data.base import Spec
 from paceline.data.batch import Batch
 from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval, apportion
-from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.parallelize import parallelize
 from paceline.recipes.bert import Bert
 from paceline.replica.replica import Replica
 from paceline.testing.processes import run_processes
@@ -56,9 +56,9 @@ def take_step(replica: Replica, step: int) -> tuple[float, float, float]:
 def train(group: Any, layout: Layout) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Bert(width=16, num_layers=2, num_heads=4, dropout=0.0).build(Spec(VOCABULARY, (NUM_TOKENS,)))
-    part = lay_out(model, group, layout, sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64))
-    optimizer = torch.optim.AdamW(part.module.parameters(), lr=1e-2, eps=1e-4)
-    replica = Replica(part.module, share_optimizer(optimizer, part), part=part, clip_norm=0.5, hash_interval=1)
+    module = parallelize(model, layout, group=group, sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+    replica = Replica(module, optimizer, group=group, clip_norm=0.5, hash_interval=1)
     numbers = [take_step(replica, step) for step in range(NUM_STEPS)]
     tensors, _ = capture(replica)
     replica.close()

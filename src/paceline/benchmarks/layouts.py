@@ -22,7 +22,7 @@ from paceline.data.order import Interval
 from paceline.errors import SettingsError
 from paceline.monitor.events import PipelineMeasured
 from paceline.monitor.pipeline import PipelineStep
-from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.parallelize import parallelize
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import OrderName, PipelineSettings
 from paceline.recipes.transformer_lm.model import TransformerLM
@@ -160,10 +160,11 @@ def _measure_case(settings: LayoutsBenchmark, name: CaseName, group: Group) -> M
     seed = axes.coordinate(group.rank, "data") + axes.coordinate(group.rank, "sharded")
     problem = settings.make_problem(seed)
     other = problem.copy()
-    part = lay_out(
-        problem.module, group, case.layout, pipeline=PipelineSettings(order=case.order), sample=problem.inputs[:1]
+    module = parallelize(
+        problem.module, case.layout, group=group, pipeline=PipelineSettings(order=case.order), sample=problem.inputs[:1]
     )
-    replica = Replica(part.module, share_optimizer(make_optimizer(part.module), part), part=part, hash_interval=0)
+    replica = Replica(module, make_optimizer(module), group=group, hash_interval=0)
+    part = replica.part
     steps = {"ours": _make_our_step(replica, problem), "reference": _make_reference_step(name, other, part)}
     for pair in range(-settings.num_warm_up, settings.num_pairs):
         for side in ("ours", "reference") if pair % 2 else ("reference", "ours"):

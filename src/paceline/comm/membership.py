@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start goes on from the checkpoint."""
@@ -25,6 +27,12 @@ class Membership:
         """What asked this worker to stop, such as SIGTERM; the other workers may not know yet."""
         self.is_stopping = False
         """Whether all workers have agreed to stop after the step that has just ended."""
+        self.shards: list[Any] = []
+        """What `paceline.parallelize` has made of models."""
+        self.reading: tuple[Any, Any] | None = None
+        """In a layout, the ranks that read different samples, and what cuts this rank's part out of a batch."""
+        self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that read what a rank reads where there is no layout."""
         self._num_listening = 0
         self._closers: list[Callable[[], None]] = []
 

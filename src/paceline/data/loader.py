@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,6 +42,8 @@ class Loader:
         num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
         prefetch: Steps that are read ahead.
         num_processes: Processes that read; 0 for a background thread.
+        split: Returns this rank's part of a batch, where ranks of a worker have different tokens of the same samples;
+            by default, as the group, what `paceline.parallelize` has decided.
         claims: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
             even share of `global_batch`, and iterating ends where all workers come together.
         changes: Pairs of a step and the global batch from that step on, where it does not stay `global_batch`.
@@ -70,6 +72,7 @@ class Loader:
         num_micro_batches: int = 1,
         prefetch: int = 2,
         num_processes: int = 0,
+        split: Callable[[Batch], Batch] | None = None,
         claims: Claims | None = None,
         changes: Sequence[tuple[int, int]] = (),
         adds_micro_batches: bool = False,
@@ -82,7 +85,12 @@ class Loader:
             num_processes = num_processes or parts.num_processes
         if global_batch is None:
             raise SettingsError("global_batch must be given: the samples of a step, over all workers")
-        group = group or find_group()
+        if group is None:
+            group = find_group()
+            if group.membership.reading is None:
+                group.membership.loaders.add(self)
+            group, split = group.membership.reading or (group, split)
+        self._split = split
         self._rank, self._num_workers, self._device = group.rank, group.size, group.device
         self._membership = group.membership
         self._shares = Shares(shares, self._num_workers)
@@ -277,7 +285,7 @@ class Loader:
                     raise DataError("a loader must be iterated once at a time, but a newer iterator was begun")
                 for batch in step:
                     try:
-                        yield batch
+                        yield self._split(batch) if self._split is not None else batch
                     except GeneratorExit:  # the loop was left by break: its last batch is used all the same
                         if batch.last and mine == self._num_iterators:
                             self.ack(batch)

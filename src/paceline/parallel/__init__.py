@@ -1,8 +1,8 @@
 """Layer 6: a layout applied to a model: who holds which part of it, and what ranks of one worker exchange."""
 
-from paceline.parallel.apply import lay_out, share_optimizer
 from paceline.parallel.context import Contextual
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.parallelize import parallelize
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import ORDERS, HasPieces, Piece, Pipeline, PipelineSettings
 from paceline.parallel.tensor import TiedHead, register_styles
@@ -20,7 +20,6 @@ __all__ = [
     "PipelineSettings",
     "Style",
     "TiedHead",
-    "lay_out",
+    "parallelize",
     "register_styles",
-    "share_optimizer",
 ]

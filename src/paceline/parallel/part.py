@@ -190,6 +190,9 @@ class Part:
         """Let go of what the parts run on."""
         if self.coded is not None:
             self.coded.close()
+        if self in self.world.membership.shards:
+            self.world.membership.shards.remove(self)
+            self.world.membership.reading = None
         if self.mesh is not None:
             self.mesh.close()
 

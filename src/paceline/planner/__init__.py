@@ -1,4 +1,4 @@
-"""Layer 8: what a run would need, before it starts."""
+"""Layer 9: what a run would need, before it starts."""
 
 from paceline.planner.fit import check_fit
 from paceline.planner.memory import Estimate, divide, estimate

@@ -17,9 +17,10 @@ from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.local import local
-from paceline.parallel.part import Part
+from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
+from paceline.parallel.zero_redundancy import share_optimizer
 from paceline.replica.checks import Precision, check_replica, refuse_backward
 from paceline.replica.hashing import Comparison
 from paceline.replica.landing import Landing
@@ -43,7 +44,8 @@ class Replica:
     uneven shares are right. In a world of one it does what a plain loop does, with no buffers or hooks.
 
     Args:
-        module: Any module, the same on every worker; parameters and buffers are taken from rank 0.
+        module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or what
+            `paceline.parallelize` returned.
         optimizer: Over parameters of `module`.
         group: The workers; by default those that `paceline.join` has joined.
         sync: The synchronisation rule, or its name.
@@ -60,7 +62,6 @@ class Replica:
         hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
         seed: Of what codecs draw.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
-        part: What this rank holds of the model, where ranks share it (`paceline.parallel.apply`); in place of `group`.
 
     Raises:
         SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
@@ -81,12 +82,14 @@ class Replica:
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
-        part: Part | None = None,
     ) -> None:
         self.module = module
-        self.optimizer = optimizer
         device = next((parameter.device for parameter in module.parameters()), None)
-        self.part = part or Part(group or find_group(device))
+        self.part = find_shard(module, group or find_group(device))
+        self.optimizer = optimizer
+        if self.part.mesh is not None and self.part.layout.shares_optimizer:
+            self.optimizer = share_optimizer(optimizer, self.part.mesh)
+            optimizer.param_groups = self.optimizer.param_groups  # for schedulers that were given the one that it was
         self.group = self.part.group
         self.sync = Rule.model_validate(sync)
         self._runs_optimizer = self.sync.runs_optimizer
@@ -94,7 +97,7 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, optimizer, self.part, self.sync, precision, landing, clip_norm)
+        check_replica(module, self.optimizer, self.part, self.sync, precision, landing, clip_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.part, self._parameters)
         # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
         # exactly 1, and landing needs no pass over the gradients.
@@ -113,7 +116,7 @@ class Replica:
         self._sum = GradientSum(
             module,
             self._parameters,
-            optimizer,
+            self.optimizer,
             part=self.part,
             rule=self.sync,
             bucket_bytes=bucket_bytes,
@@ -121,7 +124,7 @@ class Replica:
             seed=seed,
         )
         held = None if self.part.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
-        self._synchroniser = self.sync.start_synchroniser(Site(module, optimizer, self.group, seed, world, held))
+        self._synchroniser = self.sync.start_synchroniser(Site(module, self.optimizer, self.group, seed, world, held))
         self._meetings: Meetings | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._meetings = Meetings(self.group, self._synchroniser)

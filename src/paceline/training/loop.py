@@ -177,7 +177,6 @@ def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
     stream = (step, *replica.part.stream) if replica.desk is None else batch.interval
     torch.manual_seed(derive_seed(run.seed, *stream, training.num_micro_batches) >> 1)
     training.num_micro_batches += 1
-    batch = replica.part.cut(batch)
     with training.pacing.computing(batch.num_samples), replica.part.computing():
         if replica.part.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0

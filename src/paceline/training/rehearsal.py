@@ -25,8 +25,8 @@ from paceline.memory import (
 )
 from paceline.memory.absent_group import AbsentGroup
 from paceline.optim import SGD
-from paceline.parallel.apply import check_model
 from paceline.parallel.context import check_length
+from paceline.parallel.parallelize import check_model
 from paceline.training.model import Model
 from paceline.training.run import Run
 

@@ -13,7 +13,7 @@ from paceline.data.base import Data
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
-from paceline.parallel.apply import check_sharing
+from paceline.parallel.parallelize import check_sharing
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.replica.checks import Precision, check_layout

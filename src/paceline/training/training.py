@@ -16,7 +16,7 @@ from paceline.data import Batch, Interval, Loader, Splits
 from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
-from paceline.parallel.apply import lay_out, share_optimizer
+from paceline.parallel.parallelize import parallelize
 from paceline.replica.replica import Replica
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.memory_probe import MemoryProbe
@@ -90,23 +90,23 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         world: See `Replica`.
     """
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
-    part = lay_out(
+    module = parallelize(
         module,
-        group,
         run.layout,
+        group=group,
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
         sample=_read_sample(splits, group.device),
     )
     if run.compiler != NO_COMPILER:
-        compile_blocks(part.module, run.compiler)
+        compile_blocks(module, run.compiler)
     # A norm is told only where it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     return Replica(
-        part.module,
-        share_optimizer(save_optimizer(run, run.optimizer.build(part.module)), part),
-        part=part,
+        module,
+        save_optimizer(run, run.optimizer.build(module)),
+        group=group,
         sync=run.sync,
         precision=run.precision,
         clip_norm=clip_norm,
@@ -175,6 +175,7 @@ def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
         splits.train,
         run.global_batch,
         group=readers,
+        split=replica.part.cut,
         seed=run.seed,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,

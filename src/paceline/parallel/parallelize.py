@@ -4,14 +4,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
 from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
-from paceline.parallel import zero_redundancy
 from paceline.parallel.context import check_attention, check_length, cut_attention
 from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard
 from paceline.parallel.mesh import Mesh
@@ -26,25 +25,26 @@ from paceline.parallel.tensor_plan import make_plan
 from paceline.topology.layout import Layout
 
 
-def lay_out(
+def parallelize(
     module: nn.Module,
-    world: Group,
     layout: Layout,
     *,
+    group: Group | None = None,
     tensor_plan: Mapping[str, str] | None = None,
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
-) -> Part:
-    """Let each rank of `world` keep its part of a model, and return that part; its `module` is what a rank trains.
+) -> nn.Module:
+    """Let each rank keep its part of a model, and return what this one keeps: the module to train.
 
     Layers are cut into stages first, what is left of each is split over the tensor axis, and what is left then is
-    sharded. Build the optimizer from the part's module afterwards, and hand both to a `Replica`.
+    sharded. Build the optimizer from the module that is returned, and hand both to a `Replica`. A `Loader` that is
+    made afterwards gives ranks of one worker the same samples, and each its part of their tokens.
 
     Args:
-        module: Built whole on every rank; rank 0's values are taken.
-        world: All ranks; processes, where they share a model.
-        layout: Its axes multiply to the size of `world`.
+        module: The model, built whole on every rank; rank 0's values are taken.
+        layout: The axes; they multiply to the number of ranks.
+        group: All ranks, processes where they share a model; by default those that `paceline.join` has joined.
         tensor_plan: How modules are split over the tensor axis, by patterns of their names; by their types without it.
         pipeline: How stages are cut and scheduled; needed for a pipeline only.
         sharded_codec: Makes smaller what the sharded axis sends of gradients; none for as they are.
@@ -53,10 +53,15 @@ def lay_out(
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
     """
+    world = group or find_group()
     axes = layout.resolve(world.size)
     check_sharing(layout, sharded_codec, pipeline or PipelineSettings())
     if layout.is_plain:
-        return Part(world, layout, module=module)
+        return _note(Part(world, layout, module=module))
+    if world.membership.loaders:
+        raise SettingsError(
+            "a loader must be made after parallelize, which decides what ranks read, but there is one; make it later"
+        )
     mesh = Mesh(world, axes)
     check_same_model(module, world)
     broadcast_module(module, world)
@@ -66,7 +71,7 @@ def lay_out(
     tensor_split: TensorSplit | None = None
     if layout.pipeline > 1:
         if sample is None:
-            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give lay_out one")
+            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
         peers = mesh.group("sharded") if layout.shares_parameters else None
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
@@ -82,14 +87,27 @@ def lay_out(
     if layout.shares_parameters:
         _shard(module, driver, mesh, layout)
     coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
-    group = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
-    return Part(group, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded)
+    replicas = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
+    return _note(Part(replicas, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded))
+
+
+def _note(part: Part) -> nn.Module:
+    membership = part.world.membership
+    membership.shards.append(part)
+    membership.reading = (part.readers, part.cut)
+    return part.module
+
+
+def find_shard(module: nn.Module, group: Group) -> Part:
+    """Return what `parallelize` has made of a module for the ranks of `group`; else each of them holds all of it."""
+    shards: list[Part] = group.membership.shards
+    return next((shard for shard in shards if shard.module is module), Part(group, module=module))
 
 
 def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
-    """Raise `SettingsError` where `lay_out` would, as far as the model tells alone; it may be on the meta device."""
+    """Raise `SettingsError` where `parallelize` would, as far as the model tells; it may be on the meta device."""
     if layout.tensor > 1:
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
@@ -134,10 +152,3 @@ def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layou
         names = [name for name, part in stage.named_modules() if part in blocks]
         if next(stage.parameters(), None) is not None:
             shard(stage, mesh, zero_stage=zero_stage, blocks=names)
-
-
-def share_optimizer(optimizer: torch.optim.Optimizer, part: Part) -> torch.optim.Optimizer:
-    """Return the optimizer, its state shared among the ranks of the sharded axis where they share only that."""
-    if part.mesh is None or not part.layout.shares_optimizer:
-        return optimizer
-    return zero_redundancy.share_optimizer(optimizer, part.mesh)
