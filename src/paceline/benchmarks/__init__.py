@@ -1,4 +1,4 @@
-"""Layer 10: measurements, as ratios within one run."""
+"""Layer 9: measurements, as ratios within one run."""
 
 from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
