@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.errors import GradientError
 from paceline.optim import LAMB, LARS, SGD, Adafactor, AdamW, AdamW8bit, Optimizer
-from paceline.optim.by_element import BY_ELEMENT
+from paceline.optim.torch_rules import BY_ELEMENT
 from paceline.optim.trust_ratio import global_norms
 
 FORCED = (1.0, 1.0)

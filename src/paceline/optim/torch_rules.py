@@ -1,4 +1,4 @@
-"""The update rules that torch has."""
+"""The update rules that torch has, and which of them update each element by itself."""
 
 from typing import Self
 
@@ -80,3 +80,23 @@ class Adam(Optimizer):
             eps=self.epsilon,
             fused=True,
         )
+
+
+BY_ELEMENT = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers that update each element by its own gradient. A subclass may do otherwise: these classes only.
+
+LARS, LAMB and Adafactor are not among them, since they need norms of whole parameters, nor is AdamW in 8 bits, whose
+elements share their blocks' scales.
+"""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
-from paceline.optim.by_element import BY_ELEMENT
+from paceline.optim.torch_rules import BY_ELEMENT
 from paceline.parallel.part import Part
 from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.rule import Rule

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from paceline.comm.exchange import Exchange
 from paceline.errors import CommunicationError, SettingsError
-from paceline.optim.by_element import BY_ELEMENT
+from paceline.optim.torch_rules import BY_ELEMENT
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.shard import Shard
