@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
-from paceline.optim.torch_rules import BY_ELEMENT
+from paceline.optim.torch_rules import BY_ELEMENT, updates_by_element
 from paceline.parallel.part import Part
 from paceline.parallel.zero_redundancy import own_part
 from paceline.sync.rule import Rule
@@ -90,7 +90,7 @@ def check_lands_by_bucket(optimizer: torch.optim.Optimizer, precision: str, clip
         reason = "clip_norm needs the norm of all gradients; set it to none"
     elif precision == "fp16":
         reason = "fp16 must know of an overflow anywhere before it steps; take bf16 or fp32"
-    elif type(optimizer) not in BY_ELEMENT:
+    elif not updates_by_element(optimizer):
         known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
         reason = f"{type(optimizer).__name__} may need the whole step at once; take one of {known}"
     if reason:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from paceline.comm.exchange import Exchange
 from paceline.errors import CommunicationError, SettingsError
-from paceline.optim.torch_rules import BY_ELEMENT
+from paceline.optim.torch_rules import updates_by_element
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.shard import Shard
@@ -48,7 +48,7 @@ class Stage:
                 f"{self.everybody.size - first}; lower it, or start more"
             )
         self.routes = [(worker, server) for worker in range(self.num_workers) for server in self.servers]
-        may_cut = type(site.optimizer) in BY_ELEMENT
+        may_cut = updates_by_element(site.optimizer)
         self.shares = share_out(dict(site.parameters), rule.num_servers, may_cut=may_cut)
         """What each server holds."""
 
