@@ -5,7 +5,7 @@ from pathlib import Path
 from story import make_record, make_start, make_step
 
 from paceline.monitor import BatchChanged, GradientNoiseMeasured, ModelGrown, summarise, to_json, write_report
-from paceline.monitor.wording import describe
+from paceline.monitor.formatting import describe
 
 
 def noise(step, scale):

@@ -81,6 +81,6 @@ def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    from paceline.monitor.wording import size
+    from paceline.monitor.formatting import size
 
     return size(num_bytes)

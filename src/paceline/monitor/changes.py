@@ -1,9 +1,9 @@
 """What a report says of batches and models that changed on the way, and of the noise of gradients."""
 
 from paceline.monitor.events import BatchChanged, Event, GradientNoiseMeasured, ModelGrown
-from paceline.monitor.markup import safe, section, table
+from paceline.monitor.formatting import number
+from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import number
 
 _MAX_ROWS = 20
 

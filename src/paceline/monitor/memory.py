@@ -1,8 +1,8 @@
 """What a report says of memory: what was estimated before the run, beside what was measured in it."""
 
-from paceline.monitor.markup import section, table
+from paceline.monitor.formatting import size
+from paceline.monitor.html_elements import section, table
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import size
 
 
 def render_memory(summary: Summary) -> str:

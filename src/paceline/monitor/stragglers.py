@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from paceline.monitor.markup import safe, section, table
+from paceline.monitor.formatting import describe_slow, number
+from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import describe_slow, number
 
 _MAX_ROWS = 20
 

@@ -9,7 +9,7 @@ import torch
 
 from paceline.data.base import Splits
 from paceline.errors import SettingsError
-from paceline.monitor.wording import size
+from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
 from paceline.planner.memory import Estimate, estimate
 from paceline.training.rehearsal import RehearsalError, guarded
