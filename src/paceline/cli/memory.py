@@ -8,8 +8,8 @@ import typer
 
 if TYPE_CHECKING:
     from paceline.data.base import Splits
+    from paceline.memory import Estimate
     from paceline.monitor.events import MemoryEstimated
-    from paceline.planner import Estimate
     from paceline.training.run import Run
 
 
@@ -25,8 +25,8 @@ def memory(
     """
     from paceline.cli.overrides import parse_pairs
     from paceline.cli.prepare import check_workers, make_run
-    from paceline.planner import estimate
-    from paceline.planner.available import available_bytes, guess_device
+    from paceline.memory import available_bytes, guess_device
+    from paceline.training.memory_fit import estimate
 
     run = make_run(recipe, parse_pairs(context.args))
     splits = check_workers(run, workers)
@@ -45,9 +45,9 @@ def check_memory(run: "Run", splits: "Splits", num_workers: int) -> "MemoryEstim
     Raises:
         SettingsError: It does not fit; the message says what would.
     """
+    from paceline.memory import available_bytes, guess_device
     from paceline.monitor.events import MemoryEstimated
-    from paceline.planner import check_fit
-    from paceline.planner.available import available_bytes, guess_device
+    from paceline.training.memory_fit import check_fit
 
     num_ranks = num_workers * run.layout.ranks_of_worker
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks + run.sync.num_server_processes))

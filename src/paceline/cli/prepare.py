@@ -14,9 +14,9 @@ from paceline.data.base import Splits
 from paceline.data.shares import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
+from paceline.memory import guess_device
 from paceline.monitor.events import RunFinished
 from paceline.monitor.reader import read_log, select
-from paceline.planner.available import guess_device
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.compiling import check_compiler

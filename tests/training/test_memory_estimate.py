@@ -11,12 +11,12 @@ from paceline.data.base import Batch, Source, Spec, Splits
 from paceline.data.order import Interval
 from paceline.memory import Memory, counting
 from paceline.optim import SGD, AdamW, Optimizer
-from paceline.planner import estimate
 from paceline.recipes import find_recipe
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import find_variant
 from paceline.sync import EveryStep
+from paceline.training.memory_fit import estimate
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.replica import Replica
 
