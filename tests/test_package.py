@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import paceline
@@ -107,6 +109,13 @@ def test_every_package_and_module_is_in_the_linters_layers():
 @pytest.mark.parametrize("package", [name for name in packages() if name.count(".") > 1])
 def test_a_package_inside_another_is_of_its_layer(package):
     assert numbered_layer(package.removeprefix("paceline.")) == numbered_layer(package.split(".")[1])
+
+
+def test_no_module_imports_itself_through_others():
+    """Neither at run time nor for its types only."""
+    graph = grimp.build_graph("paceline", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # a circle is a CycleError that names its modules
 
 
 def imported_by(statement):

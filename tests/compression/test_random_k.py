@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.compression import RandomK
-from paceline.compression.codec import Place, Reduce
+from paceline.compression.codec import Place, Reduce, shared_generator
 from paceline.compression.random_k import draw_indices
-from paceline.compression.seeding import shared_generator
 from paceline.testing.lockstep import exchange_all
 
 

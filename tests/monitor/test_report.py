@@ -22,12 +22,12 @@ from paceline.monitor import (
     to_json,
     write_report,
 )
-from paceline.monitor.canvas import DARK
 from paceline.monitor.curves import as_floats, ratio_in_bins, smooth, thin
 from paceline.monitor.gantt import draw_gantt
-from paceline.monitor.markup import Pictures
-from paceline.monitor.page import render_page
+from paceline.monitor.html_elements import Pictures
+from paceline.monitor.html_page import render_page
 from paceline.monitor.picture import draw
+from paceline.monitor.plot_style import DARK
 
 EVIL = "<script>alert('x')</script>\"&\x1b[31m"
 NO_METRICS = Evaluated(loss=math.nan, metrics={}, num_samples=0, duration_s=0.0)

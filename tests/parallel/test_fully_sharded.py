@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from paceline.comm import join
+from paceline.optim import SGD
 from paceline.parallel.fully_sharded import list_blocks, reshard, set_gradient_sync, shard
 from paceline.parallel.local import is_partial, local, part, wrap
 from paceline.parallel.mesh import Mesh
@@ -276,6 +277,20 @@ def optimizer_state_is_shared_out(world: Any) -> None:
     assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
 
 
+def momentum_of_shared_parameters_may_begin_late(world: Any) -> None:
+    mesh, module, alone = Mesh(world, Layout(data=2, sharded=2).resolve(4)), make_model(), make_model()
+    shared = share_optimizer(SGD().build(module), mesh)
+    parameters = [parameter for parameter in alone.parameters() if parameter.requires_grad]
+    plain = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+    for reader in (1, 0, 1):  # the first and the last leave `sometimes` unused
+        for model, optimizer in ((module, shared), (alone, plain)):
+            mean_loss(model, 0, reader, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
 def gather(optimizer: torch.optim.Optimizer, module: nn.Module, mesh: Mesh) -> dict[str, dict[str, Any]]:
     names = {id(p): name for name, p in module.named_parameters()}
     states = own_part(optimizer).state
@@ -307,6 +322,7 @@ def check_on_four_ranks() -> None:
         bfloat16_is_gathered,
         parts_are_those_of_torch,
         optimizer_state_is_shared_out,
+        momentum_of_shared_parameters_may_begin_late,
     ):
         check(world)
     meshes.close()

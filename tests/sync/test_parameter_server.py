@@ -12,9 +12,11 @@ from stepping import flatten, make_linear, make_samples, make_sgd, run_step, tra
 
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, SettingsError
+from paceline.optim import SGD
 from paceline.replica.replica import Replica
 from paceline.sync import ASGD, ParameterServer
 from paceline.sync.parameter_server.pieces import Pack, copy_all, share_out
+from paceline.sync.parameter_server.shard import Shard
 from paceline.sync.parameter_server.stage import serve
 from paceline.sync.parameter_server.state import cut_pieces, join_pieces, pack_state, unpack_state
 from paceline.sync.synchroniser import LocalStep, Site
@@ -356,3 +358,20 @@ def test_asynchronous_workers_push_nothing_of_an_overflow():
         return moved
 
     assert LocalGroup.run(1, work) == [[True, False, True]]
+
+
+def test_momentum_of_a_servers_parameter_may_begin_late():
+    module = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2)).double()
+    parameters = dict(module.named_parameters())
+    [pieces] = share_out(parameters, 1, may_cut=False)
+    shard = Shard(pieces, parameters, SGD().build(module))
+    plain = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for used in ([True, False], [True, True], [False, True]):
+        gradients = [torch.ones_like(tensor) for tensor in shard.values.tensors]
+        shard.step(gradients, used, [0.1])
+        for piece, is_used in zip(pieces, used, strict=True):
+            parameter = parameters[piece.parameter]
+            parameter.grad = torch.ones_like(parameter) if is_used else None
+        plain.step()
+    for piece, tensor in zip(pieces, shard.values.tensors, strict=True):
+        torch.testing.assert_close(tensor, parameters[piece.parameter].detach(), rtol=1e-12, atol=1e-12)

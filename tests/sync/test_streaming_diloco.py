@@ -1,7 +1,5 @@
 """Streaming DiLoCo: fragments are all of the model, each is in its turn, and what is on its way is never lost."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,7 +216,7 @@ def stream_among_processes() -> list[list[float]]:
 
 def test_processes_do_what_threads_do():
     rule = StreamingDiLoCo(period=6, num_fragments=2, delay=2)
-    results = run_processes(3, stream_among_processes, environment={"PYTHONPATH": str(Path(__file__).parent)})
+    results = run_processes(3, stream_among_processes)
     for result in results:
         assert result.exit_code == 0, result.output
     seen = torch.tensor([result.value for result in results], dtype=torch.float64)

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.monitor.canvas import LIGHT, Palette, dress, make_figure
+from paceline.monitor.plot_style import LIGHT, Palette, dress, make_figure
 
 _COLOURS = ("#687083", "#e06a10", "#3f57d6", "#1f9d6b")
 

@@ -8,11 +8,11 @@ from paceline.benchmarks.base import Benchmark, Row
 from paceline.benchmarks.reproductions.base import train_once
 from paceline.benchmarks.workers import Workers
 from paceline.errors import SettingsError, unknown_name
-from paceline.planner import estimate
-from paceline.planner.available import guess_device
+from paceline.memory import guess_device
 from paceline.recipes import find_recipe
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.registry import register
+from paceline.training.memory_fit import estimate
 from paceline.training.memory_probe import MEASURED_STEP
 from paceline.training.model import Model
 from paceline.training.run import Run

@@ -1,16 +1,11 @@
 """`paceline memory`: how much memory a run would need on each rank."""
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from paceline.data.base import Splits
-    from paceline.monitor.events import MemoryEstimated
-    from paceline.planner import Estimate
-    from paceline.training.run import Run
+    from paceline.memory import Estimate
 
 
 def memory(
@@ -25,8 +20,8 @@ def memory(
     """
     from paceline.cli.overrides import parse_pairs
     from paceline.cli.prepare import check_workers, make_run
-    from paceline.planner import estimate
-    from paceline.planner.available import available_bytes, guess_device
+    from paceline.memory import available_bytes, guess_device
+    from paceline.training.memory_fit import estimate
 
     run = make_run(recipe, parse_pairs(context.args))
     splits = check_workers(run, workers)
@@ -39,38 +34,6 @@ def memory(
     typer.echo(f"it {verdict}: a rank may have {_size(available)} here")
 
 
-def check_memory(run: "Run", splits: "Splits", num_workers: int) -> "MemoryEstimated | None":
-    """Return what to tell of the memory that each rank needs; None where it fits by far.
-
-    Raises:
-        SettingsError: It does not fit; the message says what would.
-    """
-    from paceline.monitor.events import MemoryEstimated
-    from paceline.planner import check_fit
-    from paceline.planner.available import available_bytes, guess_device
-
-    num_ranks = num_workers * run.layout.ranks_of_worker
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks + run.sync.num_server_processes))
-    device = guess_device(num_here)
-    available = available_bytes(device, num_here)
-    needed = check_fit(run, splits, num_ranks, device, available)
-    if needed is None:
-        return None
-    bytes_of: dict[str, float] = {category: float(num_bytes) for category, num_bytes in needed.bytes_of.items()}
-    return MemoryEstimated(peak_bytes=needed.peak_bytes, bytes_of=bytes_of, available_bytes=available)
-
-
-def tell_memory(directory: Path, event: "MemoryEstimated | None") -> None:
-    """Write into a run's log what was estimated."""
-    import time
-
-    from paceline.monitor.log import EventLog
-
-    if event is not None:
-        with EventLog(directory / "events.jsonl", run=directory.name, rank=-1, epoch=-1, clock=time.monotonic) as log:
-            log.write(event, step=-1)
-
-
 def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
     typer.echo(f"tensors of each of {num_ranks} ranks on {device}, at the worst moment of a step:")
     for category, num_bytes in needed.bytes_of.items():
@@ -81,6 +44,6 @@ def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    from paceline.monitor.wording import size
+    from paceline.monitor.formatting import size
 
     return size(num_bytes)

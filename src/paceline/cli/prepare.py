@@ -8,18 +8,19 @@ import typer
 from pydantic import ValidationError
 
 from paceline.checkpoint import CheckpointStore
-from paceline.cli.memory import check_memory, tell_memory
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
-from paceline.monitor.events import RunFinished
+from paceline.memory import available_bytes, guess_device
+from paceline.monitor.events import MemoryEstimated, RunFinished
+from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
-from paceline.planner.available import guess_device
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.compiling import check_compiler
+from paceline.training.memory_fit import check_fit
 from paceline.training.rehearsal import check_parts
 from paceline.training.run import Run, RunFile
 
@@ -88,11 +89,11 @@ def prepare_new(
         cores = len(os.sched_getaffinity(0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))
         run = run.model_copy(update={"num_threads": max(1, cores // local_ranks)})
-    needed = check_memory(run, check_workers(run, num_workers), num_workers)
+    needed = _check_memory(run, check_workers(run, num_workers), num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     directory = _make_directory(out, recipe)
     file.save(directory)
-    tell_memory(directory, needed)
+    _log_memory(directory, needed)
     return directory, file
 
 
@@ -106,7 +107,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     file = RunFile.load(directory)
     run = apply_overrides(load_run(file), overrides)
     workers = num_workers or file.num_workers
-    needed = check_memory(run, check_workers(run, workers), workers)
+    needed = _check_memory(run, check_workers(run, workers), workers)
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
     log = directory / "events.jsonl"  # there is none if the run was killed before its first word
     is_finished = log.is_file() and any(select(read_log(log), RunFinished))
@@ -118,8 +119,32 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
     if resumed != file:
         resumed.save(directory)
-    tell_memory(directory, needed)
+    _log_memory(directory, needed)
     return directory, resumed
+
+
+def _check_memory(run: Run, splits: Splits, num_workers: int) -> MemoryEstimated | None:
+    """Return the memory that each rank needs, to be logged; None where it fits by far.
+
+    Raises:
+        SettingsError: It does not fit; the message says what would.
+    """
+    num_ranks = num_workers * run.layout.ranks_of_worker
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks + run.sync.num_server_processes))
+    device = guess_device(num_here)
+    available = available_bytes(device, num_here)
+    needed = check_fit(run, splits, num_ranks, device, available)
+    if needed is None:
+        return None
+    bytes_of: dict[str, float] = {category: float(num_bytes) for category, num_bytes in needed.bytes_of.items()}
+    return MemoryEstimated(peak_bytes=needed.peak_bytes, bytes_of=bytes_of, available_bytes=available)
+
+
+def _log_memory(directory: Path, event: MemoryEstimated | None) -> None:
+    """Write the estimate into the log of a run."""
+    if event is not None:
+        with EventLog(directory / "events.jsonl", run=directory.name, rank=-1, epoch=-1) as log:
+            log.write(event, step=-1)
 
 
 def take_back(directory: Path, file: RunFile) -> None:

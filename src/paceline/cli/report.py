@@ -15,7 +15,7 @@ def report(
     from paceline.monitor.pipeline import describe_pipeline
     from paceline.monitor.reader import read_log, summarise
     from paceline.monitor.report import write_report
-    from paceline.monitor.stragglers import describe_stragglers
+    from paceline.monitor.report_sections import describe_stragglers
 
     summary = summarise(read_log(run / "events.jsonl"))
     picture, page = write_report(run)

@@ -143,7 +143,7 @@ def _check_files(picture: Path | None, json_file: Path | None) -> None:
 
 
 def _title(scaling: "Scaling") -> str:
-    from paceline.monitor.wording import number, size
+    from paceline.monitor.formatting import number, size
 
     what = f"{scaling.collective.replace('_', '-')} of {size(scaling.num_bytes)} on {scaling.cluster.name}"
     return f"{what}, {number(1000 * scaling.compute_s)} ms of computing a step"
@@ -156,7 +156,7 @@ def _at(predictions: "Sequence[Prediction]", bandwidths: Sequence[float]) -> "li
 def _print_tables(scaling: "Scaling", predictions: "Sequence[Prediction]", bandwidths: Sequence[float]) -> None:
     from rich.console import Console
 
-    from paceline.monitor.wording import number
+    from paceline.monitor.formatting import number
 
     console = Console()
     own = float(scaling.cluster.bandwidth)
@@ -172,7 +172,7 @@ def _print_grid(
     points: "Sequence[Prediction]",
     value: "Callable[[Prediction], float]",
     best: "Callable[[Iterable[float]], float]",
-    wording: Callable[[float], str],
+    formatter: Callable[[float], str],
 ) -> None:
     """Print one column for each algorithm and one row for each number of ranks."""
     from rich.table import Table
@@ -182,7 +182,7 @@ def _print_grid(
     for num_ranks in dict.fromkeys(point.num_ranks for point in points):
         row = {point.algorithm: value(point) for point in points if point.num_ranks == num_ranks}
         winner = best(row.values())
-        cells = [wording(row[name]) + "*" * (row[name] == winner) if name in row else "-" for name in names]
+        cells = [formatter(row[name]) + "*" * (row[name] == winner) if name in row else "-" for name in names]
         table.add_row(f"{num_ranks:,}", *cells)
     console.print(table, markup=False)
 

@@ -9,6 +9,7 @@ Error feedback belongs to the codec's state. It is transactional: `exchange` rea
 new one, which takes the old one's place only when the exchange has succeeded on all workers.
 """
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,3 +205,13 @@ def is_finite(value: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
     # One pass that only reads: the sum of what is not finite never is. That of large numbers may overflow as well.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
+def shared_generator(place: Place) -> torch.Generator:
+    """Return a CPU generator that all workers seed alike: with the run's seed, the step and the block.
+
+    torch's global generator is neither read nor changed. It is the CPU's for a block on a GPU too: the two kinds
+    draw different numbers from one seed.
+    """
+    key = f"{place.seed} {place.step} {place.block}".encode()
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))

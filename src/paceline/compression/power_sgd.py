@@ -22,8 +22,8 @@ from paceline.compression.codec import (
     State,
     dense_payloads,
     exchange_dense,
+    shared_generator,
 )
-from paceline.compression.seeding import shared_generator
 from paceline.registry import register
 
 _PIECE = 1 << 17

@@ -18,8 +18,8 @@ from paceline.compression.codec import (
     dense_payloads,
     exchange_dense,
     is_finite,
+    shared_generator,
 )
-from paceline.compression.seeding import shared_generator
 from paceline.compression.top_k import count_kept
 from paceline.errors import SettingsError
 from paceline.registry import register

@@ -1,14 +1,14 @@
-"""Layer 6: memory that training needs: counted, rehearsed, and saved by recomputing or offloading."""
+"""Layer 6: memory that training needs: estimated, counted, and saved by recomputing or offloading."""
 
-from paceline.memory.blocks import find_recomputable
+from paceline.memory.available import available_bytes, guess_device
 from paceline.memory.budget import plan
-from paceline.memory.measure import counting
+from paceline.memory.estimate import Estimate, divide, estimate_step
 from paceline.memory.offload_activations import ActivationOffload
 from paceline.memory.offload_optimizer import OffloadedOptimizer
-from paceline.memory.recompute import Choice, recompute
+from paceline.memory.recompute import Choice, find_recomputable, recompute
 from paceline.memory.rehearsal import Act, Rehearsed, rehearse
 from paceline.memory.settings import Memory
-from paceline.memory.tracker import CATEGORIES, Category, StorageTracker
+from paceline.memory.tracker import CATEGORIES, Category, StorageTracker, counting
 
 __all__ = [
     "CATEGORIES",
@@ -16,12 +16,17 @@ __all__ = [
     "ActivationOffload",
     "Category",
     "Choice",
+    "Estimate",
     "Memory",
     "OffloadedOptimizer",
     "Rehearsed",
     "StorageTracker",
+    "available_bytes",
     "counting",
+    "divide",
+    "estimate_step",
     "find_recomputable",
+    "guess_device",
     "plan",
     "recompute",
     "rehearse",

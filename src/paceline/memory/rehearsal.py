@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.memory.measure import counting
 from paceline.memory.recompute import KEPT, Choice
-from paceline.memory.tracker import Category, StorageTracker
+from paceline.memory.tracker import Category, StorageTracker, counting
 
 _ELEMENT_FLOPS = 16
 """What an element that is written costs, in the arithmetic that a device does meanwhile: where only bytes move."""

@@ -1,11 +1,12 @@
 """Counts the bytes of tensors that are alive, and remembers what they were for when they were most."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -113,6 +114,54 @@ class StorageTracker(TorchDispatchMode):
         category, num_bytes = self._known.pop(key)
         self._now[category] -= num_bytes
         self._now_bytes -= num_bytes
+
+
+@contextmanager
+def counting(
+    module: nn.Module, optimizer: torch.optim.Optimizer, device: str, tracker: StorageTracker | None = None
+) -> Iterator[StorageTracker]:
+    """Inside, count what training `module` makes; gradients and optimizer state are told apart as they come.
+
+    Hooks on parameters that make views of their gradients must have been registered before.
+
+    Args:
+        module: What is trained.
+        optimizer: Over its parameters.
+        device: Kind of device whose tensors count.
+        tracker: Counts on from where it was; a new one without it.
+    """
+    is_new = tracker is None
+    tracker = tracker or StorageTracker(device)
+    tracker.label("parameters", [*module.parameters(), *module.buffers()])
+    tracker.label("optimizer", optimizer_tensors(optimizer))
+    tracker.label("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+    if is_new:
+        tracker.reset_peak()
+
+    def take_gradient(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        tracker.label("gradients", [parameter.grad])
+
+    def take_state(stepped: torch.optim.Optimizer, *_: object) -> None:
+        tracker.label("optimizer", optimizer_tensors(stepped))
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(take_gradient)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+    step_handle = optimizer.register_step_post_hook(take_state)
+    try:
+        with tracker:
+            yield tracker
+    finally:
+        for handle in [*handles, step_handle]:
+            handle.remove()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _has_storage(leaf: Any) -> bool:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from paceline.monitor.events import BucketExchanged
-from paceline.monitor.markup import Pictures, picture, safe, section, table
+from paceline.monitor.formatting import duration, share, size
+from paceline.monitor.html_elements import Pictures, picture, safe, section, table
 from paceline.monitor.timeline import TimedStep
-from paceline.monitor.wording import duration, share, size
 
 
 def describe_step(step: TimedStep) -> str:

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.monitor.canvas import Palette, dress, make_figure, place_legend, to_png
+from paceline.monitor.formatting import size
+from paceline.monitor.plot_style import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.timeline import Span, TimedStep
-from paceline.monitor.wording import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,8 +29,8 @@ from paceline.monitor.events import (
     UnusedParameters,
     Warned,
 )
+from paceline.monitor.formatting import describe, duration, number, one_line, printable, share
 from paceline.monitor.reader import follow
-from paceline.monitor.wording import describe, duration, number, one_line, printable, share
 
 _STYLES: dict[type[Event], str] = {
     RunStarted: "bold",

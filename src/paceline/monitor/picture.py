@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.monitor.canvas import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
+from paceline.monitor.formatting import number, one_line, printable, workers
+from paceline.monitor.plot_style import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.reader import Summary
-from paceline.monitor.wording import number, one_line, printable, workers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

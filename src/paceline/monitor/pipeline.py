@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from paceline.monitor.events import PipelineMeasured, Record
-from paceline.monitor.markup import Pictures, picture, safe, section, table
+from paceline.monitor.formatting import duration, share
+from paceline.monitor.html_elements import Pictures, picture, safe, section, table
 from paceline.monitor.timeline import covered_s
-from paceline.monitor.wording import duration, share
 
 _LARGEST_S = 1e12
 """A moment beyond it is none: no axis could hold it."""

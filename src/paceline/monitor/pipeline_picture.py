@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.monitor.canvas import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.pipeline import PipelineStep
+from paceline.monitor.plot_style import Palette, dress, make_figure, place_legend, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from paceline.monitor.canvas import DARK, LIGHT
 from paceline.monitor.gantt import draw_gantt
-from paceline.monitor.markup import Pictures
-from paceline.monitor.page import render_page
+from paceline.monitor.html_elements import Pictures
+from paceline.monitor.html_page import render_page
 from paceline.monitor.picture import draw
 from paceline.monitor.pipeline import typical_pipeline_step
 from paceline.monitor.pipeline_picture import draw_pipeline
+from paceline.monitor.plot_style import DARK, LIGHT
 from paceline.monitor.reader import read_log, summarise
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.errors import missing_extra
 from paceline.monitor.events import Record, StepFinished
+from paceline.monitor.formatting import printable
 from paceline.monitor.reader import Summary, read_log, summarise
-from paceline.monitor.wording import printable
 
 _SUFFIX = ".paceline"
 

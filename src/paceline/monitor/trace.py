@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from paceline.errors import SettingsError
 from paceline.monitor.events import BucketExchanged, EventError
+from paceline.monitor.formatting import printable
 from paceline.monitor.reader import read_log
 from paceline.monitor.timeline import TimedStep, find_timed_steps
-from paceline.monitor.wording import printable
 
 _TIDS_PER_RANK = 1000  # Perfetto names threads by their number alone: no two ranks may share one, and 0 is no thread
 _COMPUTING, _WAITING, _EXCHANGE = 1, 2, 3

@@ -2,10 +2,9 @@
 
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.adamw_8bit import AdamW8bit
-from paceline.optim.base import Optimizer
+from paceline.optim.base import Optimizer, Scaling, scale
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
-from paceline.optim.scaling import Scaling, scale
 from paceline.optim.torch_rules import SGD, Adam, AdamW
 
 __all__ = ["LAMB", "LARS", "SGD", "Adafactor", "Adam", "AdamW", "AdamW8bit", "Optimizer", "Scaling", "scale"]

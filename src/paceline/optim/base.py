@@ -1,18 +1,19 @@
-"""What every optimizer's settings are."""
+"""What every optimizer's settings are, and how its learning rate follows the batch."""
 
+import math
 from abc import abstractmethod
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paceline.optim.scaling import Scaling, scale
 from paceline.registry import Family
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 """Of an exponential average."""
+Scaling = Literal["none", "linear", "square_root"]
 
 
 class Optimizer(Family):
@@ -51,3 +52,17 @@ class Optimizer(Family):
             {"params": params, "weight_decay": self.weight_decay if decays else 0.0}
             for (decays, _), params in groups.items()
         ]
+
+
+def scale(rule: Scaling, global_batch: int, base_batch: int) -> float:
+    """Return the factor of the learning rate for a batch, when it was found with batches of `base_batch`.
+
+    Args:
+        rule: linear: in proportion to the batch, as many small steps would go as far (Krizhevsky 2014; Goyal 2017), for
+            SGD; square_root: by the square root, which keeps the noise of an update (Hoffer 2017), for Adam and LAMB;
+            none: 1.
+        global_batch: Samples of a step, over all workers.
+        base_batch: Likewise.
+    """
+    ratio = global_batch / base_batch
+    return {"none": 1.0, "linear": ratio, "square_root": math.sqrt(ratio)}[rule]

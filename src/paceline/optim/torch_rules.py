@@ -1,10 +1,10 @@
-"""The update rules that torch has."""
+"""The update rules that torch has, and which of them update each element by itself."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.optim.base import DecayRate, Optimizer
@@ -27,8 +27,8 @@ class SGD(Optimizer):
         return self
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return torch.optim.SGD."""
-        return torch.optim.SGD(
+        """Return torch.optim.SGD, which takes late gradients."""
+        return SGDRule(
             self.group_parameters(module),
             lr=self.learning_rate,
             momentum=self.momentum,
@@ -36,6 +36,25 @@ class SGD(Optimizer):
             # Torch's fused SGD, unlike its fused Adam, knows no DTensors.
             fused=not any(isinstance(parameter, DTensor) for parameter in module.parameters()),
         )
+
+
+class SGDRule(torch.optim.SGD):
+    """torch.optim.SGD of which parameters may get their first gradient later than others.
+
+    Torch's fused kernel wants a momentum buffer of every parameter or of none, and raises a TypeError otherwise. From
+    buffers of zeros it takes the steps that torch's other kernels take without buffers.
+    """
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
+    ) -> bool:
+        has_sparse: bool = super()._init_group(group, params, grads, momenta)  # type: ignore[no-untyped-call]
+        if group["momentum"]:
+            momenta[:] = [
+                torch.zeros_like(parameter) if momentum is None else momentum
+                for parameter, momentum in zip(params, momenta, strict=True)
+            ]
+        return has_sparse
 
 
 @register("adamw")
@@ -80,3 +99,28 @@ class Adam(Optimizer):
             eps=self.epsilon,
             fused=True,
         )
+
+
+BY_ELEMENT = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+"""Optimizers that update each element by its own gradient. A subclass may do otherwise: these classes only.
+
+LARS, LAMB and Adafactor are not among them, since they need norms of whole parameters, nor is AdamW in 8 bits, whose
+elements share their blocks' scales.
+"""
+
+
+def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer may update a part of its parameters, or a part of one, apart from the rest."""
+    return type(optimizer) in (*BY_ELEMENT, SGDRule)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
-from paceline.optim.by_element import BY_ELEMENT
+from paceline.optim.torch_rules import BY_ELEMENT, updates_by_element
 from paceline.replica.buckets import Bucket
 from paceline.replica.gradients import Gradients
 from paceline.replica.step_result import BucketTimes
@@ -153,7 +153,7 @@ def check_landing(
         reason = "where the gradient noise scale is measured; leave one of them out"
     elif is_compiled and landing == "next_forward":
         reason = "with compiled blocks, inside which nothing can land; leave one of them out"
-    elif optimizer is not None and type(optimizer) not in BY_ELEMENT:
+    elif optimizer is not None and not updates_by_element(optimizer):
         known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
         reason = f"with {type(optimizer).__name__}, which may need the whole step at once; take one of {known}"
     if reason:

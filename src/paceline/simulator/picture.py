@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.errors import SettingsError
-from paceline.monitor.canvas import LIGHT, Palette, dress, make_figure
+from paceline.monitor.plot_style import LIGHT, Palette, dress, make_figure
 from paceline.simulator.scaling import Prediction
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Real processes for tests: N ranks that find each other as torchrun's workers do.
 
-One starter process imports torch and the function under test and then forks the ranks, so that a start of N ranks
-costs one import, and the next start hardly any (`paceline.testing.warm_starter`). The store in which they meet is held
-by the caller, as torchrun's agent does: it outlives every rank. When the caller dies, by SIGKILL too, starter and ranks
-die with it.
+One starter process imports the function under test and then forks the ranks. The starter itself is forked from Python's
+fork server, which has imported torch and Paceline, so that the starts of one process share that import. The store in
+which ranks meet is held by the caller, as torchrun's agent does: it outlives every rank. When the caller dies, by
+SIGKILL too, starter and ranks die with it.
 """
 
 import ctypes
@@ -11,13 +11,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,15 +26,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 
 from paceline.testing.netlab_namespaces import enter_namespace
-from paceline.testing.warm_starter import share_starter
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
 """Time the starter has beyond the ranks', to import torch and to clean up."""
+# torch imports its compiler with the first optimizer.
+_PRELOADED = ["paceline.testing", "paceline.launch.worker", "paceline.recipes.transformer_lm", "torch._dynamo"]
+"""Modules that the fork server imports."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def run_processes(
 ) -> list[RankResult]:
     """Run ``function(**arguments)`` in `num_ranks` processes with torchrun's environment, and return how each ended.
 
+    A script that calls it must do so below ``if __name__ == "__main__":``, as with all of `multiprocessing`.
+
     Args:
         num_ranks: Processes; each has one thread.
         function: At the top of a module; or its place, as ``package.module:function`` or ``file.py:function``.
@@ -96,11 +101,8 @@ def run_processes(
         }
         launcher = _launcher_environment(num_ranks, num_ranks // len(set(paths)), held.port)
         variables = {**os.environ, **launcher, **(environment or {})}
-        # Variables may mean something to what imports only; and the warm starter listens to one thread.
-        if environment or threading.current_thread() is not threading.main_thread():
-            _check(*_run_starter(plan, variables))
-        else:
-            _check(*share_starter().run(plan, variables, timeout_s + _GRACE_S))
+        # Variables may mean something to what is imported, which the fork server has done already.
+        _check(*(_run_starter if environment else _fork_starter)(plan, variables))
         return [_collect(Path(folder), rank) for rank in range(num_ranks)]
 
 
@@ -141,6 +143,36 @@ def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tup
             os.killpg(starter.pid, signal.SIGKILL)
             starter.communicate()
     return starter.returncode, output
+
+
+def _fork_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a starter that the fork server forks; return exit code and output."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    starter = context.Process(target=_be_forked, args=(plan, dict(environment), os.getcwd()))
+    starter.start()
+    try:
+        starter.join(plan["timeout_s"] + _GRACE_S)
+        if starter.exitcode is None:
+            raise TimeoutError("the process that starts ranks must end in time, but it did not")
+    finally:
+        starter.kill()
+        starter.join()
+    output = Path(plan["folder"], "starter.output")
+    return starter.exitcode, output.read_text(errors="replace") if output.exists() else ""
+
+
+def _be_forked(plan: Mapping[str, Any], environment: Mapping[str, str], directory: str) -> None:
+    """Be a starter as if this process had been started for it alone."""
+    os.setsid()  # Ctrl-C is for the caller
+    output = os.open(Path(plan["folder"], "starter.output"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late
+    start_ranks({**plan, "owner": os.getppid()})
 
 
 def _check(exit_code: int, output: str) -> None:
@@ -242,6 +274,9 @@ def _wait(ranks: dict[int, int], needed: set[int], timeout_s: float) -> dict[int
         if pid:
             exits[ranks[pid]] = os.waitstatus_to_exitcode(status)
         else:
+            owner = multiprocessing.parent_process()  # where the fork server has forked this process
+            if owner is not None and not owner.is_alive():
+                signal.raise_signal(signal.SIGTERM)
             time.sleep(0.01)
     for pid, rank in ranks.items():
         if rank not in exits:

@@ -3,17 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
+from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.worker import ServedWorker
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
-
-if TYPE_CHECKING:
-    from paceline.sync.parameter_server.base import ServedRule
 
 
 class ServedHost(Synchroniser):
@@ -25,7 +23,7 @@ class ServedHost(Synchroniser):
         hosts: The ranks of each host.
     """
 
-    def __init__(self, rule: "ServedRule", site: Site, hosts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, rule: ServerSettings, site: Site, hosts: Sequence[Sequence[int]]) -> None:
         group = site.group
         here = next(list(ranks) for ranks in hosts if group.rank in ranks)
         self._leaders = sorted(ranks[0] for ranks in hosts)

@@ -1,7 +1,7 @@
 """What one worker has to do with one server."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +9,10 @@ from torch import Tensor
 from paceline.comm.exchange import NOTHING, Header, Port
 from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
 from paceline.sync.parameter_server.server import Kind
+from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.state import cut_pieces, pack_state, unpack_state
 from paceline.sync.parameter_server.wire import States, make_wires
 from paceline.sync.synchroniser import Delays, Site
-
-if TYPE_CHECKING:
-    from paceline.sync.parameter_server.base import ServedRule
 
 
 class ServerLink:
@@ -27,7 +25,7 @@ class ServerLink:
         site: The worker.
     """
 
-    def __init__(self, port: Port, pieces: Sequence[Piece], rule: "ServedRule", site: Site) -> None:
+    def __init__(self, port: Port, pieces: Sequence[Piece], rule: ServerSettings, site: Site) -> None:
         self.port = port
         self.pieces = list(pieces)
         self.clock = 0

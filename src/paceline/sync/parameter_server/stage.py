@@ -1,19 +1,15 @@
 """Where servers run, what each of them holds, and the program of one that has a process of its own."""
 
-from typing import TYPE_CHECKING
-
 from paceline.comm.exchange import Exchange
 from paceline.errors import CommunicationError, SettingsError
-from paceline.optim.by_element import BY_ELEMENT
+from paceline.optim.torch_rules import updates_by_element
 from paceline.sync.parameter_server.pieces import share_out
 from paceline.sync.parameter_server.server import Server
+from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.shard import Shard
 from paceline.sync.parameter_server.verdicts import Verdicts
 from paceline.sync.parameter_server.wire import make_wires
 from paceline.sync.synchroniser import Site
-
-if TYPE_CHECKING:
-    from paceline.sync.parameter_server.base import ServedRule
 
 
 class Stage:
@@ -27,7 +23,7 @@ class Stage:
         SettingsError: There are not enough processes for the servers.
     """
 
-    def __init__(self, rule: "ServedRule", site: Site, num_workers: int | None = None) -> None:
+    def __init__(self, rule: ServerSettings, site: Site, num_workers: int | None = None) -> None:
         self._rule, self._site = rule, site
         self.num_workers = num_workers or site.group.size
         self.everybody = site.group
@@ -48,7 +44,7 @@ class Stage:
                 f"{self.everybody.size - first}; lower it, or start more"
             )
         self.routes = [(worker, server) for worker in range(self.num_workers) for server in self.servers]
-        may_cut = type(site.optimizer) in BY_ELEMENT
+        may_cut = updates_by_element(site.optimizer)
         self.shares = share_out(dict(site.parameters), rule.num_servers, may_cut=may_cut)
         """What each server holds."""
 
@@ -77,7 +73,7 @@ class Stage:
         return Verdicts(self.everybody, self.servers, server) if self._rule.follows_first else None
 
 
-def serve(rule: "ServedRule", site: Site, num_workers: int) -> None:
+def serve(rule: ServerSettings, site: Site, num_workers: int) -> None:
     """Be a server with a process of its own, until all workers have left.
 
     Args:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from paceline.sync.desk import SampleDesk
 from paceline.sync.parameter_server.link import ServerLink
 from paceline.sync.parameter_server.pieces import copy_all
 from paceline.sync.parameter_server.server import Kind
+from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.stage import Stage
 from paceline.sync.parameter_server.state import join_pieces, pack_state, unpack_state
 from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site, Synchroniser
-
-if TYPE_CHECKING:
-    from paceline.sync.parameter_server.base import ServedRule
 
 
 class ServedWorker(Synchroniser):
@@ -33,7 +31,7 @@ class ServedWorker(Synchroniser):
         site: The worker.
     """
 
-    def __init__(self, rule: "ServedRule", site: Site) -> None:
+    def __init__(self, rule: ServerSettings, site: Site) -> None:
         self._rule = rule
         self._site = site
         self._parameters = dict(site.parameters)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from paceline.monitor.wording import duration, number, one_line, printable, share, size
+from paceline.monitor.formatting import duration, number, one_line, printable, share, size
 
 
 @pytest.mark.parametrize(

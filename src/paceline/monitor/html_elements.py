@@ -1,11 +1,11 @@
-"""Pieces of a report's page. Every text is made safe here: none of it can become markup."""
+"""HTML elements of a report's page. Every text is escaped here: none of it can become markup."""
 
 import base64
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from paceline.monitor.wording import printable
+from paceline.monitor.formatting import printable
 
 
 class Pictures(NamedTuple):

@@ -1,4 +1,4 @@
-"""How events, numbers, and text that nobody vouches for are written for people."""
+"""Events, numbers, and text that nobody vouches for, formatted for people."""
 
 import math
 import unicodedata

@@ -1,4 +1,4 @@
-"""What the pictures of a report have in common: colours, figures and axes."""
+"""The style that all pictures share: colours, figures and axes."""
 
 import io
 from dataclasses import dataclass

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.testing import run_processes
-from paceline.testing.warm_starter import share_starter
 
 OWNER = """
 import sys
@@ -19,7 +19,8 @@ run_processes(1, f"{sys.argv[1]}:tell_and_wait", {"file": sys.argv[2]})
 
 def say_where(number):
     os.environ["PACELINE_LEFT_BEHIND"] = "yes"
-    return [number, os.getcwd(), os.environ.get("PACELINE_TOLD"), "test_warm_starter" in sys.modules]
+    is_known = "test_fork_server" in sys.modules
+    return [number, os.getcwd(), os.environ.get("PACELINE_TOLD"), is_known, torch.get_num_threads()]
 
 
 def find_left_behind():
@@ -43,21 +44,16 @@ def test_each_start_is_as_if_it_were_the_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PACELINE_TOLD", "this")
     (first,) = run_processes(1, say_where, {"number": 1})
-    starter = share_starter()
-    assert first.value == [1, str(tmp_path), "this", True]
+    assert first.value == [1, str(tmp_path), "this", True, 1]
     (second,) = run_processes(1, find_left_behind)
     assert (second.exit_code, second.value) == (0, None)
-    assert share_starter() is starter
 
 
 def test_what_does_not_end_in_time_is_ended_and_the_next_start_works(tmp_path, monkeypatch):
-    run_processes(1, find_left_behind)
-    starter_before = share_starter()
     monkeypatch.setattr("paceline.testing.processes._GRACE_S", -10.0)  # before the fork's own time is out
     with pytest.raises(TimeoutError, match="must end in time"):
         run_processes(1, tell_and_wait, {"file": str(tmp_path / "pids")}, timeout_s=14.0)
     monkeypatch.undo()
-    assert not starter_before.is_alive
     assert run_processes(1, find_left_behind)[0].exit_code == 0
     rank, starter = (int(pid) for pid in (tmp_path / "pids").read_text().split())
     deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, and what would make it fit."""
+"""How much memory a run needs, whether it fits, and what would make it fit."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import torch
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
-from paceline.monitor.wording import size
+from paceline.memory import Estimate, divide, estimate_step
+from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
-from paceline.planner.memory import Estimate, estimate
-from paceline.training.rehearsal import RehearsalError, guarded
+from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe, guarded
 from paceline.training.run import Run
 
 _MARGIN = 4
@@ -21,6 +21,24 @@ _MARGIN = 4
 _COPIES = 8
 """Of each output of a matrix at each position: more than any model keeps."""
 _MOST_ADVICE = 4
+
+
+def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> Estimate:
+    """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
+
+    One whole step is rehearsed, with the run's own model, objective, optimizer, precision, micro-batches and savings;
+    see `estimate_step`. With a layout that shares the model, the step of a whole model is divided as `divide` says,
+    which is rougher.
+
+    Raises:
+        SettingsError: The model cannot be rehearsed, or its savings cannot be had.
+    """
+    check_device(run, device)
+    num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
+    choices = choose_blocks(run, splits, num_workers, device)
+    act = describe(run, splits, num_workers, device)
+    whole = guarded(lambda: estimate_step(act, choices, run.sync, num_workers, run.num_steps))
+    return whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
 
 
 def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:

@@ -1,4 +1,4 @@
-"""How much memory each rank of a run needs, before anything is allocated."""
+"""How much memory each rank needs for a step, before anything is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,18 @@ from torch import Size
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.compression.codec import Codec, Place, Reduce, Scatter
-from paceline.data.base import Splits
-from paceline.memory import Act, Category, StorageTracker, rehearse
 from paceline.memory.absent_group import AbsentGroup
-from paceline.memory.rehearsal import UnknownValues
-from paceline.sync import EveryStep
+from paceline.memory.recompute import Choice
+from paceline.memory.rehearsal import Act, UnknownValues, rehearse
+from paceline.memory.tracker import Category, StorageTracker
+from paceline.sync import EveryStep, Rule
 from paceline.sync.periodic import PeriodicRule
 from paceline.sync.synchroniser import LocalStep, Site
 from paceline.topology.layout import Layout
-from paceline.training.rehearsal import check_device, choose_blocks, describe, guarded
-from paceline.training.run import Run
 
 _LARGEST_PROBE = 1 << 16
 """Elements of a block that codecs are tried on; what they keep of larger ones is in proportion."""
-_PERIODS_TRIED = 4096
+_STEPS_TRIED = 4096
 
 
 @dataclass(frozen=True)
@@ -40,32 +38,27 @@ class Estimate:
         return sum(self.bytes_of.values())
 
 
-def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> Estimate:
-    """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
+def estimate_step(act: Act, choices: Mapping[str, Choice], rule: Rule, num_workers: int, num_steps: int) -> Estimate:
+    """Return the memory that a step needs on a worker with a whole model.
 
-    One whole step is rehearsed on tensors without contents, with the run's own model, objective, optimizer, precision,
-    micro-batches and savings: parameters, gradients in their buckets, optimizer state, and what forward and backward
-    make, each until it is let go of. What codecs and synchronisation rules keep is added. It is what a tracker of
-    tensors counts in the real step; of what it does not see (Python and its libraries, workspaces of kernels, batches
-    read ahead, a checkpoint being written) nothing is in it.
+    The step is rehearsed on tensors without contents: parameters, gradients in their buckets, optimizer state, and what
+    forward and backward make, each until it is let go of. What the synchronisation rule and its codec keep is added.
+    It is what a tracker of tensors counts in the real step; of what it does not see (Python and its libraries,
+    workspaces of kernels, batches read ahead, a checkpoint being written) nothing is in it.
 
-    With a layout that shares the model, the step of a whole model is divided as `divide` says, which is rougher.
-
-    Raises:
-        SettingsError: The model cannot be rehearsed, or its savings cannot be had.
+    Args:
+        act: The step.
+        choices: Recomputation of its blocks, by name.
+        rule: Synchronisation rule of the workers.
+        num_workers: Number of workers.
+        num_steps: Steps of the run; the first exchange after them is counted.
     """
-    check_device(run, device)
-    layout = run.layout
-    num_workers = max(1, num_ranks // layout.ranks_of_worker)
-    choices = choose_blocks(run, splits, num_workers, device)
-    act = describe(run, splits, num_workers, device)
-    rehearsed = guarded(lambda: rehearse(act, choices))
+    rehearsed = rehearse(act, choices)
     bytes_of = dict(rehearsed.peak)
     if num_workers > 1:
-        bytes_of["communication"] += guarded(lambda: _count_rule(run, act, num_workers))
-        bytes_of["communication"] += _count_codec(run, act, num_workers)
-    whole = Estimate(bytes_of, sum(rehearsed.host.values()))
-    return whole if layout.is_plain else divide(whole, layout, run.num_micro_batches)
+        bytes_of["communication"] += _count_rule(rule, act, num_workers, num_steps)
+        bytes_of["communication"] += _count_codec(rule, act, num_workers)
+    return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
 def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estimate:
@@ -94,9 +87,9 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
     return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)))
 
 
-def _count_rule(run: Run, act: Act, num_workers: int) -> int:
+def _count_rule(rule: Rule, act: Act, num_workers: int, num_steps: int) -> int:
     """Return the bytes that a rule which does more than to sum gradients keeps, in a step at which workers meet."""
-    if run.sync.is_asynchronous or run.sync.num_server_processes:
+    if rule.is_asynchronous or rule.num_server_processes:
         # A worker keeps what it pulled and what it pushes; a server in its process the shared state.
         return 2 * sum(4 * prod(shape) for shape in _shapes(act).values())
     group = AbsentGroup(0, num_workers, act.device)
@@ -105,11 +98,11 @@ def _count_rule(run: Run, act: Act, num_workers: int) -> int:
             module, optimizer = act.build({})
         tracker = StorageTracker(act.device.type)
         with tracker:
-            synchroniser = run.sync.start_synchroniser(Site(module, optimizer, group, run.seed, group))
+            synchroniser = rule.start_synchroniser(Site(module, optimizer, group, world=group))
             if synchroniser is None:
                 return 0
-            first = run.num_steps
-            number = next((n for n in range(first, first + _PERIODS_TRIED) if synchroniser.meets(n)), first)
+            later = range(num_steps, num_steps + _STEPS_TRIED)
+            number = next((number for number in later if synchroniser.meets(number)), num_steps)
             step = LocalStep(number, 1.0, float(num_workers))
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -121,11 +114,11 @@ def _count_rule(run: Run, act: Act, num_workers: int) -> int:
         return sum(tracker.now.values()) - tracker.now["gradients"]
 
 
-def _count_codec(run: Run, act: Act, num_workers: int) -> int:
+def _count_codec(rule: Rule, act: Act, num_workers: int) -> int:
     """Return the bytes that a codec keeps of all blocks, while it makes those that will replace them."""
-    if not isinstance(run.sync, EveryStep | PeriodicRule):
+    if not isinstance(rule, EveryStep | PeriodicRule):
         return 0
-    codec = run.sync.codec
+    codec = rule.codec
     return sum(
         _count_block(codec, shape, num_workers) for shape in _shapes(act).values() if not codec.is_dense(Size(shape))
     )

@@ -7,15 +7,13 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
-from paceline.monitor.changes import render_changes
 from paceline.monitor.communication import render_communication
 from paceline.monitor.events import Record
-from paceline.monitor.markup import Pictures, picture, safe, section, table, tiles
-from paceline.monitor.memory import render_memory
+from paceline.monitor.formatting import describe, duration, number, share, size, workers
+from paceline.monitor.html_elements import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.pipeline import render_pipeline
 from paceline.monitor.reader import Summary
-from paceline.monitor.stragglers import render_stragglers
-from paceline.monitor.wording import describe, duration, number, share, size, workers
+from paceline.monitor.report_sections import render_changes, render_memory, render_stragglers
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -119,8 +117,8 @@ def _count(value: int) -> str:
     return f"{value:,}" if value >= 0 else "–"
 
 
-def _known(value: float | None, wording: Callable[[float], str]) -> str:
-    return "–" if value is None else wording(value)
+def _known(value: float | None, formatter: Callable[[float], str]) -> str:
+    return "–" if value is None else formatter(value)
 
 
 def _final_metrics(summary: Summary) -> dict[str, float]:

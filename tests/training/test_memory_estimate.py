@@ -12,13 +12,13 @@ from paceline.data.batch import Batch
 from paceline.data.order import Interval
 from paceline.memory import Memory, counting
 from paceline.optim import SGD, AdamW, Optimizer
-from paceline.planner import estimate
 from paceline.recipes import find_recipe
 from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import find_variant
 from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
+from paceline.training.memory_fit import estimate
 from paceline.training.rehearsal import save_activations, save_optimizer
 
 CPU = torch.device("cpu")

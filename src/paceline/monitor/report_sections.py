@@ -1,0 +1,83 @@
+"""Sections of a report: memory; slow workers, and the shares that workers took; batches and models that changed."""
+
+from collections.abc import Iterator
+
+from paceline.monitor.events import BatchChanged, Event, GradientNoiseMeasured, ModelGrown
+from paceline.monitor.formatting import describe_slow, number, size
+from paceline.monitor.html_elements import safe, section, table
+from paceline.monitor.reader import Summary
+
+_MAX_ROWS = 20
+
+
+def render_memory(summary: Summary) -> str:
+    """Return the section on memory, estimated and measured; nothing where memory was neither estimated nor measured."""
+    estimated = summary.memory_estimates[-1].event if summary.memory_estimates else None
+    measured = summary.memory_measured[-1].event if summary.memory_measured else None
+    columns = [event for event in (estimated, measured) if event is not None]
+    if not columns:
+        return ""
+    names = list(dict.fromkeys(name for event in columns for name in event.bytes_of))
+    rows = [[name, *(size(event.bytes_of[name]) if event.bytes_of else "–" for event in columns)] for name in names]
+    rows.append(["in all", *(size(event.peak_bytes) for event in columns)])
+    if estimated is not None:
+        rows.append(["there is", size(estimated.available_bytes), *[""] * (len(columns) - 1)])
+    headings = ["tensors of a rank", *["estimated"] * (estimated is not None), *["measured"] * (measured is not None)]
+    return section("Memory", table(headings, rows))
+
+
+def describe_stragglers(summary: Summary) -> Iterator[str]:
+    """Yield a sentence for each worker that was found slow; the newest of each rank counts."""
+    is_following = bool(summary.starts) and summary.starts[-1].event.settings.get("shares") == "measured"
+    for record in {one.event.slow_rank: one for one in summary.slow_workers}.values():
+        cure = "its share follows its speed" if is_following else "--shares measured would give it fewer samples"
+        yield f"{describe_slow(record.event)} (found at step {record.step:,}; {cure})."
+
+
+def render_stragglers(summary: Summary) -> str:
+    """Return the section on workers; nothing where no worker was slow and no share changed."""
+    parts = [f"<p>{safe(sentence)}</p>" for sentence in describe_stragglers(summary)]
+    changes = summary.share_changes
+    if changes:
+        rows = [
+            [
+                f"{one.step:,}",
+                f"{one.event.start:,}",
+                ", ".join(f"{share:,}" for share in one.event.shares),
+                ", ".join(number(speed) for speed in one.event.samples_per_s),
+            ]
+            for one in reversed(changes[-_MAX_ROWS:])
+        ]
+        number_of = "Shares changed once" if len(changes) == 1 else f"Shares changed {len(changes):,} times"
+        newest = f"; the newest {_MAX_ROWS} changes are shown" if len(changes) > _MAX_ROWS else ""
+        headings = ["step", "from sample", "shares by rank", "samples/s by rank, while computing"]
+        parts.append(f"<p>{number_of}, to follow the speed of workers{newest}.</p>")
+        parts.append(table(headings, rows, num_numeric=2))
+    return section("Workers", "".join(parts)) if parts else ""
+
+
+def render_changes(summary: Summary) -> str:
+    """Return the section on batch and model; nothing where nothing changed or was measured."""
+    if not summary.changes:
+        return ""
+    shown = summary.changes[-_MAX_ROWS:]
+    rows = [[f"{one.step:,}", _describe_change(one.event)] for one in reversed(shown)]
+    hidden = len(summary.changes) - len(shown)
+    before = f"<p>{safe(f'{hidden:,} earlier ones are not shown.')}</p>" if hidden else ""
+    return section("Batch and model", before + table(["after step", "what"], rows, num_numeric=1))
+
+
+def _describe_change(event: Event) -> str:
+    """Return what changed, or was measured, as part of a sentence."""
+    match event:
+        case BatchChanged(global_batch=batch, start=start):
+            return f"{batch:,} samples a step, from sample {start:,} on"
+        case ModelGrown(num_layers=layers, num_parameters=parameters, method=method):
+            return f"{layers:,} layers with {parameters:,} parameters, by {method}"
+        case GradientNoiseMeasured(noise_scale=None):
+            return "gradient noise scale too large to be told"
+        case GradientNoiseMeasured(noise_scale=scale):
+            assert scale is not None
+            return f"gradient noise scale {number(scale)} samples"
+        case _:
+            raise AssertionError(event)

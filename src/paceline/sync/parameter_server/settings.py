@@ -1,0 +1,78 @@
+"""The settings that all rules with servers share: what their servers and workers read."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Size
+
+from paceline.comm.group import Group
+from paceline.compression import Codec, NoCodec, RandomK
+from paceline.compression.message import message_bytes
+from paceline.errors import SettingsError
+from paceline.sync.parameter_server.shard import Landing
+from paceline.sync.rule import Rule, Traffic
+
+
+class ServerSettings(Rule):
+    """Settings of servers that keep the parameters, in host memory."""
+
+    num_servers: int = Field(default=1, ge=1)
+    """Servers that the parameters are shared out over, by bytes."""
+    placement: Literal["beside", "own"] = "beside"
+    """Where servers run: beside the first workers, in their processes; or in processes of their own."""
+    codec: Codec = NoCodec()
+    """How pushes are made smaller."""
+    pull_codec: Codec = NoCodec()
+    """How pulls are made smaller: differences to what the worker has are pulled then."""
+
+    @model_validator(mode="after")
+    def _check_pull_codec(self) -> Self:
+        if self.pull_codec.carries_momentum:
+            raise SettingsError(f"pull_codec must have no momentum, but got {self.pull_codec.name!r}; take int8")
+        if isinstance(self.pull_codec, RandomK) and self.pull_codec.scaled:
+            raise SettingsError(
+                "pull_codec must not be scaled, or what is missing of the parameters grows from pull to pull, but got "
+                "random_k with scaled; leave it out"
+            )
+        return self
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether pushes count by their mass; else each is a mean, and counts as one."""
+        return True
+
+    @property
+    def follows_first(self) -> bool:
+        """Whether the first server says to the others whose gradients a step takes."""
+        return False
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Never: what must be saved is the servers'."""
+        return False
+
+    def near(self, group: Group, step: int) -> Sequence[int]:
+        """Each worker alone."""
+        return [group.rank]
+
+    @property
+    def num_server_processes(self) -> int:
+        """Those that `placement` asks for."""
+        return self.num_servers if self.placement == "own" else 0
+
+    @abstractmethod
+    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+        """Return what the server of that number does with pushes."""
+
+    def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
+        """A push and a pull a step."""
+        num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        blocks = {str(number): shape for number, shape in enumerate(shapes)}
+        push, pull = (message_bytes(codec, blocks) for codec in (self.codec, self.pull_codec))
+        return (
+            Traffic("push", num_bytes, push, peers="servers"),
+            Traffic("pull", num_bytes, pull, peers="servers"),
+        )
