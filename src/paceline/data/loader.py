@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -265,7 +265,7 @@ class Loader:
             start += count
         return Step(interval, parts, counts)
 
-    def _read_steps(self) -> Iterator[list[Batch]]:
+    def _read_steps(self) -> Generator[list[Batch]]:
         if self._num_processes > 0:
             yield from read_in_processes(
                 self._source, self._plan_steps(), self._device, self._num_processes, self._prefetch_factor
