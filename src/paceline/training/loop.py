@@ -35,7 +35,8 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     training = None
     try:
         training = set_up(run, directory, group, log, recipe, world)
-        with training.saver or nullcontext(), _stop_on_signal(training), _explaining(training):
+        # A second signal must not end the process while the saver still writes.
+        with _stop_on_signal(training), training.saver or nullcontext(), _explaining(training):
             is_done = _run_steps(training) and _finish(training)
         training.replica.close()
         return is_done
@@ -165,7 +166,10 @@ def _explaining(training: Training) -> Iterator[None]:
 
 @contextmanager
 def _stop_on_signal(training: Training) -> Iterator[None]:
-    """Turn SIGTERM, SIGINT and SIGHUP into a request to stop after the step under way. Threads cannot; they do not."""
+    """Turn SIGTERM, SIGINT and SIGHUP into a request to stop after the step under way. Threads cannot; they do not.
+
+    SIGHUP stays ignored where it was, as under `nohup`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,7 +178,11 @@ def _stop_on_signal(training: Training) -> Iterator[None]:
         training.stopped_by = signal.Signals(number).name
         training.replica.request_stop()
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    previous = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
