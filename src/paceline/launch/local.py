@@ -80,20 +80,23 @@ def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
         return _Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    return _Outcome(ExitCode.PEERS_LOST, _find_cause(ended), last_step)
+    return _Outcome(ExitCode.PEERS_LOST, _find_cause(failures, ended), last_step)
 
 
-def _find_cause(ended: Ended) -> str:
-    """Return who failed, and how."""
-    exits = [_describe_exit(rank, code) for rank, code in ended.failures.items()]
-    return "; ".join(exits) or "the workers ended without a word"
+def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
+    """Return who ended without a word or, where nobody did, what the first rank that noticed says of the others."""
+    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
+    odd = {rank: code for rank, code in ended.failures.items() if code not in told}
+    if odd:
+        return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
+    # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
+    verdicts = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
+    return f"rank {verdicts[0].rank}: {verdicts[0].event.message}" if verdicts else "the workers ended without a word"
 
 
 def _describe_exit(rank: int, code: int) -> str:
     if code < 0:
         return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    if code == ExitCode.PEERS_LOST:
-        return f"rank {rank} lost its peers"
     return f"rank {rank} exited with code {code}"
 
 
