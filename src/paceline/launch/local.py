@@ -8,7 +8,7 @@ from pathlib import Path
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.processes import Ended, watch_processes
-from paceline.launch.signals import StopRequest
+from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
 from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
@@ -37,7 +37,9 @@ def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: 
     log_path = directory / "events.jsonl"
     (directory / "workers").mkdir(exist_ok=True)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
-        return _launch_until_done(directory, log_path, num_processes, max_restarts, stop)
+        code = _launch_until_done(directory, log_path, num_processes, max_restarts, stop)
+    drop_lost_output()
+    return code
 
 
 def _launch_until_done(

@@ -6,6 +6,7 @@ import traceback
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import CheckpointSaved, Failed, StalenessMeasured, StepFinished, UnusedParameters
 from paceline.monitor.log import EventLog
+from paceline.monitor.user_code import find_user_line
 from paceline.training.step_result import StepResult
 from paceline.training.timeline import tell_timeline
 from paceline.training.training import Training
@@ -14,7 +15,8 @@ from paceline.training.training import Training
 def tell_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     """Write to the log how this worker failed; step -1 is before the first."""
     trace = "".join(traceback.format_exception(error))
-    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=step)
+    place = find_user_line(error)
+    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
 
 
 def tell_step(training: Training, result: StepResult, num_samples: int) -> None:
