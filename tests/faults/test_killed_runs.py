@@ -62,7 +62,7 @@ def find_workers(directory):
         except OSError:
             continue
         if output.is_relative_to(directory / "workers"):
-            found[int(output.parent.name)] = int(folder.name)
+            found[int(output.stem.removeprefix("rank"))] = int(folder.name)
     return found
 
 
@@ -162,22 +162,49 @@ def test_a_killed_launcher_takes_its_workers_along_and_resume_goes_on(tmp_path, 
     assert sorted(losses_of(killed)) == list(range(1, num_steps + 1))
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits_with_75(tmp_path, number, wait_for_step):
+def signal_launcher(process, terminal):
+    process.send_signal(signal.SIGINT)
+
+
+def signal_group(process, terminal):
+    """Do as `timeout`, systemd or Slurm do: workers, and the process that they are forked from, get it too."""
+    os.killpg(process.pid, signal.SIGTERM)
+
+
+def close_terminal(process, terminal):
+    os.close(terminal)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("stop", "name"), [(signal_launcher, "SIGINT"), (signal_group, "SIGTERM"), (close_terminal, "SIGHUP")]
+)
+def test_a_signal_saves_and_exits_with_75(tmp_path, stop, name, wait_for_step):
     stopped = tmp_path / "stopped"
-    process = start(stopped, 10_000, num_workers=2, checkpoint_interval=0)
+    terminal, inside = os.openpty()
+    command = arguments_of_run(stopped, 10_000, 2, {"checkpoint_interval": 0})
+    starter = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from paceline.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", starter, *command],
+        stdin=inside,
+        stdout=inside if stop is close_terminal else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    os.close(inside)
     wait_for_step(stopped, 5, process)
-    began_s = time.monotonic()
-    process.send_signal(number)
-    code, output = finish(process)
+    stop(process, terminal)
+    code, output = finish(process, timeout_s=60)
     assert code == 75, output
-    assert time.monotonic() - began_s < 30
     (preempted,) = select(read_log(stopped / "events.jsonl"), Preempted)
+    assert preempted.event.signal == name
+    assert not select(read_log(stopped / "events.jsonl"), Failed)
     checkpoint = Path(preempted.event.checkpoint)
     assert (checkpoint / "COMMITTED").exists()
     assert json.loads((checkpoint / "state.json").read_text())["step"] == preempted.step == newest_step(stopped)
-    assert "--resume" in output
+    assert output is None or "--resume" in output
+    assert not find_workers(stopped)
 
 
 @pytest.mark.timeout(120)

@@ -81,6 +81,50 @@ def test_what_matters_gets_one_line(event: Event, line: str, terminal: bool) -> 
     assert line in [one.strip("\r") for one in shown.split("\n")] or f"{line}\n" in shown
 
 
+def show_failures(*failures: tuple[int, Event]) -> list[str]:
+    shown = io.StringIO()
+    view = LiveView(Console(file=shown, width=100, color_system=None))
+    for rank, event in failures:
+        view.show(make_record(event, 5, rank=rank))
+    view.close()
+    return shown.getvalue().splitlines()
+
+
+def test_an_error_that_several_ranks_have_is_shown_once() -> None:
+    lost, own = Failed(error="OSError", message="no", traceback=""), Failed(error="E", message="m", traceback="")
+    again = Restarted(attempt=1, reason="why")
+    shown = show_failures(
+        (2, lost), (0, lost), (1, own), (3, lost), (-1, again), (0, lost), (0, make_start()), (0, lost)
+    )
+    assert shown[:3] == [
+        "rank 0, 2, 3 failed at step 5 with OSError: no",
+        "rank 1 failed at step 5 with E: m",
+        "restart 1: why",
+    ]
+    assert shown[-1] == "rank 0 failed at step 5 with OSError: no"
+    assert len(shown) == 5
+
+
+def test_an_error_begins_with_the_line_it_came_from() -> None:
+    own = Failed(error="E", message="m", traceback="", place="mine.py:3")
+    assert show_failures((0, own)) == ["mine.py:3: rank 0 failed at step 5 with E: m"]
+
+
+def test_an_error_is_not_held_back_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may need minutes to notice that they wait for who has failed."""
+    shown, stop = io.StringIO(), threading.Event()
+    view = LiveView(Console(file=shown, width=100))
+    with EventLog(tmp_path / "log", run="r", rank=1) as log:
+        log.write(Failed(error="E", message="m", traceback=""), step=5)
+    thread = threading.Thread(target=view.run, args=(tmp_path / "log", stop))
+    thread.start()
+    while "rank 1 failed" not in shown.getvalue():
+        assert thread.is_alive()
+        thread.join(0.05)
+    stop.set()
+    thread.join()
+
+
 def test_a_failure_of_the_launcher_names_no_rank() -> None:
     assert show(Failed(error="E", message="m", traceback=""), rank=-1, step=-1) == "failed with E: m\n"
 

@@ -1,3 +1,4 @@
+import fcntl
 import multiprocessing
 import os
 import subprocess
@@ -31,12 +32,37 @@ def test_lines_of_four_processes_never_interleave(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 4
+    assert b"\n\n" not in path.read_bytes()  # a line that is still being written was taken for a torn one
     records = read_log(path)
     assert records.num_skipped == 0
     for rank in range(4):
         own = [record for record in select(records, Warned) if record.rank == rank]
         assert [record.step for record in own] == list(range(500))
         assert all(set(record.event.message) <= {str(rank)} for record in own)
+
+
+def test_a_frozen_writer_holds_up_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.monitor.log._LOCK_TIMEOUT_S", 0.05)
+    append_lines(tmp_path / "log", 0, 3)
+    with (tmp_path / "log").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        append_lines(tmp_path / "log", 1, 1)
+    assert [record.rank for record in read_log(tmp_path / "log")] == [0, 0, 0, 1]
+
+
+def test_a_forked_process_writes_though_the_lock_was_held(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log", run="first", rank=0) as log:
+        log._lock.acquire()
+        writer = multiprocessing.get_context("fork").Process(target=log.write, args=(make_step(1),), kwargs={"step": 1})
+        thread = threading.Thread(target=writer.start)  # in the child this thread is the only one, and holds no lock
+        thread.start()
+        thread.join()
+        writer.join(20)
+        log._lock.release()
+        exit_code = writer.exitcode
+        writer.kill()
+    assert exit_code == 0
+    assert len(read_log(tmp_path / "log")) == 1
 
 
 def test_threads_share_a_log(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """The loop: what it writes, and that a stopped run goes on as if it had never stopped."""
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint import AsyncSaver, CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
 from paceline.errors import CheckpointError, CommunicationError, DataError, NonFiniteError, SettingsError
@@ -25,6 +29,7 @@ from paceline.optim import SGD, AdamW
 from paceline.registry import register
 from paceline.replica import Replica
 from paceline.schedules import Linear
+from paceline.testing import run_processes
 from paceline.training import Classification, Model, Run, evaluate, train
 
 
@@ -283,3 +288,43 @@ def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
 
     assert LocalGroup.run(3, lambda group: worker(group, 1)) == [None] * 3
     assert all(found is not None for found in LocalGroup.run(3, lambda group: worker(group, -1)))
+
+
+def fail_while_a_checkpoint_is_written(directory):
+    """Raise in step 6 while that of step 5 is written; a launcher then sends SIGTERM."""
+    is_failing = threading.Event()
+    save, leave = CheckpointStore.save, AsyncSaver.__exit__
+
+    def save_slowly(*arguments):
+        assert is_failing.wait(20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*arguments)
+
+    def note_and_leave(*arguments):
+        is_failing.set()
+        leave(*arguments)
+
+    CheckpointStore.save, AsyncSaver.__exit__ = save_slowly, note_and_leave
+    run = make_run(data=Points(fail_at=8), num_steps=100, evaluate_interval=0)
+    with pytest.raises(DataError), EventLog(f"{directory}/events.jsonl", run="r", rank=0) as log:
+        train(run, Path(directory), LocalGroup(), log, recipe="test")
+    store = CheckpointStore(Path(directory) / "checkpoints")
+    return store.find_newest_valid(on_damaged=print).read_document()["step"]
+
+
+def test_a_checkpoint_that_is_being_written_outlives_a_signal_after_a_failure(tmp_path):
+    (result,) = run_processes(1, fail_while_a_checkpoint_is_written, {"directory": str(tmp_path)})
+    assert result.exit_code == 0, result.output
+    assert result.value == 5
+
+
+def test_a_hangup_that_was_ignored_stops_no_training(tmp_path):
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    read = PointSource.read
+    try:
+        with pytest.MonkeyPatch.context() as patch, EventLog(tmp_path / "log", run="r", rank=0) as log:
+            patch.setattr(PointSource, "read", lambda *_: (os.kill(os.getpid(), signal.SIGHUP), read(*_))[1])
+            assert train(make_run(num_steps=3), tmp_path, LocalGroup(), log, recipe="test")
+    finally:
+        signal.signal(signal.SIGHUP, before)

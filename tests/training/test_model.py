@@ -1,5 +1,8 @@
 import json
+import multiprocessing
+import os
 import runpy
+import subprocess
 import sys
 import textwrap
 
@@ -71,6 +74,39 @@ def test_a_file_is_loaded_once_under_whatever_path_it_is_named(user_file, monkey
     monkeypatch.chdir(user_file.parent)
     assert find_function(f"{user_file}:build") is find_function("mine.py:build")
     assert find_function("./mine.py:build") is find_function("mine.py:build")
+
+
+def test_what_a_users_file_defines_can_be_sent_to_another_process(tmp_path):
+    """Its name is the same in every process, and one that is imported from the folder."""
+    file = tmp_path / "mine_and_pickled.py"
+    file.write_text("import sys\n\n\ndef leave():\n    sys.exit(7)\n")
+    leave = find_function(f"{file}:leave")
+    process = multiprocessing.get_context("spawn").Process(target=leave)
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    sys.path.remove(str(tmp_path))
+
+
+def test_a_neighbour_that_imports_the_users_file_gets_the_same_module(tmp_path):
+    (tmp_path / "mine_with_neighbour.py").write_text("import neighbour_that_imports\n\n\ndef build():\n    pass\n")
+    (tmp_path / "neighbour_that_imports.py").write_text("import mine_with_neighbour as mine\n")
+    build = find_function(f"{tmp_path}/mine_with_neighbour.py:build")
+    assert sys.modules["neighbour_that_imports"].mine.build is build
+    sys.path.remove(str(tmp_path))
+
+
+def test_a_file_that_is_called_as_another_module_is_called_so_in_every_process(tmp_path):
+    file = tmp_path / "json.py"
+    file.write_text("def build():\n    pass\n")
+    path = f"{file}:build"
+    name = find_function(path).__module__
+    program = f"from paceline.training.model import find_function; print(find_function({path!r}).__module__)"
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    elsewhere = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert elsewhere.stdout == f"{name}\n", elsewhere.stderr
+    assert name != "json"
+    sys.path.remove(str(tmp_path))
 
 
 def test_two_files_of_one_name_are_two_modules(user_file, tmp_path):

@@ -1,14 +1,12 @@
 """Where the workers of a benchmark run: as processes of this machine, or in hosts of a netlab."""
 
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any, Self
 
 from pydantic import Field, model_validator
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from paceline.launch.local import start_processes
+from paceline.launch.processes import run_in_processes
 from paceline.registry import Settings
 from paceline.testing.netlab import Netlab
 from paceline.topology.units import BytesPerSecond
@@ -44,11 +42,10 @@ class Workers(Settings):
         """Run `function` in every worker and return what each returned, by rank; on hosts, all goes through JSON.
 
         Raises:
-            RuntimeError: One of them failed on a host; the message has its output.
-            ChildFailedError: One of them failed here.
+            RuntimeError: One of them failed; on a host, the message has its output.
         """
         if self.bandwidth is None:
-            return start_processes(self.num_workers, function, *arguments, logs=DefaultLogsSpecs(os.devnull))
+            return run_in_processes(self.num_workers, function, *arguments)
         named = inspect.signature(function).bind(*arguments).arguments
         with Netlab(self.num_hosts, 8 * self.bandwidth) as lab:
             results = lab.run(function, named, ranks_per_host=self.num_workers // self.num_hosts, timeout_s=_TIMEOUT_S)

@@ -5,6 +5,7 @@ import sys
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 import paceline
 from paceline.cli.bench import bench
@@ -19,6 +20,7 @@ from paceline.cli.trace import trace
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError
+from paceline.registry import explain
 
 app = typer.Typer(
     name="paceline",
@@ -57,9 +59,23 @@ app.command()(recipes)
 
 
 def main() -> None:
-    """Run the command line; what Paceline refuses is one message and exit code 2."""
+    """Run the command line; what Paceline refuses is one message and exit code 2.
+
+    An error in a person's own code begins with the line that it came from.
+    """
     try:
         app()
-    except PacelineError as error:
-        typer.secho(f"paceline: {error}", err=True, fg="red")
-        sys.exit(2)
+    except Exception as error:
+        from paceline.monitor.user_code import find_user_line, format_user_traceback
+
+        place = find_user_line(error)
+        where = f"{place}: " if place else ""
+        if isinstance(error, PacelineError | ValidationError):
+            what = explain(error) if isinstance(error, ValidationError) else str(error)
+            typer.secho(f"paceline: {where}{what}", err=True, fg="red")
+            sys.exit(2)
+        if not place:  # ours
+            raise
+        typer.secho(f"{where}{type(error).__name__}: {error}", err=True, fg="red")
+        typer.echo(format_user_traceback(error), err=True, nl=False)
+        sys.exit(1)

@@ -87,7 +87,8 @@ def _train_here(
     if code is ExitCode.PREEMPTED:
         typer.echo(f"go on with: paceline train --resume {directory}")
     if code is ExitCode.FAILED:
-        typer.echo(last_traceback(directory / "events.jsonl"), err=True)
+        if trace := last_traceback(directory / "events.jsonl"):
+            typer.echo(trace, err=True)
         typer.echo(f"what the workers printed: {directory / 'workers'}")
     return code
 

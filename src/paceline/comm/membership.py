@@ -41,14 +41,25 @@ class Membership:
         self.stop_requested_by = self.stop_requested_by or reason
 
     @contextmanager
-    def stopping_on_signals(self) -> Iterator[None]:
-        """Inside, SIGTERM, SIGINT and SIGHUP are requests to stop; a second SIGINT interrupts as ever.
+    def stopping_on_signals(self, *, may_interrupt: bool = True) -> Iterator[None]:
+        """Inside, SIGTERM, SIGINT and SIGHUP are requests to stop.
 
-        Python handles signals in its main thread only: elsewhere nothing changes.
+        A signal that was ignored stays so, as SIGHUP is under `nohup`. Python handles signals in its main thread only:
+        elsewhere nothing changes.
+
+        Args:
+            may_interrupt: Whether a second SIGINT interrupts as ever.
         """
+
+        def handle(number: int, _: FrameType | None) -> None:
+            if may_interrupt and number == signal.SIGINT and self.stop_requested_by:
+                raise KeyboardInterrupt
+            self.request_stop(signal.Signals(number).name)
+
         is_first = self._num_listening == 0 and threading.current_thread() is threading.main_thread()
+        heard = [number for number in SIGNALS if is_first and signal.getsignal(number) is not signal.SIG_IGN]
         self._num_listening += 1
-        previous = {number: signal.signal(number, self._handle) for number in SIGNALS} if is_first else {}
+        previous = {number: signal.signal(number, handle) for number in heard}
         try:
             yield
         finally:
@@ -64,8 +75,3 @@ class Membership:
         """Close what belongs to the membership."""
         while self._closers:
             self._closers.pop()()
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.stop_requested_by:
-            raise KeyboardInterrupt
-        self.request_stop(signal.Signals(number).name)

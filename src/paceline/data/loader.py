@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -366,7 +366,7 @@ class Loader:
             return self.num_micro_batches
         return self.num_micro_batches * max(1, -(-self.batch_at(position) // self._first_batch))
 
-    def _read_steps(self) -> Iterator[list[Batch]]:
+    def _read_steps(self) -> Generator[list[Batch]]:
         if self._stream is not None:
             yield from self._read_stream(self._stream)
         elif self._num_processes > 0:

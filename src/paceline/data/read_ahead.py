@@ -1,17 +1,18 @@
 """Batches read in the background, ahead of their use."""
 
+import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Self
 
 from paceline.data.batch import Batch
 
 
 class ReadAhead:
-    """Runs an iterator in a background thread, at most `depth` items ahead; its errors surface in order."""
+    """Runs a generator in a background thread, at most `depth` items ahead; its errors surface in order."""
 
-    def __init__(self, items: Iterator[list[Batch]], depth: int) -> None:
+    def __init__(self, items: Generator[list[Batch]], depth: int) -> None:
         self._items = items
         self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
         self._stopped = threading.Event()
@@ -35,9 +36,10 @@ class ReadAhead:
 
     def _run(self) -> None:
         try:
-            for item in self._items:
-                if not self._put(item):
-                    return
+            with contextlib.closing(self._items):  # here, not whenever memory is freed: it may have processes
+                for item in self._items:
+                    if not self._put(item):
+                        return
             self._put(None)
         except BaseException as error:  # handed on to the reader
             self._put(error)

@@ -1,8 +1,14 @@
 """Reading the samples of planned steps, here or in processes."""
 
 import itertools
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.popen_fork
+import os
 import queue
 import signal
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +47,9 @@ def read_in_processes(
     num_processes: int,
     prefetch_factor: int,
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step, read by forked processes.
+    """Yield the micro-batches of each step, read by forked processes, which have ended when this has.
+
+    A fork has all that the source holds, lambdas and open files among it, and nothing is pickled.
 
     Args:
         source: What they read from.
@@ -64,13 +72,17 @@ def read_in_processes(
             sampler=plan(),
             batch_size=None,
             num_workers=num_processes,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_live_with_worker,
             prefetch_factor=prefetch_factor,
+            multiprocessing_context=_ForkContext() if sys.platform == "linux" else None,
         )
     )
-    for first in parts:  # its step was planned before it
-        step = planned.get()
-        yield step.make_batches([first, *itertools.islice(parts, len(step.parts) - 1)], device)
+    try:
+        for first in parts:  # its step was planned before it
+            step = planned.get()
+            yield step.make_batches([first, *itertools.islice(parts, len(step.parts) - 1)], device)
+    finally:  # an error's traceback would keep them alive
+        parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
 
 
 class _Reader(Dataset[Any]):
@@ -83,7 +95,30 @@ class _Reader(Dataset[Any]):
         return self._source.read(np.asarray(indices))
 
 
-def _ignore_signals(_: int) -> None:
-    """Leave it to the worker, which a launcher signals too, to end this process after its last step."""
+def _live_with_worker(_: int) -> None:
+    """Leave signals to the worker, which a launcher signals too, and end when it does, however it ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_worker, daemon=True).start()
+
+
+def _end_with_worker() -> None:
+    worker = multiprocessing.parent_process()
+    assert worker is not None
+    worker.join()
+    os._exit(1)
+
+
+class _ForkPopen(multiprocessing.popen_fork.Popen):
+    """A forked process that ignores SIGTERM: whoever would end it so, as Python does at its own end, must kill it."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _ForkProcess(multiprocessing.context.ForkProcess):
+    _Popen = _ForkPopen
+
+
+class _ForkContext(multiprocessing.context.ForkContext):
+    Process = _ForkProcess

@@ -2,18 +2,41 @@
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import signal
 import sys
 from typing import Literal
 
+from paceline.launch.signals import STOP_SIGNALS
+
 # torch imports its compiler with the first optimizer.
-_PRELOADED = ["paceline.launch.worker", "torch._dynamo"]
+_PRELOADED = ["paceline.launch.worker", "paceline.launch.processes", "torch._dynamo"]
 
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
 """How workers are started: elsewhere than on Linux forks of torch are not safe."""
 
 
 def prepare_to_fork() -> None:
-    """Start that process, unless it runs; called before torch is imported here, both import it at the same time."""
-    if START_METHOD == "forkserver":
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+    """Start that process, unless it runs; called before torch is imported here, both import it at the same time.
+
+    A signal to the whole process group (a closed terminal, `timeout`, Slurm) must not end it: it alone learns how
+    workers end. Signals are blocked there, and in each worker until `unblock_signals`, so that none is lost.
+    """
+    if START_METHOD != "forkserver":
+        return
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them here
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_signals() -> None:
+    """Let signals reach this process, which was forked: one that asks to stop ends it, unless it is ignored here."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

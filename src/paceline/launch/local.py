@@ -1,26 +1,19 @@
-"""Workers on this machine, started through torch's elastic launcher and started again when one is killed."""
+"""Workers on this machine, started again when one is killed."""
 
-import logging
 import signal
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import paceline.errors
 from paceline.launch.exit_codes import ExitCode
-from paceline.launch.forking import START_METHOD, prepare_to_fork
+from paceline.launch.processes import Ended, watch_processes
+from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
 from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log
+from paceline.monitor.reader import read_log, select
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 
@@ -39,50 +32,26 @@ def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: 
 
     When a worker is killed, or loses the others, all start again from the newest valid checkpoint: as often as that
     gets the run further, and `max_restarts` times without progress. An error that would only happen again ends the
-    run at once.
+    run at once. SIGTERM, SIGINT and SIGHUP are handed on to the workers, which save and leave.
     """
     log_path = directory / "events.jsonl"
-    with (view or LiveView()).following(log_path):
-        return _launch_until_done(directory, log_path, num_processes, max_restarts)
+    (directory / "workers").mkdir(exist_ok=True)
+    with (view or LiveView()).following(log_path), StopRequest() as stop:
+        code = _launch_until_done(directory, log_path, num_processes, max_restarts, stop)
+    drop_lost_output()
+    return code
 
 
-def start_processes(
-    num_processes: int, function: Callable[..., Any], *arguments: Any, logs: DefaultLogsSpecs
-) -> dict[int, Any]:
-    """Run a function in processes here that find each other as torchrun's do; each has one try.
-
-    On Linux they are forked from a process that has imported torch and Paceline for them, and for those started later.
-
-    Returns:
-        What the function returned, by rank.
-
-    Raises:
-        ChildFailedError: One of them failed.
-        SignalException: This process got a signal, and has handed it on to them.
-    """
-    prepare_to_fork()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,  # restarts are ours: each gets a store of its own, and only where it can help
-        start_method=START_METHOD,
-        logs_specs=logs,
-        shutdown_timeout=40,
-    )
-    results: dict[int, Any] = elastic_launch(config, function)(*arguments)
-    return results
-
-
-def _launch_until_done(directory: Path, log_path: Path, num_processes: int, max_restarts: int) -> ExitCode:
+def _launch_until_done(
+    directory: Path, log_path: Path, num_processes: int, max_restarts: int, stop: StopRequest
+) -> ExitCode:
     furthest, num_restarts = -1, 0
     attempt = max((record.epoch for record in read_log(log_path)), default=-1) + 1
     while True:
-        outcome = _launch_once(directory, log_path, num_processes, attempt)
+        ended = watch_processes(
+            num_processes, work_for_launcher, directory, attempt, stop=stop, output=directory / "workers"
+        )
+        outcome = _judge([record for record in read_log(log_path) if record.epoch == attempt], ended, stop.number != 0)
         if outcome.code is not ExitCode.PEERS_LOST:
             return outcome.code
         num_restarts = num_restarts + 1 if outcome.last_step <= furthest else 1
@@ -100,48 +69,36 @@ def _launch_until_done(directory: Path, log_path: Path, num_processes: int, max_
         _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))
 
 
-def _launch_once(directory: Path, log_path: Path, num_processes: int, attempt: int) -> _Outcome:
-    _silence_launcher()
-    logs = DefaultLogsSpecs(str(directory / "workers"), redirects=Std.ALL)
-    reason, signalled = "", False
-    try:
-        start_processes(num_processes, work_for_launcher, directory, attempt, logs=logs)
-    except SignalException:
-        signalled = True
-    except ChildFailedError as error:
-        reason = "; ".join(_describe_exit(rank, failure.exitcode) for rank, failure in error.failures.items())
-    records = [record for record in read_log(log_path) if record.epoch == attempt]
-    return _judge(records, reason, signalled)
-
-
-def _judge(records: list[Record], reason: str, signalled: bool) -> _Outcome:
-    last_step = max((record.step for record in records if isinstance(record.event, StepFinished)), default=-1)
-    failures = [record.event for record in records if isinstance(record.event, Failed)]
-    if any(isinstance(record.event, Preempted) for record in records):
+def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
+    last_step = max((record.step for record in select(records, StepFinished)), default=-1)
+    failures = select(records, Failed)
+    if select(records, Preempted):
         return _Outcome(ExitCode.PREEMPTED)
-    final = [failure for failure in failures if failure.error not in _LOST_PEERS]
+    final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
     if final:
         is_ours = hasattr(paceline.errors, final[0].error)
         return _Outcome(ExitCode.REFUSED if is_ours else ExitCode.FAILED)
-    if any(isinstance(record.event, RunFinished) for record in records):
+    if select(records, RunFinished):
         return _Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    return _Outcome(ExitCode.PEERS_LOST, reason or "the workers ended without a word", last_step)
+    return _Outcome(ExitCode.PEERS_LOST, _find_cause(failures, ended), last_step)
 
 
-def _silence_launcher() -> None:
-    """Keep the elastic launcher from printing a page for each worker that fails: the log says it in a line."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
+    """Return who ended without a word or, where nobody did, what the first rank that noticed says of the others."""
+    told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
+    odd = {rank: code for rank, code in ended.failures.items() if code not in told}
+    if odd:
+        return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
+    # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
+    verdicts = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
+    return f"rank {verdicts[0].rank}: {verdicts[0].event.message}" if verdicts else "the workers ended without a word"
 
 
 def _describe_exit(rank: int, code: int) -> str:
     if code < 0:
         return f"rank {rank} was killed by {signal.Signals(-code).name}"
-    if code == ExitCode.PEERS_LOST:
-        return f"rank {rank} lost its peers"
     return f"rank {rank} exited with code {code}"
 
 

@@ -359,6 +359,8 @@ class Failed(Event):
     """Name of the exception's class."""
     message: str
     traceback: str
+    place: str = ""
+    """Innermost line of the user's own code that the exception came through, as ``file:line``; empty where none is."""
 
 
 @_event("showcased")

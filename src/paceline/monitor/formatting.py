@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections.abc import Sequence
 
 from paceline.monitor.events import (
     BatchChanged,
@@ -104,14 +105,20 @@ def describe(record: Record) -> str | None:
             return f"stopped by {signal} at step {record.step:,}; it goes on from {checkpoint}"
         case Restarted(attempt=attempt, reason=reason):
             return f"restart {attempt}: {reason}"
-        case Failed(error=error, message=message):
-            who = f"rank {record.rank} failed" if record.rank >= 0 else "failed"
-            return f"{who}{f' at step {record.step:,}' if record.step >= 0 else ''} with {error}: {message}"
+        case Failed() as event:
+            return describe_failure(event, [record.rank], record.step)
         case RunFinished(held_out_loss=loss) as event:
             spent = f"{duration(event.duration_s)}, {number(event.samples_per_s)} samples/s"
             return f"finished: {_join(_held_out(loss, event.metrics), spent)}"
         case _:
             return None
+
+
+def describe_failure(event: Failed, ranks: Sequence[int], step: int) -> str:
+    """Return where and how `ranks` failed with one and the same error; -1 is the launcher, or no step."""
+    who = f"rank {', '.join(map(str, ranks))} failed" if min(ranks) >= 0 else "failed"
+    when = f" at step {step:,}" if step >= 0 else ""
+    return f"{f'{event.place}: ' if event.place else ''}{who}{when} with {event.error}: {event.message}"
 
 
 def describe_slow(event: SlowWorker) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from math import isfinite
@@ -29,7 +30,7 @@ from paceline.monitor.events import (
     UnusedParameters,
     Warned,
 )
-from paceline.monitor.formatting import describe, duration, number, one_line, printable, share
+from paceline.monitor.formatting import describe, describe_failure, duration, number, one_line, printable, share
 from paceline.monitor.reader import follow
 
 _STYLES: dict[type[Event], str] = {
@@ -57,13 +58,13 @@ class LiveView:
         self._status = _Status()
         self._live: Live | None = None
         self._showcase: str | None = None
+        self._failures = _Failures()
 
     def run(self, path: str | os.PathLike[str], stop: threading.Event, offset: int = 0) -> None:
         """Show the log at `path` from byte `offset` on as it grows, until `stop` is set."""
-        try:
-            for record in follow(path, stop, offset=offset):
+        with contextlib.suppress(OSError):  # the terminal was closed, or whoever read the pipe is gone
+            for record in follow(path, stop, offset=offset, on_pause=self._show_failures_if_due):
                 self.show(record)
-        finally:
             self.close()
 
     @contextlib.contextmanager
@@ -84,17 +85,37 @@ class LiveView:
         event = record.event
         self._status.take(record)
         if isinstance(event, RunFinished | Failed | Preempted):
-            self.close()
+            self._drop_bar()
+        if isinstance(event, Failed) and record.rank >= 0:
+            self._failures.take(event, record.rank, record.step)
+            return
         line = describe(record)
         if line is not None:
-            text = one_line(printable(line, self._console.encoding))
-            self._console.print(Text(text, style=_STYLES.get(type(event), "")), soft_wrap=True)
+            self._show_failures()
+            self._print(line, type(event))
         if isinstance(event, RunStarted):
+            self._failures.forget()
             self._open()
         self._show_showcase(event)
 
     def close(self) -> None:
-        """Take the bar away; lines that were printed stay."""
+        """Show what is still held back, and take the bar away; lines that were printed stay."""
+        self._drop_bar()
+        self._show_failures()
+
+    def _print(self, line: str, kind: type[Event]) -> None:
+        text = one_line(printable(line, self._console.encoding))
+        self._console.print(Text(text, style=_STYLES.get(kind, "")), soft_wrap=True)
+
+    def _show_failures(self) -> None:
+        for line in self._failures.release():
+            self._print(line, Failed)
+
+    def _show_failures_if_due(self) -> None:
+        if self._failures.are_due:
+            self._show_failures()
+
+    def _drop_bar(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -118,6 +139,38 @@ class LiveView:
         else:
             self._console.print(Text("    ") + Text("\n    ").join(text.split("\n")), soft_wrap=True)
         self._showcase = None
+
+
+class _Failures:
+    """Failures of workers, held back for a moment: an error that all have is then shown once, with who has it."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str, str], tuple[Failed, list[int], int]] = {}
+        self._shown: set[tuple[str, str, str]] = set()
+        self._due_s = 0.0
+
+    def take(self, event: Failed, rank: int, step: int) -> None:
+        """Hold a failure, unless its like was shown already."""
+        key = (event.error, event.message, event.place)
+        if not self._held:
+            self._due_s = time.monotonic() + 1.0
+        if key not in self._shown:
+            self._held.setdefault(key, (event, [], step))[1].append(rank)
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the first has been held for long enough."""
+        return bool(self._held) and time.monotonic() >= self._due_s
+
+    def release(self) -> list[str]:
+        """Return a line for each that is held, and hold none."""
+        held, self._held = self._held, {}
+        self._shown |= held.keys()
+        return [describe_failure(event, sorted(ranks), step) for event, ranks, step in held.values()]
+
+    def forget(self) -> None:
+        """Let what was shown be shown again: the workers have started again."""
+        self._shown.clear()
 
 
 class _Status:

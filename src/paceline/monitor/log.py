@@ -1,11 +1,14 @@
 """The log of a run: one JSON line an event, appended by every process of the run."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,8 +20,9 @@ from paceline.monitor.events import Event, EventError, Record, Warned
 class EventLog:
     """An open log that one rank writes its events to. Threads may share it, and other processes the file.
 
-    Each line is appended by a single write, which local file systems never interleave with another's (NFS
-    may). A line that a killed writer left unfinished is closed first, so that nothing is glued to it.
+    Each line is appended by a single write, under a lock on the file. A line that a killed writer left unfinished is
+    closed first, so that nothing is glued to it; without the lock, one that is still being written looks the same.
+    A process that was forked has the log too, and a lock of its own.
 
     A full disk does not end the training: what cannot be written is lost and counted in `num_lost`, one
     warning says so, and once writing works again the log itself says how many events are missing.
@@ -50,6 +54,7 @@ class EventLog:
         self._lock = threading.RLock()  # a signal's handler may write while its own thread is inside `write`
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._num_unreported = 0
+        _LOGS.add(self)
 
     def write(self, event: Event, *, step: int) -> None:
         """Append `event`, which happened at `step`.
@@ -95,12 +100,22 @@ class EventLog:
         )
         line = to_json(record).encode("ascii") + b"\n"
         try:
-            if _ends_inside_a_line(fd):
-                line = b"\n" + line
-            num_written = os.write(fd, line)
+            with _locked(fd):
+                if _ends_inside_a_line(fd):
+                    line = b"\n" + line
+                num_written = os.write(fd, line)
         except OSError as error:
             return error
         return None if num_written == len(line) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _renew(self) -> None:
+        """Open the file again in a forked process: the parent's lock is of no use to it, and may be held for ever."""
+        self._lock = threading.RLock()
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # it was moved: the parent's is used
+                opened = os.open(self.path, os.O_RDWR | os.O_APPEND)
+                os.dup2(opened, self._fd, inheritable=False)
+                os.close(opened)
 
     def _count_lost(self, error: OSError) -> None:
         self.num_lost += 1
@@ -112,6 +127,42 @@ class EventLog:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+_LOCK_TIMEOUT_S = 1.0
+"""How long a writer waits for another, which may be frozen: an empty line is better than to be frozen too."""
+
+
+@contextlib.contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """Keep other writers out, where the file system has locks and their holder lets go in time."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.0005)
+        except OSError:
+            break
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+_LOGS: "weakref.WeakSet[EventLog]" = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for log in list(_LOGS):
+        log._renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
 
 
 def _ends_inside_a_line(fd: int) -> bool:

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar, cast
 
+from paceline import errors
 from paceline.monitor.encoding import from_json
 from paceline.monitor.events import (
     BatchChanged,
@@ -68,13 +69,17 @@ def read_log(path: str | os.PathLike[str]) -> Records:
 
 
 def follow(
-    path: str | os.PathLike[str], stop: threading.Event, poll_s: float = 0.2, offset: int = 0
+    path: str | os.PathLike[str],
+    stop: threading.Event,
+    poll_s: float = 0.2,
+    offset: int = 0,
+    on_pause: Callable[[], None] = lambda: None,
 ) -> Iterator[Record]:
     """Yield the records of the log at `path` as they come, waiting for the file if there is none yet.
 
     It begins at byte `offset`, such as the size of a log whose former attempts are of no interest, and ends
     once `stop` is set and what was written before that is read. Lines that are no event are passed over
-    (`read_log` counts them).
+    (`read_log` counts them). Whenever it has read all there is it calls `on_pause`.
     """
     path = Path(path)
     while not path.is_file():
@@ -94,6 +99,7 @@ def follow(
                     rest = b""
             if stopping:
                 return
+            on_pause()
             stop.wait(poll_s)
 
 
@@ -274,7 +280,10 @@ def _elapsed_s(records: list[Record]) -> float:
 
 
 def last_traceback(path: str | os.PathLike[str]) -> str:
-    """Return the traceback of the first failure in the newest start of the run whose log is at `path`."""
+    """Return the traceback of the first failure in the newest start of the run whose log is at `path`.
+
+    Paceline's own errors, whose messages say all, have none; it is empty where there are no others.
+    """
     failures = select(read_log(path), Failed)
-    newest = [failure.event.traceback for failure in failures if failure.epoch == failures[-1].epoch]
-    return newest[0] if newest else ""
+    newest = [failure.event for failure in failures if failure.epoch == failures[-1].epoch]
+    return next((event.traceback for event in newest if not hasattr(errors, event.error)), "")

@@ -38,7 +38,9 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     training = None
     try:
         training = set_up(run, directory, group, log, recipe, world)
-        with training.saver or nullcontext(), training.membership.stopping_on_signals(), _explaining(training):
+        # A second signal must not end the process while the saver still writes.
+        stopping = training.membership.stopping_on_signals(may_interrupt=False)
+        with stopping, training.saver or nullcontext(), _explaining(training):
             is_done = _run_steps(training) and _finish(training)
         training.replica.close()
         return is_done

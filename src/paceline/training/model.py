@@ -1,5 +1,6 @@
 """The model of a run: settings that build a module once the data is known."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -107,7 +108,7 @@ def name_function(function: Callable[..., Any]) -> str:
             f"{function.__module__}; define it there with def"
         )
     file = getattr(module, "__file__", None)
-    is_script = function.__module__ == "__main__" or function.__module__.startswith(_FILE_PREFIX)
+    is_script = function.__module__ == "__main__" or function.__module__ in _LOADED
     return (
         f"{Path(file).resolve()}:{function.__name__}"
         if is_script and file
@@ -115,7 +116,8 @@ def name_function(function: Callable[..., Any]) -> str:
     )
 
 
-_FILE_PREFIX = "paceline_user_"
+_LOADED: set[str] = set()
+"""Names of the modules that are files of the user's."""
 
 
 def _import(place: str) -> ModuleType:
@@ -133,7 +135,7 @@ def _load_file(file: Path) -> ModuleType:
     file = file.resolve()
     if not file.is_file():
         raise SettingsError(f"the file of a function must exist, but got {file}; check the path")
-    name = f"{_FILE_PREFIX}{file.stem}_{abs(hash(str(file))):x}"
+    name = _name_module(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -141,6 +143,7 @@ def _load_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _LOADED.add(name)
     sys.path.insert(0, str(file.parent))  # so that the file may import its neighbours, as a script may
     try:
         spec.loader.exec_module(module)
@@ -148,3 +151,11 @@ def _load_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _name_module(file: Path) -> str:
+    """Return the name that `import` gives it, which other processes know too; one of its own where that is taken."""
+    present = sys.modules.get(file.stem)
+    if "." not in file.stem and (present is None or getattr(present, "__file__", None) == str(file)):
+        return file.stem
+    return f"{file.stem.replace('.', '_')}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"

@@ -16,6 +16,7 @@ from paceline.monitor.events import (
     UnusedParameters,
 )
 from paceline.monitor.log import EventLog
+from paceline.monitor.user_code import find_user_line
 from paceline.replica.step_result import StepResult
 from paceline.training.training import Training
 
@@ -23,7 +24,8 @@ from paceline.training.training import Training
 def tell_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     """Write to the log how this worker failed; step -1 is before the first."""
     trace = "".join(traceback.format_exception(error))
-    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace), step=step)
+    place = find_user_line(error)
+    log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
 
 
 def tell_step(training: Training, result: StepResult, num_samples: int) -> None:

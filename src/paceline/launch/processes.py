@@ -1,0 +1,176 @@
+"""Processes of this machine that find each other as torchrun's do, watched until all have ended."""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.launch.exit_codes import ExitCode
+from paceline.launch.forking import START_METHOD, prepare_to_fork, unblock_signals
+from paceline.launch.signals import StopRequest
+
+_GRACE_S = 40.0
+"""How long the others have to end by themselves when one has failed."""
+
+
+@dataclass
+class Ended:
+    """How processes ended, by rank."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    """What the function returned."""
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """Minus the signal where one ended it."""
+    ended_here: set[int] = field(default_factory=set)
+    """Those that were told to end because others had failed."""
+
+    @property
+    def failures(self) -> dict[int, int]:
+        """Exit codes of those that failed by themselves."""
+        return {rank: code for rank, code in self.exit_codes.items() if code and rank not in self.ended_here}
+
+
+class ProcessesError(RuntimeError):
+    """Processes failed; what they said is in their output."""
+
+
+def run_in_processes(num_processes: int, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+    """Run a function in processes here, whose output is this one's, and return what it returned, by rank.
+
+    Raises:
+        ProcessesError: One of them failed, or a signal ended them.
+    """
+    with StopRequest() as stop:
+        ended = watch_processes(num_processes, function, *arguments, stop=stop)
+    if len(ended.values) < num_processes:
+        codes = ", ".join(f"rank {rank} ended with {code}" for rank, code in sorted(ended.exit_codes.items()))
+        raise ProcessesError(f"every process must return, but {codes}; read what they printed")
+    return ended.values
+
+
+def watch_processes(
+    num_processes: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    stop: StopRequest,
+    output: Path | None = None,
+) -> Ended:
+    """Run a function in processes here until all have ended; where one fails, the others are told to end.
+
+    On Linux they are forked from a process that has imported torch and Paceline for them, and for those started later.
+
+    Args:
+        num_processes: How many there are.
+        function: What each runs, at the top of a module.
+        arguments: What it is called with.
+        stop: Signals to this process, which are handed on; whoever is asked to stop has all the time it needs.
+        output: Folder in which each has its files ``rank0.out`` and ``rank0.err``, which grow from start to start.
+    """
+    prepare_to_fork()
+    context: Any = multiprocessing.get_context(START_METHOD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended = Ended()
+    processes: list[BaseProcess] = []
+    receivers: dict[int, Connection] = {}
+    stop.hand_on = lambda number: _signal(processes, ended, number)
+    try:
+        for rank in range(num_processes):
+            receivers[rank], sender = context.Pipe(duplex=False)
+            start = (_environment(rank, num_processes, store.port), output, sender, function, arguments)
+            process = context.Process(target=_be_rank, args=start, name=f"rank {rank}")
+            process.start()
+            sender.close()
+            processes.append(process)
+        if stop.number:  # those that were started after it came have not heard of it
+            stop.hand_on(stop.number)
+        _watch(processes, receivers, ended)
+        return ended
+    finally:
+        stop.hand_on = lambda _: None
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended: Ended) -> None:
+    """Wait until all have ended, and note how."""
+    deadline_s: float | None = None
+    while running := [rank for rank in range(len(processes)) if rank not in ended.exit_codes]:
+        timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        wait([*receivers.values(), *(processes[rank].sentinel for rank in running)], timeout_s)
+        for rank in running:
+            exit_code = processes[rank].exitcode  # asked first: what was sent before the end is there then
+            _receive(rank, receivers, ended)
+            if exit_code is not None:
+                ended.exit_codes[rank] = exit_code
+        left = [rank for rank in running if rank not in ended.exit_codes]
+        if deadline_s is None and any(code not in _GOOD_CODES for code in ended.exit_codes.values()):
+            deadline_s = time.monotonic() + _GRACE_S
+            ended.ended_here |= set(left)
+            for rank in left:
+                processes[rank].terminate()
+        elif deadline_s is not None and time.monotonic() >= deadline_s:
+            for rank in left:
+                processes[rank].kill()
+
+
+_GOOD_CODES = (ExitCode.FINISHED, ExitCode.PREEMPTED)
+
+
+def _receive(rank: int, receivers: dict[int, Connection], ended: Ended) -> None:
+    """Take what a rank returned, if it has."""
+    if rank in receivers and receivers[rank].poll():
+        with receivers.pop(rank) as receiver, contextlib.suppress(EOFError):  # it ends without a word
+            ended.values[rank] = receiver.recv()
+
+
+def _signal(processes: list[BaseProcess], ended: Ended, number: int) -> None:
+    """Send a signal to those that run. It is called in a handler: to ask how they are would disturb who asks now."""
+    for rank, process in enumerate(processes):
+        if rank not in ended.exit_codes and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+    }
+
+
+def _be_rank(
+    environment: dict[str, str],
+    output: Path | None,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    multiprocessing.set_start_method(None, force=True)  # what the function starts shall start as it does elsewhere
+    if output is not None:
+        for descriptor, kind in ((1, "out"), (2, "err")):
+            _redirect(descriptor, output / f"rank{environment['RANK']}.{kind}")
+    os.environ.update(environment)
+    unblock_signals()
+    sender.send(function(*arguments))
+
+
+def _redirect(descriptor: int, path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    if os.fstat(file).st_size:
+        os.write(file, time.strftime("\n---- started again, %Y-%m-%d %H:%M:%S ----\n").encode())
+    os.dup2(file, descriptor)
+    os.close(file)

@@ -1,0 +1,59 @@
+"""Signals that ask a launcher to stop."""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PATIENCE_S = 2.0
+
+
+class StopRequest:
+    """Notes, inside a `with`, that a signal asked to stop, and hands it on instead of ending this process.
+
+    SIGHUP stays ignored where it was, as under `nohup`. Who presses Ctrl-C again later, while workers still save, wants
+    to end them at once.
+    """
+
+    number: int = 0
+    """The signal that came first; 0 while there was none."""
+
+    def __init__(self) -> None:
+        self.hand_on: Callable[[int], None] = lambda _: None
+        """Called with each signal that comes; with SIGKILL for a later Ctrl-C."""
+        self._came_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        drop_lost_output()
+        if not self.number:
+            self.number, self._came_s = number, time.monotonic()
+        is_impatient = number == signal.SIGINT and time.monotonic() - self._came_s > _PATIENCE_S
+        self.hand_on(signal.SIGKILL if is_impatient else number)
+
+
+def drop_lost_output() -> None:
+    """Let what is printed from now on vanish where nobody can read it: a closed terminal, a pipe without a reader."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    for descriptor, _ in poll.poll(0):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -1,0 +1,46 @@
+"""Where in a person's own code an error came from."""
+
+import os
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PLACE = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+_OTHERS = [
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")),
+]
+"""Folders of code that a person has not written: Paceline, Python and what is installed."""
+
+
+def find_user_line(error: BaseException) -> str:
+    """Return the innermost line of a person's own code that an error came through, as ``file:line``; empty if none."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        places.append((error.filename, error.lineno))
+    # An error from a loader process has its traceback in its message.
+    places += [(file, int(line)) for file, line in _PLACE.findall(str(error))]
+    for file, line in reversed(places):
+        if _is_users(file):
+            return f"{_shorten(file)}:{line}"
+    return find_user_line(error.__cause__) if error.__cause__ is not None else ""
+
+
+def format_user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from the outermost line of a person's own code on."""
+    outermost = error.__traceback__
+    while outermost is not None and not _is_users(outermost.tb_frame.f_code.co_filename):
+        outermost = outermost.tb_next
+    return "".join(traceback.format_exception(type(error), error, outermost))
+
+
+def _is_users(file: str) -> bool:
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return not file.startswith("<") and not is_installed and not any(file.startswith(f"{path}/") for path in _OTHERS)
+
+
+def _shorten(file: str) -> str:
+    """Return the path from here where it lies below, else all of it."""
+    path = os.path.relpath(file)
+    return os.path.abspath(file) if path.startswith("..") else path

@@ -1,0 +1,104 @@
+"""Loader processes end when they should, and say why."""
+
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from paceline import Loader
+from paceline.testing import run_processes
+
+
+class Points(Dataset):
+    """Samples, of which some are broken, or never come."""
+
+    def __init__(self, broken=-1, endless=-1, reading=None):
+        self._broken, self._endless, self._reading = broken, endless, reading
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == self._broken:
+            raise ValueError(f"sample {index} is broken")
+        if index == self._endless:
+            if self._reading:
+                self._reading.touch()
+            time.sleep(1000)
+        return torch.full((2,), index), torch.tensor(0)
+
+
+HELD = []
+
+
+def end_process():
+    """Do what Python does at the end of a process, and return how many of those it had started are left."""
+    multiprocessing.util._exit_function()
+    return len(multiprocessing.active_children())
+
+
+def meet_a_broken_sample():
+    loader = Loader(Points(broken=20), 4, shuffle=False, num_processes=1)
+    seen = []
+    try:
+        for batch in loader:
+            seen.append(batch.interval.start)
+    except ValueError as error:
+        num_left = len(multiprocessing.active_children())
+        return [str(error), seen, num_left, end_process()]
+
+
+def test_an_error_in_a_loader_process_reaches_the_loop_with_its_traceback():
+    (result,) = run_processes(1, meet_a_broken_sample, timeout_s=20)
+    assert result.exit_code == 0, result.output  # it would hang at its end
+    message, seen, num_left, num_left_at_end = result.value
+    assert "sample 20 is broken" in message
+    assert f'File "{__file__}", line' in message
+    assert "in __getitem__" in message
+    assert seen == [0, 4, 8, 12, 16]
+    assert (num_left, num_left_at_end) == (0, 0)
+
+
+def leave_the_loop_in_the_middle():
+    batches = iter(Loader(Points(endless=20), 4, shuffle=False, num_processes=2))
+    next(batches)
+    HELD.append(batches)  # as a loop's error holds on to its iterator
+    num_there = len(multiprocessing.active_children())
+    return [num_there, end_process()]
+
+
+def test_a_process_ends_though_its_loader_processes_are_under_way():
+    (result,) = run_processes(1, leave_the_loop_in_the_middle, timeout_s=20)
+    assert result.exit_code == 0, result.output
+    assert result.value == [2, 0]
+
+
+def be_killed_while_a_sample_is_read(folder):
+    reading = Path(folder, "reading")
+    batches = iter(Loader(Points(endless=0, reading=reading), 4, shuffle=False, num_processes=1))
+    threading.Thread(target=next, args=(batches,), daemon=True).start()
+    while not reading.exists():
+        time.sleep(0.01)
+    (reader,) = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(reader.pid, number)
+    reader.join(0.5)
+    Path(folder, "lives").write_text(f"{reader.pid} {reader.is_alive()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_loader_process_outlives_signals_and_ends_with_its_killed_worker(tmp_path):
+    run_processes(1, be_killed_while_a_sample_is_read, {"folder": str(tmp_path)}, timeout_s=30)
+    pid, is_alive = (tmp_path / "lives").read_text().split()
+    assert is_alive == "True"
+    reader = Path("/proc", pid)
+    deadline_s = time.monotonic() + 30
+    while reader.exists() and "Z" not in reader.joinpath("stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < deadline_s, "a loader process is left behind"
+        time.sleep(0.05)

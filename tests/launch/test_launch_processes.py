@@ -1,0 +1,113 @@
+"""Processes of one machine: what they return, how they end, and where what they print lies."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from paceline.launch import processes
+from paceline.launch.processes import ProcessesError, run_in_processes, watch_processes
+from paceline.launch.signals import StopRequest
+
+
+def tell_place(num_bytes):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return [int(os.environ[name]) for name in names], b"x" * num_bytes
+
+
+def test_each_returns_a_value_however_large():
+    values = run_in_processes(3, tell_place, 1_000_000)
+    assert {rank: place for rank, (place, _) in values.items()} == {rank: [rank, rank, 3, 3] for rank in range(3)}
+    assert {len(text) for _, text in values.values()} == {1_000_000}
+
+
+def end_somehow(endings):
+    """End as told: by a signal, with a code, or never."""
+    ending = endings[int(os.environ["RANK"])]
+    if ending is None:
+        time.sleep(1000)
+    if ending < 0:
+        os.kill(os.getpid(), -ending)
+    os._exit(ending)
+
+
+def watch(endings):
+    with StopRequest() as stop:
+        return watch_processes(len(endings), end_somehow, endings, stop=stop)
+
+
+def test_where_one_is_killed_the_others_are_told_to_end():
+    ended = watch([None, -signal.SIGKILL, None])
+    assert ended.exit_codes == {0: -signal.SIGTERM, 1: -signal.SIGKILL, 2: -signal.SIGTERM}
+    assert ended.failures == {1: -signal.SIGKILL}
+
+
+def test_one_that_was_preempted_ends_nobody_else():
+    ended = watch([75, 3])
+    assert ended.exit_codes == {0: 75, 1: 3}
+    assert ended.ended_here <= {0}
+
+
+def freeze_or_fail(frozen):
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        frozen.touch()
+        time.sleep(1000)
+    while not frozen.exists():
+        time.sleep(0.01)
+    os._exit(3)
+
+
+def test_who_does_not_end_in_time_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "_GRACE_S", 0.2)
+    with StopRequest() as stop:
+        ended = watch_processes(2, freeze_or_fail, tmp_path / "frozen", stop=stop)
+    assert ended.exit_codes == {0: -signal.SIGKILL, 1: 3}
+    assert ended.failures == {1: 3}
+
+
+def stop_launcher_and_wait(launcher, number, folder):
+    """Have the launcher told to stop, by one of its workers, and return what comes back."""
+    came = []
+    signal.signal(number, lambda *_: came.append(number))
+    (folder / os.environ["RANK"]).touch()
+    while not came:
+        if os.environ["RANK"] == "0" and (folder / "1").exists():
+            os.kill(launcher, number)
+        time.sleep(0.05)
+    return came[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
+    with StopRequest() as stop:
+        ended = watch_processes(2, stop_launcher_and_wait, os.getpid(), int(number), tmp_path, stop=stop)
+    assert stop.number == number
+    assert ended.values == {0: number, 1: number}
+
+
+def print_words(words):
+    print(words, flush=True)
+    print(f"{words}, loudly", file=sys.stderr, flush=True)
+
+
+def test_what_is_printed_lies_by_rank_and_grows_from_start_to_start(tmp_path):
+    for words in ("first", "second"):
+        with StopRequest() as stop:
+            watch_processes(2, print_words, words, stop=stop, output=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
+    lines = (tmp_path / "rank1.err").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("first, loudly", "second, loudly")
+    assert lines[2].startswith("---- started again, ")
+    assert (tmp_path / "rank0.out").read_text().startswith("first\n")
+
+
+def fail():
+    raise ZeroDivisionError("mine")
+
+
+def test_a_failure_is_an_error_with_every_exit_code():
+    with pytest.raises(ProcessesError, match="every process must return, but rank 0 ended with 1; read what"):
+        run_in_processes(1, fail)

@@ -1,0 +1,107 @@
+"""What the launcher makes of how workers ended: the last line names the one that is to blame."""
+
+import signal
+
+import pytest
+
+from paceline.launch.exit_codes import ExitCode
+from paceline.launch.local import _judge
+from paceline.launch.processes import Ended
+from paceline.monitor.events import Failed, Preempted, Record, RunFinished
+from paceline.monitor.reader import read_log, select
+
+FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
+
+
+def record(rank, event, step=3):
+    return Record(run="r", rank=rank, epoch=0, step=step, time_s=0.0, unix_s=0.0, event=event)
+
+
+def fail(rank, error, message):
+    return record(rank, Failed(error=error, message=message, traceback=""))
+
+
+LOST = ExitCode.PEERS_LOST
+
+
+@pytest.mark.parametrize(
+    ("failures", "ended", "reason"),
+    [
+        (
+            [fail(2, "CommunicationError", "rank 0 is gone"), fail(0, "PeerTimeoutError", FROZEN)],
+            Ended(exit_codes={2: LOST, 0: LOST, 1: -signal.SIGKILL}, ended_here={1}),
+            f"rank 0: {FROZEN}",
+        ),
+        (
+            [fail(0, "CommunicationError", "lost its peers: rank 1 is dead")],
+            Ended(exit_codes={1: -signal.SIGKILL, 0: LOST}),
+            "rank 1 was killed by SIGKILL",
+        ),
+        (
+            [fail(0, "CommunicationError", "lost its peers: rank 1 is dead")],
+            Ended(exit_codes={1: 3, 0: LOST}),
+            "rank 1 exited with code 3",
+        ),
+        (
+            [fail(0, "CommunicationError", "lost its peers: rank 1 is dead")],
+            Ended(exit_codes={0: LOST, 1: -signal.SIGTERM}, ended_here={1}),
+            "rank 0: lost its peers: rank 1 is dead",
+        ),
+        ([], Ended(), "the workers ended without a word"),
+    ],
+    ids=["frozen", "killed", "exited", "told to end", "nothing"],
+)
+def test_the_reason_of_a_restart_names_the_guilty(failures, ended, reason):
+    outcome = _judge(failures, ended, signalled=False)
+    assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, reason)
+
+
+@pytest.mark.parametrize(
+    ("records", "signalled", "code"),
+    [
+        ([record(0, Preempted(checkpoint="c", signal="SIGTERM"))], True, ExitCode.PREEMPTED),
+        ([fail(0, "SettingsError", "no")], False, ExitCode.REFUSED),
+        ([fail(0, "KeyError", "no"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
+        ([record(0, RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0))], True, 0),
+        ([], True, ExitCode.PREEMPTED),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(records, signalled, code):
+    assert _judge(records, Ended(), signalled).code == code
+
+
+FREEZING = """
+import os, signal
+import torch
+import paceline
+from paceline.recipes.transformer_lm import run as base
+
+
+class Freezing(torch.nn.Embedding):
+    def forward(self, tokens):
+        if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(tokens)
+
+
+def build():
+    return Freezing(256, 256)
+
+
+def run():
+    return base().model_copy(update={"model": paceline.Model.model_validate(build)})
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch):
+    monkeypatch.setattr("paceline.launch.processes._GRACE_S", 0.5)
+    (tmp_path / "freezing.py").write_text(FREEZING)
+    where = ("--out", tmp_path / "run", "--max-restarts", 0, "--timeout_s", 1, "--memory.check", "false")
+    done = run_here("train", tmp_path / "freezing.py", *where, "--data.max_bytes", 100_000)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = select(read_log(tmp_path / "run" / "events.jsonl"), Failed)[-1]
+    assert failed.rank == -1
+    assert "gave up after 0 restarts without progress: rank 0: " in failed.event.message
+    assert "rank 1 (host" in failed.event.message
+    assert "is dead or frozen" in failed.event.message
