@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 import xxhash
@@ -24,24 +23,13 @@ def hash_tensor(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(plain.view(torch.uint8).numpy().data)
 
 
-def check_equal(hashes: Mapping[str, int], group: Group, step: int) -> None:
-    """Compare what all ranks hold.
+def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, str]]:
+    """Return the hashes of all ranks, by rank, where they differ; an empty list where all are the same.
 
     Args:
         hashes: This rank's, by what errors call each thing.
-        group: The ranks that must hold the same.
-        step: Updates done.
-
-    Raises:
-        DivergenceError: They differ. With two ranks it says that they do, with more which one is odd, and names
-            the first thing that differs.
+        group: The ranks that should hold the same.
     """
-    if everybody := find_difference(hashes, group):
-        _refuse(everybody, group, step)
-
-
-def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, str]]:
-    """Return the hashes of all ranks, by rank, where they differ; an empty list where all are the same."""
     total = xxhash.xxh3_64_intdigest(repr(list(hashes.items())).encode())
     mine = torch.tensor([total >> 32, total & 0xFFFFFFFF], device=group.device)
     everybody = torch.zeros(group.size, 2, dtype=torch.int64, device=group.device)
@@ -49,6 +37,25 @@ def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, s
     if len({tuple(row) for row in everybody.tolist()}) == 1:
         return []
     return group.gather_documents({name: f"{value:x}" for name, value in hashes.items()}, name="replica hashes")
+
+
+def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[int]) -> str:
+    """Return in what ranks differ first: with two ranks that they do, with more which one is odd; empty if they do not.
+
+    Args:
+        everybody: Hashes by rank; see `find_difference`.
+        names: What errors call the ranks.
+    """
+    things = dict.fromkeys(thing for hashes in everybody for thing in hashes)
+    first = next((thing for thing in things if len({hashes.get(thing) for hashes in everybody}) > 1), None)
+    if first is None:
+        return ""
+    (common, count), *others = Counter(tuple(hashes.items()) for hashes in everybody).most_common()
+    if count == others[0][1]:
+        which = "" if names == list(range(len(names))) else f" ({', '.join(map(str, names))})"
+        return f"the {len(everybody)} ranks{which} differ, first in {first}"
+    odd = [str(name) for name, hashes in zip(names, everybody, strict=True) if tuple(hashes.items()) != common]
+    return f"rank {', '.join(odd)} differs from the others, first in {first}"
 
 
 class Comparison:
@@ -83,37 +90,50 @@ class Comparison:
         return self._interval > 0 and step % self._interval == 0
 
     def check(self, step: int) -> None:
-        """Raise `DivergenceError` where ranks differ in what they should hold alike; every rank calls it."""
+        """Compare after `step` updates; every rank calls it.
+
+        Raises:
+            DivergenceError: Some ranks differ in what they should hold alike; all ranks say the same.
+        """
         if not self._interval:
             return
+        buffers = self._hash_buffers()  # first, for it lets go of what a forward pass has gathered
         parameters = dict(self._module.named_parameters())
         held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
         kept = {name: self._hash_state(name, parameter) for name, parameter in parameters.items()}
+        differences = []
         if self._steppers is self._part.group:
             held = {name: hashes | kept[name] for name, hashes in held.items()}
         elif self._steppers.size > 1:
-            check_equal(_join(kept, kept), self._steppers, step)
+            differences.append(_compare(kept, kept, self._steppers))
         if self._part.group.size > 1:
-            self._check_replicas(_join(held, held), step)
+            differences.append(self._compare_replicas(held, buffers))
         for group, names in self._part.list_common(parameters):
             if group.size > 1 and names:
-                check_equal(_join(held, names), group, step)
+                differences.append(_compare(held, names, group))
+        if self._part.mesh is not None:
+            everybody = self._part.world.gather_documents(differences, name="differences")
+            differences = [difference for theirs in everybody for difference in theirs]
+        if difference := next(filter(None, differences), ""):
+            raise DivergenceError(
+                f"replicas must be equal, but at step {step} {difference}; look for code that changes it on one rank "
+                "only, or a faulty machine, and resume from the last checkpoint, which was compared before it was saved"
+            )
 
-    def _check_replicas(self, hashes: dict[str, int], step: int) -> None:
+    def _compare_replicas(self, held: Mapping[str, Mapping[str, int]], buffers: Mapping[str, int]) -> str:
         group = self._part.group
-        buffers = {name: value for name, value in self._hash_buffers().items() if name not in self._own}
+        buffers = {name: value for name, value in buffers.items() if name not in self._own}
         changed = {name for name, value in buffers.items() if value != self._start[name]}
-        everybody = find_difference(hashes | buffers, group)
+        everybody = find_difference(_join(held, held) | buffers, group)
         if not everybody:
             self._alike |= changed
-            return
+            return ""
         for names in group.gather_documents(sorted(changed), name="buffers that have changed"):
             changed &= set(names)
         own = {name for name in changed - self._alike if len({theirs[name] for theirs in everybody}) > 1}
         self._own |= own
-        everybody = [{name: value for name, value in theirs.items() if name not in own} for theirs in everybody]
-        if any(theirs != everybody[0] for theirs in everybody):
-            _refuse(everybody, group, step)
+        rest = [{name: value for name, value in theirs.items() if name not in own} for theirs in everybody]
+        return describe_difference(rest, group.names)
 
     def _hash_buffers(self) -> dict[str, int]:
         statistics = {
@@ -140,24 +160,10 @@ class Comparison:
         return hashes
 
 
+def _compare(hashes: Mapping[str, Mapping[str, int]], names: Iterable[str], group: Group) -> str:
+    """Return in what ranks differ first of what belongs to some parameters."""
+    return describe_difference(find_difference(_join(hashes, names), group), group.names)
+
+
 def _join(hashes: Mapping[str, Mapping[str, int]], names: Iterable[str]) -> dict[str, int]:
     return {label: value for name in names for label, value in hashes[name].items()}
-
-
-def _refuse(everybody: Sequence[Mapping[str, str]], group: Group, step: int) -> NoReturn:
-    names = dict.fromkeys(name for hashes in everybody for name in hashes)
-    first = next(name for name in names if len({hashes.get(name) for hashes in everybody}) > 1)
-    odd = _name_odd([tuple(hashes.items()) for hashes in everybody], group.names)
-    raise DivergenceError(
-        f"replicas must be equal, but at step {step} {odd}, first in {first}; look for code that changes it on one "
-        "rank only, or a faulty machine, and resume from the last checkpoint, which was compared before it was saved"
-    )
-
-
-def _name_odd(totals: list[tuple[tuple[str, str], ...]], ranks: list[int]) -> str:
-    (common, count), *others = Counter(totals).most_common()
-    if count == others[0][1]:
-        which = "" if ranks == list(range(len(ranks))) else f" ({', '.join(map(str, ranks))})"
-        return f"the {len(totals)} ranks{which} differ"
-    odd = [str(rank) for rank, total in zip(ranks, totals, strict=True) if total != common]
-    return f"rank {', '.join(odd)} differs from the others"

@@ -19,6 +19,7 @@ from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempt
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
 from paceline.replica.replica import LossOfPart
+from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import Desk, Site
@@ -26,7 +27,6 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.objective import Objective
 from paceline.training.run import Run
-from paceline.training.state import capture
 from paceline.training.tell import tell_delays, tell_failure, tell_saved, tell_step
 from paceline.training.training import Training, build_model, build_replica, set_up
 
