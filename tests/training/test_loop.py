@@ -13,7 +13,14 @@ from torch import nn
 from paceline.checkpoint import AsyncSaver, CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
-from paceline.errors import CheckpointError, CommunicationError, DataError, NonFiniteError, SettingsError
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    DataError,
+    DivergenceError,
+    NonFiniteError,
+    SettingsError,
+)
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -30,7 +37,7 @@ from paceline.registry import register
 from paceline.replica import Replica
 from paceline.schedules import Linear
 from paceline.testing import run_processes
-from paceline.training import Classification, Model, Run, evaluate, train
+from paceline.training import Classification, Model, Run, evaluate, loop, train
 
 
 @register("test_points")
@@ -157,8 +164,32 @@ def test_a_run_that_failed_goes_on_bit_for_bit(tmp_path, num_workers):
     expected, actual = read_tensors(straight, 14), read_tensors(broken, 14)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    has_worker_statistics = any(name.startswith("worker1/") for name in expected)
+    has_worker_statistics = any(name.startswith("rank1/buffer/") for name in expected)
     assert has_worker_statistics == (num_workers > 1)
+
+
+@pytest.mark.parametrize("where", ["parameter", "optimizer"])
+def test_nothing_is_saved_of_replicas_that_differ(tmp_path, monkeypatch, where):
+    """Between two comparisons a bit of rank 1 flips; a resume goes on from before that, though it saves more often."""
+
+    def flip(training, batch, step):
+        if training.replica.group.rank == 1 and step == 7:
+            parameter = training.replica.module[0].weight
+            tensor = parameter if where == "parameter" else training.replica.optimizer.state[parameter]["exp_avg"]
+            tensor.detach().view(-1).view(torch.int32)[5] ^= 1
+        return learn(training, batch, step)
+
+    learn = loop.learn
+    run, straight, flipped = make_run(hash_interval=100), tmp_path / "straight", tmp_path / "flipped"
+    train_here(run, straight, 3)
+    monkeypatch.setattr(loop, "learn", flip)
+    with pytest.raises(DivergenceError, match="at step 10 rank 1 differs"):
+        train_here(run, flipped, 3)
+    monkeypatch.undo()
+    assert sorted(path.name for path in flipped.glob("checkpoints/step-*")) == ["step-00000005"]
+    train_here(run, flipped, 3)
+    expected, actual = read_tensors(straight, 14), read_tensors(flipped, 14)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (3, 2)])
@@ -216,7 +247,7 @@ def test_a_checkpoint_holds_the_resolved_run(tmp_path):
 def test_pictures_of_batch_statistics_are_pooled_on_resize(tmp_path):
     train_here(make_run(num_steps=5), tmp_path, num_workers=3)
     saved = read_tensors(tmp_path, 5)
-    means = [saved["model/1.running_mean"], saved["worker1/1.running_mean"], saved["worker2/1.running_mean"]]
+    means = [saved[f"rank{rank}/buffer/1.running_mean"] for rank in range(3)]
     assert not torch.equal(means[0], means[1])
     train_here(make_run(num_steps=6, optimizer=AdamW(learning_rate=1e-9)), tmp_path, num_workers=1)
     after = read_tensors(tmp_path, 6)["model/1.running_mean"]

@@ -59,7 +59,8 @@ class Replica:
             are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
             landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
             before anything but forward and backward reads the parameters.
-        hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
+        hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
+            0 for none.
         seed: Of what codecs draw.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
 
@@ -110,9 +111,8 @@ class Replica:
         if self.group.size > 1 and self.part.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-        self._comparison = Comparison(
-            self._parameters, self.part, hash_interval if self.sync.keeps_replicas_equal else 0
-        )
+        interval = hash_interval if self.sync.keeps_replicas_equal else 0
+        self._comparison = Comparison(module, self.optimizer, self.part, interval)
         self._sum = GradientSum(
             module,
             self._parameters,
@@ -312,8 +312,7 @@ class Replica:
         self._times.ended_s = time.perf_counter()
         self._sum.learn(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
-            self.flush()
-            self._comparison.check(self.num_updates)
+            self.compare()
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
         self._control = None
@@ -338,6 +337,15 @@ class Replica:
         """Land what was left for the next forward, so that parameters are those after the last update."""
         self._sum.flush()
 
+    def compare(self) -> None:
+        """Compare with the other replicas, unless `hash_interval` is 0 or the rule lets them differ. All ranks call it.
+
+        Raises:
+            DivergenceError: They should be equal and are not.
+        """
+        self.flush()
+        self._comparison.check(self.num_updates)
+
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are those that the workers together stand for; every worker enters it at the same step."""
@@ -356,6 +364,7 @@ class Replica:
             "mass_unit": self._mass_unit,
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
+            "sharded_codec": self.part.coded.codec.name if self.part.coded is not None else "",
             "gradients": self._sum.gradients.state_dict() if self._sum.gradients is not None else None,
             "sync": self.sync.name,
             "mass": self._meetings.mass if self._meetings is not None else 0.0,
@@ -385,6 +394,11 @@ class Replica:
         if self._synchroniser is None:
             return {}, {}
         return self._synchroniser.state(), self._synchroniser.shared_state()
+
+    @property
+    def keeps_sync_state(self) -> bool:
+        """Whether the rule keeps something: not where it sums gradients alone, or a worker has nobody to meet."""
+        return self._synchroniser is not None
 
     def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""
