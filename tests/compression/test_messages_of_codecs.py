@@ -37,6 +37,26 @@ def test_the_receiver_decodes_what_was_sent(name):
         states = {block: exchanged.state for block, exchanged in done.items()}
 
 
+@pytest.mark.parametrize("name", sorted(list_variants(Codec)))
+def test_a_wider_default_dtype_changes_no_bit(name):
+    def send():
+        codec = list_variants(Codec)[name](dense_below=100)
+        message, done = encode_blocks(codec, values, {}, step=3, seed=5)
+        decoded = decode_blocks(codec, message, SHAPES, step=3, seed=5)
+        return [message, *decoded.values(), *(exchanged.total for exchanged in done.values())]
+
+    values = _values(3)
+    narrow = send()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = send()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", ["int8", "one_bit", "top_k", "power_sgd"])
 def test_with_feedback_nothing_is_lost(name):
     codec = list_variants(Codec)[name](dense_below=100)

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.data.images import Images
 from paceline.optim import AdamW, AdamW8bit
-from paceline.optim.eight_bits import BLOCK_SIZE, Encoded
+from paceline.optim.eight_bits import BLOCK_SIZE, Encoded, _tables
 
 always = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -54,6 +54,32 @@ def test_errors_are_small_beside_the_value_in_each_decade(num_elements, seed, is
         # Half a distance, half of a last value that was moved to 1, and the rounding to a half float.
         allowed = (0.75 * distance + 2**-11 * 10.0**-decade) * largest
         assert (errors[inside] <= allowed[inside]).all()
+
+
+def test_a_wider_default_dtype_changes_no_bit():
+    def train_once():
+        _tables.cache_clear()
+        module = nn.Linear(90, 80, dtype=torch.float32)
+        with torch.no_grad():
+            module.weight.copy_(values[0])
+            module.bias.zero_()
+        rule = AdamW8bit(smallest=100).build(module)
+        for value in values[1:]:
+            module.weight.grad, module.bias.grad = value, value[:, 0].clone()
+            rule.step()
+        kept = rule.state_dict()["state"][0]
+        return [module.weight.detach(), module.bias.detach(), kept["exp_avg"], kept["root"]]
+
+    values = [torch.randn(80, 90, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    narrow = train_once()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = train_once()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 def test_small_roots_are_never_rounded_to_nothing():

@@ -51,7 +51,7 @@ def decode_blocks(
     payloads = list(message.split(sizes))
     decoded = {}
     for block, shape in shapes.items():
-        nothing = torch.zeros(shape, device=message.device)
+        nothing = torch.zeros(shape, dtype=torch.float32, device=message.device)
         exchange = codec.exchange(nothing, {}, _place(block, step, seed))
         num_sent = len(_sent_bytes(codec, shape))
         mine, payloads = payloads[:num_sent], payloads[num_sent:]

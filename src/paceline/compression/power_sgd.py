@@ -94,7 +94,8 @@ class PowerSGD(Codec):
         return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, place))
 
     def _draw(self, x_NM: Tensor, place: Place) -> Tensor:
-        return torch.randn(self.low_rank, x_NM.shape[1], generator=shared_generator(place)).to(x_NM.device)
+        size = (self.low_rank, x_NM.shape[1])
+        return torch.randn(size, dtype=torch.float32, generator=shared_generator(place)).to(x_NM.device)
 
 
 def _matrix_shape(shape: Size) -> tuple[int, int]:
@@ -121,7 +122,7 @@ def _orthonormalise(p_NR: Tensor, place: Place) -> Tensor:
     columns, factors_RR = torch.linalg.qr(p_NR)
     dependent = factors_RR.diagonal().abs() <= _ROUNDING * _measure(factors_RR, 0)
     if dependent.any():
-        drawn_NR = torch.randn(p_NR.shape, generator=shared_generator(place)).to(p_NR.device)
+        drawn_NR = torch.randn(p_NR.shape, dtype=torch.float32, generator=shared_generator(place)).to(p_NR.device)
         columns, _ = torch.linalg.qr(torch.where(dependent, drawn_NR, p_NR))
     return cast(Tensor, columns)
 

@@ -62,7 +62,7 @@ class AdamW8bitRule(UpdateRule):
             state = self.state[parameter]
             weights, gradients = local(parameter), local_gradient(parameter)
             if not state:
-                zeros = torch.zeros(weights.numel(), device=weights.device)
+                zeros = torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
                 state |= {"step": torch.tensor(0.0), **self._keep(parameter, {"exp_avg": zeros, "root": zeros})}
             state["step"] += 1
             step = float(state["step"])
@@ -127,7 +127,7 @@ class AdamW8bitRule(UpdateRule):
         part = local(parameter)
         decoded = {"step": kept["step"]}
         for name in ("exp_avg", "root"):
-            whole = torch.empty(part.numel(), device=part.device)
+            whole = torch.empty(part.numel(), dtype=torch.float32, device=part.device)
             for start, stop in _pieces(part.numel()):
                 whole[start:stop] = _read(kept, name, start, stop)
             moment = whole.view(part.shape)

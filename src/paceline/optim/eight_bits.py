@@ -38,7 +38,7 @@ class Encoded:
     def zeros(cls, num_elements: int, device: torch.device) -> "Encoded":
         """Return zeros of either kind."""
         codes = torch.zeros(num_elements, dtype=torch.uint8, device=device)
-        return cls(codes, torch.zeros(-(-num_elements // BLOCK_SIZE), device=device))
+        return cls(codes, torch.zeros(-(-num_elements // BLOCK_SIZE), dtype=torch.float32, device=device))
 
     def narrow(self, start: int, stop: int) -> "Encoded":
         """Return the elements from `start`, where a block must begin, to `stop`: a view."""
@@ -81,7 +81,9 @@ def _make_tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
         values += ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - _NUM_DECADES + 1)).tolist()
     values[-1] = 1.0
-    table = torch.tensor([*(-value for value in reversed(values)), 0.0, *values] if is_signed else values)
+    if is_signed:
+        values = [*(-value for value in reversed(values)), 0.0, *values]
+    table = torch.tensor(values, dtype=torch.float32)
     halves = torch.arange(-_MIDDLE, _MIDDLE, dtype=torch.int16).view(torch.float16).nan_to_num(1.0)
     codes = torch.bucketize(halves.float(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     return table.to(device), codes.to(device)

@@ -1,6 +1,7 @@
 """A codec inside the sharded axis: what the sum of sharded gradients sends, made smaller."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,8 @@ class CodedReduceScatter:
     def _add_up(self, block: "_OfBlock", output: Tensor, own: Tensor, received: Tensor, scale: float) -> None:
         rank = self._group.rank
         shapes = block.pieces[rank]
-        totals = {piece: torch.zeros(shape, device=output.device) for piece, shape in shapes.items()}
+        zeros = partial(torch.zeros, dtype=torch.float32, device=output.device)
+        totals = {piece: zeros(shape) for piece, shape in shapes.items()}
         for sender in range(self._group.size):
             if sender == rank:
                 values: Mapping[str, Tensor] = block.cut(own, rank)

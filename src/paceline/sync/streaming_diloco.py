@@ -63,7 +63,9 @@ class StreamingDiLoCo(DiLoCo):
 
     def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a fragment and period."""
-        tensors = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
+        tensors = {
+            str(place): torch.empty(shape, dtype=torch.float32, device="meta") for place, shape in enumerate(shapes)
+        }
         fragments = cut_into_fragments(tensors, self.num_fragments)
         return tuple(
             Traffic(
