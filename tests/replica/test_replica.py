@@ -1,6 +1,7 @@
 """A replica against the plain loop it stands for."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -278,8 +279,79 @@ def test_a_change_on_one_rank_is_found_and_named():
                     replica.module.optional.bias[3] += 1e-3
             run_one_step(replica)
 
-    with pytest.raises(DivergenceError, match=r"at step 2 rank 2 differs from the others.*optional\.bias"):
+    with pytest.raises(DivergenceError, match=r"at step 2 rank 2 differs from the others.*parameter optional\.bias;"):
         LocalGroup.run(3, worker)
+
+
+class Counting(nn.Module):
+    """A table, statistics of each worker's own samples, of torch's making and not, and a count that is alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.seen += x.detach().mean(0)
+        self.scratch += x.detach().mean(0)
+        self.num_calls += 1
+        return self.norm(self.map(x)) + self.table + self.frozen
+
+
+def compare_after(change, num_steps=3):
+    """Train three workers some steps, let rank 1 make a change, and compare."""
+
+    def worker(group):
+        module = make_module(make=Counting)
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
+        replica = Replica(module, optimizer, group=group, hash_interval=1)
+        for _ in range(num_steps):
+            generator = torch.Generator().manual_seed(group.rank)
+            replica.backward(replica(torch.randn(5, 4, generator=generator)).square().mean())
+            replica.update()
+        if group.rank == 1:
+            with torch.no_grad():
+                change(module, optimizer)
+        replica.compare()
+        replica.close()
+
+    LocalGroup.run(3, worker, timeout_s=20)
+
+
+def test_what_is_each_workers_own_may_differ():
+    compare_after(lambda module, _: (module.norm.running_mean.add_(1), module.seen.add_(1), module.scratch.add_(1)))
+
+
+CHANGES = {
+    "parameter frozen": lambda module, _: module.frozen[0].add_(1e-3),
+    "optimizer state exp_avg_sq of map.bias": lambda module, optimizer: _state_of(module, optimizer)["exp_avg_sq"].add_(
+        1
+    ),
+    "optimizer state step of map.bias": lambda module, optimizer: _state_of(module, optimizer)["step"].add_(1),
+    "optimizer state note of map.bias": lambda module, optimizer: _state_of(module, optimizer).update(note=1),
+    "buffer table": lambda module, _: module.table[0].add_(1),
+    "buffer num_calls": lambda module, _: module.num_calls.add_(1),
+}
+
+
+def _state_of(module, optimizer):
+    return optimizer.state[module.map.bias]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_replicas_hold_alike_is_compared(name):
+    with pytest.raises(DivergenceError, match=f"at step 3 rank 1 differs from the others, first in {re.escape(name)};"):
+        compare_after(CHANGES[name])
+
+
+def test_a_table_that_differs_at_the_first_comparison_is_found():
+    with pytest.raises(DivergenceError, match="at step 0 rank 1 differs from the others, first in buffer table;"):
+        compare_after(CHANGES["buffer table"], num_steps=0)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_rank_and_changes_nothing():

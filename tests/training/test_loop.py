@@ -13,7 +13,14 @@ from torch import nn
 from paceline.checkpoint import AsyncSaver, CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
-from paceline.errors import CheckpointError, CommunicationError, DataError, NonFiniteError, SettingsError
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    DataError,
+    DivergenceError,
+    NonFiniteError,
+    SettingsError,
+)
 from paceline.monitor.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -30,7 +37,7 @@ from paceline.registry import register
 from paceline.replica import Replica
 from paceline.schedules import Linear
 from paceline.testing import run_processes
-from paceline.training import Classification, Model, Run, evaluate, train
+from paceline.training import Classification, Model, Run, evaluate, loop, train
 
 
 @register("test_points")
@@ -159,6 +166,30 @@ def test_a_run_that_failed_goes_on_bit_for_bit(tmp_path, num_workers):
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     has_worker_statistics = any(name.startswith("worker1/") for name in expected)
     assert has_worker_statistics == (num_workers > 1)
+
+
+@pytest.mark.parametrize("where", ["parameter", "optimizer"])
+def test_nothing_is_saved_of_replicas_that_differ(tmp_path, monkeypatch, where):
+    """Between two comparisons a bit of rank 1 flips; a resume goes on from before that, though it saves more often."""
+
+    def flip(training, batch, step):
+        if training.replica.group.rank == 1 and step == 7:
+            parameter = training.replica.module[0].weight
+            tensor = parameter if where == "parameter" else training.replica.optimizer.state[parameter]["exp_avg"]
+            tensor.detach().view(-1).view(torch.int32)[5] ^= 1
+        return learn(training, batch, step)
+
+    learn = loop.learn
+    run, straight, flipped = make_run(hash_interval=100), tmp_path / "straight", tmp_path / "flipped"
+    train_here(run, straight, 3)
+    monkeypatch.setattr(loop, "learn", flip)
+    with pytest.raises(DivergenceError, match="at step 10 rank 1 differs"):
+        train_here(run, flipped, 3)
+    monkeypatch.undo()
+    assert sorted(path.name for path in flipped.glob("checkpoints/step-*")) == ["step-00000005"]
+    train_here(run, flipped, 3)
+    expected, actual = read_tensors(straight, 14), read_tensors(flipped, 14)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (3, 2)])

@@ -1,16 +1,18 @@
-"""Fingerprints of parameters, by which replicas that silently became different are found."""
+"""Fingerprints of what replicas hold, by which those that silently became different are found."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.group import Group
 from paceline.errors import DivergenceError
 from paceline.parallel.local import local
 from paceline.parallel.part import Part
+from paceline.parallel.zero_redundancy import own_part
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -21,61 +23,143 @@ def hash_tensor(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(plain.view(torch.uint8).numpy().data)
 
 
-def check_equal(parameters: Mapping[str, Tensor], group: Group, step: int) -> None:
-    """Compare the parameters of all ranks.
+def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, str]]:
+    """Return the hashes of all ranks, by rank, where they differ; an empty list where all are the same.
 
     Args:
-        parameters: This rank's, by name.
-        group: Those that must hold the same.
-        step: Updates done.
-
-    Raises:
-        DivergenceError: They differ. With two ranks it says that they do, with more which one is odd, and names
-            the first parameter that differs.
+        hashes: This rank's, by what errors call each thing.
+        group: The ranks that should hold the same.
     """
-    hashes = {name: hash_tensor(tensor) for name, tensor in parameters.items()}
-    total = xxhash.xxh3_64_intdigest(repr(list(hashes.values())).encode())
+    total = xxhash.xxh3_64_intdigest(repr(list(hashes.items())).encode())
     mine = torch.tensor([total >> 32, total & 0xFFFFFFFF], device=group.device)
     everybody = torch.zeros(group.size, 2, dtype=torch.int64, device=group.device)
     group.all_gather(everybody, mine, name="replica hash").wait()
-    totals = [tuple(row) for row in everybody.tolist()]
-    if len(set(totals)) == 1:
-        return
-    all_hashes = group.gather_documents({name: f"{value:x}" for name, value in hashes.items()}, name="parameter hashes")
-    first = next(name for name in hashes if len({document[name] for document in all_hashes}) > 1)
-    odd = _name_odd(totals, group.names)
-    raise DivergenceError(
-        f"replicas must be equal, but at step {step} {odd}, first in parameter {first}; "
-        "look for code that changes parameters on one rank only, or a faulty machine, and resume from a checkpoint"
-    )
+    if len({tuple(row) for row in everybody.tolist()}) == 1:
+        return []
+    return group.gather_documents({name: f"{value:x}" for name, value in hashes.items()}, name="replica hashes")
+
+
+def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[int]) -> str:
+    """Return in what ranks differ first: with two ranks that they do, with more which one is odd; empty if they do not.
+
+    Args:
+        everybody: Hashes by rank; see `find_difference`.
+        names: What errors call the ranks.
+    """
+    things = dict.fromkeys(thing for hashes in everybody for thing in hashes)
+    first = next((thing for thing in things if len({hashes.get(thing) for hashes in everybody}) > 1), None)
+    if first is None:
+        return ""
+    (common, count), *others = Counter(tuple(hashes.items()) for hashes in everybody).most_common()
+    if count == others[0][1]:
+        which = "" if names == list(range(len(names))) else f" ({', '.join(map(str, names))})"
+        return f"the {len(everybody)} ranks{which} differ, first in {first}"
+    odd = [str(name) for name, hashes in zip(names, everybody, strict=True) if tuple(hashes.items()) != common]
+    return f"rank {', '.join(odd)} differs from the others, first in {first}"
 
 
 class Comparison:
     """Compares at intervals what several ranks hold the same of: replicas, and what ranks of one worker have in common.
 
+    Parameters, the optimizer's state and persistent buffers must be equal. Buffers may be each worker's own, as
+    statistics of its samples are: those of torch's norms are left out, and so is one that has changed on every worker
+    since the start and differs the first time that it is looked at.
+
     Args:
-        parameters: Those that are trained, by name.
+        module: The model.
+        optimizer: Its optimizer.
         part: What this rank holds of the model.
         interval: Steps from one comparison to the next; 0 for none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], part: Part, interval: int) -> None:
-        self._parameters = parameters
-        self._part = part
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, part: Part, interval: int) -> None:
+        self._module, self._optimizer, self._part = module, own_part(optimizer), part
         self.interval = interval if part.world.size > 1 else 0
+        self._start = self._hash_buffers() if self.interval else {}
+        self._own: set[str] = set()
+        """Buffers that are each worker's own."""
+        self._alike: set[str] = set()
+        """Buffers that have changed and were the same on all workers."""
+        self._steppers = part.group
+        """Ranks that keep the same optimizer state."""
+        if self.interval and part.mesh is not None and part.layout.shares_optimizer:
+            self._steppers = part.mesh.group("data", "context")
 
     def check(self, step: int) -> None:
-        """Raise `DivergenceError` where ranks differ in what they should hold alike; every rank calls it."""
-        held = {name: local(parameter) for name, parameter in self._parameters.items()}
-        for group, names in ((self._part.group, list(held)), *self._part.list_common(self._parameters)):
+        """Compare after `step` updates; every rank calls it.
+
+        Raises:
+            DivergenceError: Some ranks differ in what they should hold alike; all ranks say the same.
+        """
+        if not self.interval:
+            return
+        buffers = self._hash_buffers()  # first, for it lets go of what a forward pass has gathered
+        parameters = dict(self._module.named_parameters())
+        held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
+        kept = {name: self._hash_state(name, parameter) for name, parameter in parameters.items()}
+        differences = []
+        if self._steppers is self._part.group:
+            held = {name: hashes | kept[name] for name, hashes in held.items()}
+        elif self._steppers.size > 1:
+            differences.append(_compare(kept, kept, self._steppers))
+        if self._part.group.size > 1:
+            differences.append(self._compare_replicas(held, buffers))
+        for group, names in self._part.list_common(parameters):
             if group.size > 1 and names:
-                check_equal({name: held[name] for name in names}, group, step)
+                differences.append(_compare(held, names, group))
+        if self._part.mesh is not None:
+            everybody = self._part.world.gather_documents(differences, name="differences")
+            differences = [difference for theirs in everybody for difference in theirs]
+        if difference := next(filter(None, differences), ""):
+            raise DivergenceError(
+                f"replicas must be equal, but at step {step} {difference}; look for code that changes it on one rank "
+                "only, or a faulty machine, and resume from the last checkpoint, which was compared before it was saved"
+            )
+
+    def _compare_replicas(self, held: Mapping[str, Mapping[str, int]], buffers: Mapping[str, int]) -> str:
+        group = self._part.group
+        buffers = {name: value for name, value in buffers.items() if name not in self._own}
+        changed = {name for name, value in buffers.items() if value != self._start[name]}
+        everybody = find_difference(_join(held, held) | buffers, group)
+        if not everybody:
+            self._alike |= changed
+            return ""
+        for names in group.gather_documents(sorted(changed), name="buffers that have changed"):
+            changed &= set(names)
+        own = {name for name in changed - self._alike if len({theirs[name] for theirs in everybody}) > 1}
+        self._own |= own
+        rest = [{name: value for name, value in theirs.items() if name not in own} for theirs in everybody]
+        return describe_difference(rest, group.names)
+
+    def _hash_buffers(self) -> dict[str, int]:
+        statistics = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, layer in self._module.named_modules()
+            if isinstance(layer, _NormBase)
+            for name, _ in layer.named_buffers()
+        }
+        persistent = self._module.state_dict().keys() - statistics
+        return {
+            f"buffer {name}": hash_tensor(local(buffer))
+            for name, buffer in self._module.named_buffers()
+            if name in persistent
+        }
+
+    def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
+        """Return hashes of what the optimizer keeps of a parameter: its tensors and numbers."""
+        hashes = {}
+        for key, value in self._optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                hashes[f"optimizer state {key} of {name}"] = hash_tensor(local(value))
+            elif isinstance(value, int | float):
+                hashes[f"optimizer state {key} of {name}"] = xxhash.xxh3_64_intdigest(repr(value).encode())
+        return hashes
 
 
-def _name_odd(totals: list[tuple[int, ...]], ranks: list[int]) -> str:
-    (common, count), *others = Counter(totals).most_common()
-    if count == others[0][1]:
-        which = "" if ranks == list(range(len(ranks))) else f" ({', '.join(map(str, ranks))})"
-        return f"the {len(totals)} ranks{which} differ"
-    odd = [str(rank) for rank, total in zip(ranks, totals, strict=True) if total != common]
-    return f"rank {', '.join(odd)} differs from the others"
+def _compare(hashes: Mapping[str, Mapping[str, int]], names: Iterable[str], group: Group) -> str:
+    """Return in what ranks differ first of what belongs to some parameters."""
+    return describe_difference(find_difference(_join(hashes, names), group), group.names)
+
+
+def _join(hashes: Mapping[str, Mapping[str, int]], names: Iterable[str]) -> dict[str, int]:
+    return {label: value for name in names for label, value in hashes[name].items()}

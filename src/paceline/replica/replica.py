@@ -59,7 +59,8 @@ class Replica:
             are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
             landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
             before anything but forward and backward reads the parameters.
-        hash_interval: Steps from one comparison of all replicas to the next; 0 for none.
+        hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
+            0 for none.
         seed: Of what codecs draw.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
 
@@ -110,9 +111,8 @@ class Replica:
         if self.group.size > 1 and self.part.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-        self._comparison = Comparison(
-            self._parameters, self.part, hash_interval if self.sync.keeps_replicas_equal else 0
-        )
+        interval = hash_interval if self.sync.keeps_replicas_equal else 0
+        self._comparison = Comparison(module, self.optimizer, self.part, interval)
         self._sum = GradientSum(
             module,
             self._parameters,
@@ -312,8 +312,7 @@ class Replica:
         self._times.ended_s = time.perf_counter()
         self._sum.learn(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
-            self.flush()
-            self._comparison.check(self.num_updates)
+            self.compare()
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
         self._control = None
@@ -337,6 +336,15 @@ class Replica:
     def flush(self) -> None:
         """Land what was left for the next forward, so that parameters are those after the last update."""
         self._sum.flush()
+
+    def compare(self) -> None:
+        """Compare with the other replicas, unless `hash_interval` is 0 or the rule lets them differ. All ranks call it.
+
+        Raises:
+            DivergenceError: They should be equal and are not.
+        """
+        self.flush()
+        self._comparison.check(self.num_updates)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

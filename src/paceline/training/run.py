@@ -86,7 +86,7 @@ class Run(Settings):
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Newest checkpoints that are kept; none for all."""
     hash_interval: int = Field(default=100, ge=0)
-    """Steps from one comparison of all replicas to the next; 0 for none."""
+    """Steps from one comparison of all replicas to the next, which is made before each checkpoint too; 0 for none."""
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
     """Size of the buffers that gradients are exchanged in, the first of 1 MiB at most; by default what suits the codec,
     without one 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""

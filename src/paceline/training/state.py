@@ -37,7 +37,12 @@ class FeedbackDroppedWarning(UserWarning):
 
 
 def capture(replica: Replica) -> tuple[dict[str, Tensor], Document]:
-    """Return the tensors and the document of a replica. Every rank calls it; rank 0's is complete."""
+    """Return the tensors and the document of a replica. Every rank calls it; rank 0's is complete.
+
+    Raises:
+        DivergenceError: Replicas should be equal and are not.
+    """
+    replica.compare()
     if replica.part.mesh is not None:
         return capture_parts(replica)
     replica.flush()
