@@ -115,6 +115,17 @@ class Checkpoint:
             for name, tensor in self._manifest.tensors.items()
         }
 
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, whole, in host memory.
+
+        Raises:
+            DamagedError: It is not what was written.
+        """
+        stored = self._manifest.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        load_tensors({name: tensor}, SafetensorsReader(self.path, self._manifest.keep_only(name)))
+        return tensor
+
     def load(self, into: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Copy the saved values into the tensors given, in place, whatever their device.
 

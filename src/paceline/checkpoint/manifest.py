@@ -113,6 +113,10 @@ class Manifest(_Record):
         """Size of the tensors' files and the document."""
         return self.document_bytes + sum(file.num_bytes for file in self.files)
 
+    def keep_only(self, name: str) -> "Manifest":
+        """Return a manifest of one of the tensors."""
+        return self.model_copy(update={"tensors": {name: self.tensors[name]}})
+
 
 def digest(content: bytes) -> str:
     """Return the BLAKE3 digest of `content`."""
