@@ -72,8 +72,15 @@ State = Mapping[str, Tensor]
 """What a codec keeps of one block, by site. Empty at first.
 
 ``worker``: what this worker has not sent yet; ``owner``: what it has not handed on as the owner of a part. These
-are residuals. Anything else (a warm start) is the same on all workers, unless the codec says otherwise.
+are residuals. They add up over workers, and so does ``momentum``. Anything else (a warm start) is the same on all.
 """
+RESIDUALS = frozenset(("worker", "owner"))
+ADDED = RESIDUALS | {"momentum"}
+"""Sites whose tensors add up over workers."""
+
+
+class FeedbackDroppedWarning(UserWarning):
+    """Codecs had held back what cannot be used here."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +169,7 @@ class Codec(Family):
 
     def held_back(self, states: Sequence[State], shape: Size) -> Tensor | None:
         """Return the sum of what all workers, also as owners, have not sent of a block; None if they keep nothing."""
-        parts = [state["worker"].reshape(shape) for state in states if "worker" in state]
-        if owners := [state["owner"].flatten() for state in states if "owner" in state]:
-            parts.append(torch.cat(owners).reshape(shape))
-        return torch.stack(parts).sum(0) if parts else None
+        return merge_states(states, shape).get("worker")
 
     def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
         """Return a worker's state from those that all workers saved, whose number may have been another.
@@ -174,9 +178,8 @@ class Codec(Family):
         """
         if len(saved) == num_workers:
             return saved[rank]
-        shared = {site: tensor for site, tensor in saved[0].items() if site not in ("worker", "owner")}
-        held_back = self.held_back(saved, shape)
-        return shared if held_back is None else {**shared, "worker": held_back / num_workers}
+        merged = merge_states(saved, shape)
+        return {site: tensor / num_workers if site in ADDED else tensor for site, tensor in merged.items()}
 
     def wire_bytes(self, shape: Size, num_workers: int) -> int:
         """Return the bytes a worker sends for a block of `shape`, by collectives that send as little as can be."""
@@ -187,6 +190,23 @@ class Codec(Family):
     def is_dense(self, shape: Size) -> bool:
         """Whether a block of `shape` is summed as it is (`exchange_dense`); an empty one always is."""
         return shape.numel() < max(self.dense_below, 1)
+
+
+def merge_states(states: Sequence[State], shape: Size) -> State:
+    """Return the state of one worker that keeps of a block what all do: none of it is lost or counted twice.
+
+    Args:
+        states: Those of all workers, by rank.
+        shape: The block's.
+    """
+    merged = {site: tensor for state in reversed(states) for site, tensor in state.items() if site not in ADDED}
+    parts = [state["worker"].reshape(shape) for state in states if "worker" in state]
+    if owners := [state["owner"].flatten() for state in states if "owner" in state]:
+        parts.append(torch.cat(owners).reshape(shape))
+    for site, tensors in {"worker": parts, "momentum": [s["momentum"] for s in states if "momentum" in s]}.items():
+        if tensors:
+            merged[site] = torch.stack(tensors).sum(0)
+    return merged
 
 
 def exchange_dense(value: Tensor) -> Exchange:

@@ -1,7 +1,6 @@
 """Deep gradient compression: top-k of what momentum makes of the gradient."""
 
 import math
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -102,14 +101,6 @@ class DGC(Codec):
             return dense_payloads(shape)
         density = self.density if step is None else self.density_at(step)
         return [(Gather, largest_bytes(shape, count_kept(shape, density)))]
-
-    def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
-        """Share out evenly what was held back, and the momentum."""
-        resized = super().resize(saved, shape, rank, num_workers)
-        parts = [state["momentum"] for state in saved if "momentum" in state]
-        if len(saved) == num_workers or not parts:
-            return resized
-        return {**resized, "momentum": torch.stack(parts).sum(0) / num_workers}
 
     def _clip(self, value: Tensor, num_workers: int) -> Tensor:
         if self.clip_norm is None:

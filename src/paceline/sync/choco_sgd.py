@@ -9,15 +9,13 @@ from pydantic import Field, model_validator
 from torch import Size, Tensor
 
 from paceline.compression import Codec, Int8, RandomK
-from paceline.compression.codec import State
+from paceline.compression.codec import RESIDUALS, State
 from paceline.compression.message import decode_blocks, encode_blocks, message_bytes
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import check_keeps_mean
 from paceline.sync.gossip import FlatParameters, GossipRule, Row, Swap
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
-
-_RESIDUALS = ("worker", "owner")
 
 
 @register("choco_sgd")
@@ -170,4 +168,4 @@ class ChocoSynchroniser(Synchroniser):
 
 
 def _without_residuals(state: State) -> State:
-    return {key: tensor for key, tensor in state.items() if key not in _RESIDUALS}
+    return {key: tensor for key, tensor in state.items() if key not in RESIDUALS}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.compression import Codec, NoCodec
-from paceline.compression.codec import State
+from paceline.compression.codec import RESIDUALS, State
 from paceline.compression.message import decode_blocks, encode_blocks, message_bytes
 from paceline.errors import SettingsError
 from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
@@ -98,6 +98,5 @@ def make_wires(
 def without_residuals(states: Mapping[str, State]) -> States:
     """Return states without what was held back, where the next difference has that in it anyway."""
     return {
-        name: {site: kept for site, kept in state.items() if site not in ("worker", "owner")}
-        for name, state in states.items()
+        name: {site: kept for site, kept in state.items() if site not in RESIDUALS} for name, state in states.items()
     }
