@@ -69,7 +69,8 @@ def test_a_signal_to_one_worker_stops_all_and_loses_no_sample(tmp_path, sync, wa
     (preempted,) = select(read_log(stopped / "events.jsonl"), Preempted)
     assert newest_step(stopped) <= preempted.step, "no step that was told of is lost"
     document = Checkpoint.open(Path(preempted.event.checkpoint)).read_document()
-    loader, replicas = document["loader"], document["replicas"]
+    loader, states = document["loader"], document["replica"]["states"]
+    replicas = [states[number] for number in document["replica"]["state_of"]]
     assert loader["low_water"] // 12 == preempted.step
     assert not loader["done_above"]
     if sync == "dpsgd":

@@ -20,12 +20,11 @@ from paceline.parallel.parallelize import check_sharing, parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.replica import Loss
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import DiLoCo
 from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.part_state import capture_parts
-from paceline.training.state import capture, restore
 
 NUM_SAMPLES = 8
 WIDTH = 8
@@ -207,7 +206,7 @@ def pool(group: Group, folder: str) -> dict[str, Any]:
     with pooled_over_workers(sharded.module, sharded.part.observers):
         evaluated = off(sharded)
     alone = off(sharded)
-    tensors, _ = capture_parts(sharded)
+    tensors, _ = capture(sharded)
     saved = [float((tensors["model/norm.running_mean"] - wanted[0]).abs().max())] if group.rank == 0 else []
     loaded = make(seeded(Normed), group, Layout(sharded=2))
     restore(save(plain, f"{folder}/plain"), loaded)

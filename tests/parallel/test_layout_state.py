@@ -1,6 +1,7 @@
 """What a layout saves loads into any other; codecs and relaxed rules work between ranks that share a model."""
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from test_layouts import (
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
-from paceline.errors import CheckpointError, SettingsError
+from paceline.compression.codec import FeedbackDroppedWarning
+from paceline.errors import CheckpointError, DivergenceError, SettingsError
+from paceline.parallel.local import local, wrap
 from paceline.parallel.parallelize import parallelize
+from paceline.parallel.tensor import whole
+from paceline.parallel.zero_redundancy import own_part
+from paceline.replica.named_tensors import model_tensors
+from paceline.replica.state import capture, restore
 from paceline.sync import DPSGD, EASGD, DiLoCo, EveryStep, LocalSGD, Rule, StreamingDiLoCo
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
-from paceline.training.optimizer_state import model_tensors
-from paceline.training.state import capture, restore
 
 HALF = 3
 CHAIN = [
@@ -69,13 +74,16 @@ def go_through_layouts(folder: str) -> dict[str, float]:
     result |= {"resumed": resume_bit_for_bit(group, folder)}
     result |= {f"codec {name}": value for name, value in run_codecs(group, alone).items()}
     result |= {rule.name: run_relaxed(group, rule) for rule in RELAXED}
+    result |= {"feedback": hand_on_feedback(group, store), "sharded feedback": hand_on_sharded_feedback(group, store)}
+    result |= {"mean": begin_anew(group, store), "outer": grow_by_workers(group, store)}
+    result |= {"divergence": find_divergence(group)}
     group.close()
     return result
 
 
 def refuse_another_model(group: Any, checkpoint: Checkpoint | None) -> None:
     replica = make_replica(make_model(num_layers=3), group, {"data": 2, "tensor": 2})
-    with pytest.raises(CheckpointError, match=r"layers\.2\.\S+ of shape .* is missing"):
+    with pytest.raises(CheckpointError, match=r"layers\.2\.\S+ is missing in it and of shape"):
         restore(checkpoint, replica)
     replica.close()
 
@@ -105,6 +113,148 @@ def resume_bit_for_bit(group: Any, folder: str) -> float:
     whole.close()
     resumed.close()
     return max(differences)
+
+
+INT8 = EveryStep(codec={"name": "int8", "dense_below": 0})  # type: ignore[arg-type]
+"""Holds back on the way to the owners of parts, and there again."""
+
+
+def save(replica: Any, store: CheckpointStore) -> Checkpoint | None:
+    tensors, document = capture(replica)
+    if replica.part.world.rank:
+        return None
+    return Checkpoint.open(store.save(tensors, document, replica.num_updates).path)
+
+
+def add_up_feedback(replica: Any) -> dict[str, torch.Tensor]:
+    """Return what all ranks hold back of the parameters that this one has, as whole tensors."""
+    kept = {name: tensor.tolist() for name, tensor in replica.feedback().items()}
+    everybody = replica.group.gather_documents(kept, name="feedback")
+    found = {}
+    for name, parameter in replica.module.named_parameters():
+        states = [
+            {site: torch.tensor(theirs[key]) for site in ("worker", "owner") if (key := f"{name}/{site}") in theirs}
+            for theirs in everybody
+        ]
+        held_back = INT8.codec.held_back(states, local(parameter).shape)
+        found[name] = whole(wrap(parameter, torch.zeros_like(local(parameter)) if held_back is None else held_back))
+    return found
+
+
+def hand_on_feedback(group: Any, store: CheckpointStore) -> dict[str, Any]:
+    """What codecs hold back of each parameter stays, whoever holds which slice of it; where it cannot, that is told."""
+    checkpoint, expected, differences = None, {}, []
+    for layout in ({"data": 2, "sharded": 2}, {"data": 4}, {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}):
+        replica = make_replica(make_model(), group, layout, sync=INT8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FeedbackDroppedWarning)
+            restore(checkpoint, replica)
+        found = add_up_feedback(replica)
+        differences += [float((tensor - expected[name]).abs().max()) for name, tensor in found.items() if expected]
+        if checkpoint is None and not expected:
+            for step in range(3):
+                take_step(replica, step, 1)
+            expected = add_up_feedback(replica)
+        checkpoint = save(replica, store)
+        replica.close()
+    alone = make_replica(make_model(), group, {"sharded": 4}, sync=INT8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restore(checkpoint, alone)
+    alone.close()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    return {"largest": largest, "difference": max(differences), "told": [str(one.message) for one in told]}
+
+
+def hand_on_sharded_feedback(group: Any, store: CheckpointStore) -> dict[str, Any]:
+    """What the codec inside the sharded axis holds back comes back in the same layout alone; elsewhere it is told."""
+    codec = {"name": "top_k", "density": 0.1, "dense_below": 0}
+    layout = {"data": 2, "sharded": 2}
+    straight = make_replica(make_model(), group, layout, sharded_codec=codec)
+    take_step(straight, 0, 1)
+    checkpoint, kept = save(straight, store), straight.part.coded.state()  # type: ignore[union-attr]
+    resumed = make_replica(make_model(), group, layout, sharded_codec=codec)
+    restore(checkpoint, resumed)
+    loaded = resumed.part.coded.state()  # type: ignore[union-attr]
+    assert kept
+    assert kept.keys() == loaded.keys()
+    is_same = all(torch.equal(tensor, loaded[name]) for name, tensor in kept.items())
+    other = make_replica(make_model(), group, layout)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restore(checkpoint, other)
+    for replica in (straight, resumed, other):
+        replica.close()
+    return {"same": is_same, "told": [str(one.message) for one in told]}
+
+
+def begin_anew(group: Any, store: CheckpointStore) -> dict[str, Any]:
+    """Out of another layout a rule begins anew, from the consensus and the mean of the workers' optimizers."""
+    sync = DiLoCo(period=2, synchronous_steps=0, codec=INT8.codec)
+    replica = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
+    for step in range(3):
+        take_step(replica, step, 1)
+    expected = {}
+    for name, parameter in replica.module.named_parameters():
+        moment = local(replica.optimizer.state[parameter]["exp_avg"]).clone()
+        replica.group.all_reduce(moment, name="moments").wait()
+        expected[name] = whole(wrap(parameter, moment / 2))
+    checkpoint = save(replica, store)
+    with replica.consensus():
+        common = {name: whole(parameter).clone() for name, parameter in replica.module.named_parameters()}
+    replica.close()
+    other = make_replica(make_model(), group, {"data": 4}, sync=sync)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restore(checkpoint, other)
+    differences = [0.0]
+    for name, parameter in other.module.named_parameters():
+        differences.append(float((parameter - common[name]).detach().abs().max()))
+        differences.append(float((other.optimizer.state[parameter]["exp_avg"] - expected[name]).abs().max()))
+    other.close()
+    return {"difference": max(differences), "told": [str(one.message) for one in told]}
+
+
+def grow_by_workers(group: Any, store: CheckpointStore) -> list[float]:
+    """Where the model is cut in the same way, a rule goes on with more workers: here with its outer momentum."""
+    sync = DiLoCo(period=2, synchronous_steps=0)
+    checkpoint = None
+    if group.rank < 2:
+        pair = group.subgroup([0, 1], "pair")
+        replica = make_replica(make_model(), pair, {"sharded": 2}, sync=sync)
+        for step in range(2):
+            take_step(replica, step, 1)
+        checkpoint = save(replica, store)
+        velocities = {name: t.tolist() for name, t in replica.sync_state()[1].items() if name.startswith("velocity")}
+        replica.close()
+    else:
+        velocities = {}
+    expected = group.gather_documents(velocities, name="velocities")[group.rank % 2]
+    grown = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
+    restore(checkpoint, grown)
+    found = {name: t for name, t in grown.sync_state()[1].items() if name.startswith("velocity")}
+    assert found
+    assert found.keys() == expected.keys()
+    differences = [float((tensor - torch.tensor(expected[name])).abs().sum()) for name, tensor in found.items()]
+    take_step(grown, 2, 1)
+    grown.close()
+    return [max(differences), sum(float(tensor.abs().sum()) for tensor in found.values())]
+
+
+def find_divergence(group: Any) -> str:
+    """State of an optimizer that ranks share is compared where two of them keep the same of it."""
+    replica = make_replica(make_model(), group, {"sharded": 2, "zero_stage": 1, "context": 2})
+    take_step(replica, 0, 1)
+    if group.rank == 3:
+        states = iter(own_part(replica.optimizer).state.values())
+        next(states)["exp_avg"].view(-1)[0] += 1
+    try:
+        replica.compare()
+    except DivergenceError as error:
+        return str(error)
+    finally:
+        replica.close()
+    return ""
 
 
 def run_codecs(group: Any, alone: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -173,6 +323,23 @@ def test_layouts_load_each_other_and_compose_with_codecs_and_relaxed_rules() -> 
     assert found["codec inside"] < PARAMETER_TOLERANCE
     for rule in RELAXED:
         assert found[rule.name] < PARAMETER_TOLERANCE, rule.name
+    feedback = [result.value["feedback"] for result in results]
+    assert feedback[0]["largest"] > 1e-4
+    # Sums of two to four residuals round.
+    assert max(one["difference"] for one in feedback) < 1e-6 * feedback[0]["largest"] + 1e-9
+    assert [len(one["told"]) for one in feedback] == [1, 0, 0, 0], "rank 0 tells it, once"
+    assert "codec 'int8' of 2 workers had held back are dropped, since no codec runs among 1" in feedback[0]["told"][0]
+    sharded = [result.value["sharded feedback"] for result in results]
+    assert all(one["same"] for one in sharded)
+    assert [len(one["told"]) for one in sharded] == [1, 0, 0, 0]
+    assert "sharded_codec 'top_k' had held back are dropped" in sharded[0]["told"][0]
+    assert max(result.value["mean"]["difference"] for result in results) < 1e-7
+    assert [len(result.value["mean"]["told"]) for result in results] == [1, 0, 0, 0]
+    assert "codec of sync 'diloco' had held back is dropped" in found["mean"]["told"][0]
+    assert all(difference == 0.0 < size for difference, size in (result.value["outer"] for result in results))
+    told = [result.value["divergence"] for result in results]
+    assert len(set(told)) == 1, "all ranks say the same"
+    assert "at step 1 the 2 ranks (2, 3) differ, first in optimizer state exp_avg of " in told[0]
 
 
 def test_axes_that_do_not_multiply_show_their_product() -> None:

@@ -15,12 +15,12 @@ from paceline.data.order import Interval, apportion
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.recipes.transformer_lm import TransformerLM
+from paceline.replica.named_tensors import model_tensors
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.objective import NextToken
-from paceline.training.optimizer_state import model_tensors
-from paceline.training.state import capture
 
 NUM_STEPS = 10
 GLOBAL_BATCH = 12

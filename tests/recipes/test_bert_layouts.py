@@ -15,10 +15,10 @@ from paceline.data.order import Interval, apportion
 from paceline.parallel.parallelize import parallelize
 from paceline.recipes.bert import Bert
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training.objective import MaskedLM
-from paceline.training.state import capture
 
 LAYOUTS = [
     {"tensor": 2, "context": 2},

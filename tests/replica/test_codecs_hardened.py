@@ -8,10 +8,11 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
+from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import SettingsError
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep
-from paceline.training.state import FeedbackDroppedWarning, capture, restore
 from training_models import make_module
 
 

@@ -12,8 +12,8 @@ from paceline.comm import LocalGroup
 from paceline.compression import Codec
 from paceline.errors import CommunicationError, NonFiniteError
 from paceline.registry import list_variants
+from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep
-from paceline.training.state import capture, restore
 from training_models import make_batch, make_module, make_replica
 
 LOSSY = sorted(set(list_variants(Codec)) - {"none"})

@@ -11,8 +11,8 @@ from torch import nn
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.replica import Replica, UnusedParametersWarning
+from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep
-from paceline.training.state import capture, restore
 from training_models import make_module
 
 

@@ -16,10 +16,10 @@ from paceline.comm import LocalGroup
 from paceline.comm.exchange import NOTHING, Header
 from paceline.errors import CommunicationError, SettingsError
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import ASGD
 from paceline.sync.parameter_server.pieces import Pack, copy_all
 from paceline.sync.parameter_server.server import Kind
-from paceline.training.state import capture, restore
 
 MITIGATED = {
     "plain": ASGD(),

@@ -7,8 +7,8 @@ from stepping import descend, flatten, make_linear, make_sgd, run_step, train
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import DiLoCo, LocalSGD
-from paceline.training.state import capture, restore
 
 
 def uneven(rank, step):

@@ -11,12 +11,12 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
+from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import NonFiniteError
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep, LocalSGD
 from paceline.sync.batch_statistics import pool_moments
-from paceline.sync.periodic import FeedbackLostWarning
-from paceline.training.state import capture, restore
 
 
 def uneven(rank, step):
@@ -259,7 +259,7 @@ def test_what_a_codec_holds_back_is_saved_and_that_of_another_codec_lost_with_a_
         for _, shared in loaded:
             assert shared.keys() == saved[0][1].keys()
             assert all(torch.equal(tensor, saved[0][1][name]) for name, tensor in shared.items())
-    with pytest.warns(FeedbackLostWarning, match="another codec had held back"):
+    with pytest.warns(FeedbackDroppedWarning, match="another codec had held back"):
         LocalGroup.run(2, lambda group: go_on(group, 0.2, 2, "int8"))
 
 

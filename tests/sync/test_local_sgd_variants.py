@@ -10,9 +10,9 @@ from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.comm.hosts import find_hosts
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import AdaptiveLocalSGD, EveryStep, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from paceline.sync.adaptive_local_sgd import MeasuredCalendar
-from paceline.training.state import capture, restore
 
 
 def uneven(rank, step):

@@ -12,9 +12,9 @@ from paceline.comm import LocalGroup
 from paceline.compression import Int8, PowerSGD, TopK
 from paceline.replica.reduction import DEFAULT_BUCKET_BYTES
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import ASGD, ChocoSGD, DiLoCo, EveryStep, ParameterServer
 from paceline.testing.rule_contract import every_rule, make_batch, make_module
-from paceline.training.state import capture, restore
 
 RULES = every_rule() | {
     "every_step int8": EveryStep(codec=Int8()),

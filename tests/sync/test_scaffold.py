@@ -7,8 +7,8 @@ from stepping import flatten, make_linear, make_samples, make_sgd, run_step, tra
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep, LocalSGD, Scaffold
-from paceline.training.state import capture, restore
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -12,10 +12,10 @@ from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup, join
 from paceline.errors import SettingsError
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import DiLoCo, StreamingDiLoCo
 from paceline.sync.fragments import cut_into_fragments
 from paceline.testing.processes import run_processes
-from paceline.training.state import capture, restore
 
 
 def uneven(rank, step):

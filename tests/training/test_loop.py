@@ -164,7 +164,7 @@ def test_a_run_that_failed_goes_on_bit_for_bit(tmp_path, num_workers):
     expected, actual = read_tensors(straight, 14), read_tensors(broken, 14)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    has_worker_statistics = any(name.startswith("worker1/") for name in expected)
+    has_worker_statistics = any(name.startswith("rank1/buffer/") for name in expected)
     assert has_worker_statistics == (num_workers > 1)
 
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_holds_the_resolved_run(tmp_path):
 def test_pictures_of_batch_statistics_are_pooled_on_resize(tmp_path):
     train_here(make_run(num_steps=5), tmp_path, num_workers=3)
     saved = read_tensors(tmp_path, 5)
-    means = [saved["model/1.running_mean"], saved["worker1/1.running_mean"], saved["worker2/1.running_mean"]]
+    means = [saved[f"rank{rank}/buffer/1.running_mean"] for rank in range(3)]
     assert not torch.equal(means[0], means[1])
     train_here(make_run(num_steps=6, optimizer=AdamW(learning_rate=1e-9)), tmp_path, num_workers=1)
     after = read_tensors(tmp_path, 6)["model/1.running_mean"]

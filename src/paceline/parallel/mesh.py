@@ -61,7 +61,9 @@ class Mesh:
             if len(ranks) == self.world.size:
                 self._groups[key] = self.world
             elif len(ranks) == 1:
-                self._groups[key] = LocalGroup(device=self.world.device, epoch=self.world.epoch)
+                self._groups[key] = LocalGroup(
+                    device=self.world.device, epoch=self.world.epoch, names=self.world.names_of(ranks)
+                )
                 self._groups[key].membership = self.world.membership
             else:
                 self._groups[key] = self.subgroup(ranks, f"axes {' '.join(key)}")

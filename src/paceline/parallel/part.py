@@ -197,13 +197,13 @@ class Part:
             self.mesh.close()
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides which rank holds what, as JSON; the same on every rank."""
+        """Return how the model is cut, as JSON: the same on every rank, and however many workers there are."""
         plan = self._tensor_split.plan if self._tensor_split is not None else None
         return {
-            "axes": list(self.mesh.axes.sizes) if self.mesh is not None else None,
-            "zero_stage": self.layout.zero_stage,
-            "stages": self.pipeline.describe() if self.pipeline is not None else None,
+            "sharded": self.layout.sharded if self.layout.shares_parameters else 1,
+            "tensor": self.layout.tensor,
             "tensor_plan": dict(plan) if plan is not None else None,
+            "stages": self.pipeline.describe() if self.pipeline is not None else None,
         }
 
     def _find_sharers(self, mesh: Mesh) -> dict[str, Group]:

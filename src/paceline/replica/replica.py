@@ -364,6 +364,7 @@ class Replica:
             "mass_unit": self._mass_unit,
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
+            "sharded_codec": self.part.coded.codec.name if self.part.coded is not None else "",
             "gradients": self._sum.gradients.state_dict() if self._sum.gradients is not None else None,
             "sync": self.sync.name,
             "mass": self._meetings.mass if self._meetings is not None else 0.0,
@@ -393,6 +394,11 @@ class Replica:
         if self._synchroniser is None:
             return {}, {}
         return self._synchroniser.state(), self._synchroniser.shared_state()
+
+    @property
+    def keeps_sync_state(self) -> bool:
+        """Whether the rule keeps something: not where it sums gradients alone, or a worker has nobody to meet."""
+        return self._synchroniser is not None
 
     def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""

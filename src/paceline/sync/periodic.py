@@ -12,6 +12,7 @@ from torch import Size, Tensor
 
 from paceline.comm.group import Group
 from paceline.compression import Codec, NoCodec
+from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.anchor import Anchor
@@ -21,10 +22,6 @@ from paceline.sync.exchanger import Exchanger
 from paceline.sync.outer_sgd import OuterSGD
 from paceline.sync.rule import Rule, Traffic
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
-
-
-class FeedbackLostWarning(UserWarning):
-    """Another codec had held back parts of differences."""
 
 
 class PeriodicRule(Rule):
@@ -264,6 +261,6 @@ class Feedback:
             warnings.warn(
                 "parts of differences that another codec had held back are lost; resume with the same codec to keep "
                 "them",
-                FeedbackLostWarning,
+                FeedbackDroppedWarning,
                 stacklevel=2,
             )

@@ -17,9 +17,9 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm.local_group import LocalGroup
 from paceline.registry import list_variants
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.replica.step_result import StepResult
 from paceline.sync import Rule
-from paceline.training.state import capture, restore
 
 Check = Callable[[Rule], None]
 

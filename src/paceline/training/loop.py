@@ -15,13 +15,13 @@ from paceline.errors import CommunicationError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
+from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import Desk, Site
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.run import Run
-from paceline.training.state import capture
 from paceline.training.tell import tell_delays, tell_failure, tell_saved, tell_step
 from paceline.training.training import Training, build_model, build_replica, set_up
 

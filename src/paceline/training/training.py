@@ -18,6 +18,7 @@ from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
 from paceline.replica.replica import Replica
+from paceline.replica.state import restore
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
@@ -25,7 +26,6 @@ from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
 from paceline.training.shares import Pacing
-from paceline.training.state import restore
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
 

@@ -90,7 +90,7 @@ class ServedHost(Synchroniser):
         """Load the servers, and take on what the host's first worker has."""
         if self._leader is not None:
             is_same = len(saved) > self._leaders[-1]
-            self._leader.load_state([saved[rank] for rank in self._leaders] if is_same else [], shared)
+            self._leader.load_state([saved[rank] for rank in self._leaders] if is_same else saved, shared)
         self._hand_on()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.exchange import Exchange, Header
+from paceline.compression.codec import RESIDUALS, FeedbackDroppedWarning
 from paceline.sync.desk import SampleDesk
 from paceline.sync.parameter_server.link import ServerLink
 from paceline.sync.parameter_server.pieces import copy_all
@@ -191,6 +193,14 @@ class ServedWorker(Synchroniser):
             else:
                 link.version = link.read()
             link.tell()
+        if not is_same and self._site.group.rank == 0 and any(RESIDUALS & {n.split("/")[-1] for n in t} for t in saved):
+            warnings.warn(
+                f"what the codec of pushes of {len(saved)} workers had held back is dropped, since "
+                f"{self._site.group.size} push to {len(self._links)} servers here; resume with as many workers and "
+                "servers to keep it",
+                FeedbackDroppedWarning,
+                stacklevel=2,
+            )
         self._loaded = None
         self._part("loaded")
 

@@ -1,0 +1,300 @@
+"""Tensors on their way between the ranks that hold slices of them and rank 0, which writes and reads checkpoints.
+
+All of it goes through host memory, one tensor at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoint import Checkpoint
+from paceline.comm.group import Group
+from paceline.compression.codec import ADDED, RESIDUALS, merge_states
+from paceline.errors import CheckpointError
+from paceline.parallel.local import local, part
+
+FORMAT = 2
+"""Of the names of tensors and of the document; the files that they lie in have a format of their own."""
+
+
+class Slice(NamedTuple):
+    """What one rank holds of a tensor: a block of it, which is all of it where ranks share nothing."""
+
+    dtype: str
+    shape: list[int]
+    """Of the block."""
+    whole: list[int]
+    """Shape of the whole tensor."""
+    begin: int = 0
+    """Place of the block's first element in the whole tensor, row by row."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Slice":
+        """Return what this rank holds of `tensor`."""
+        if not isinstance(tensor, DTensor):
+            return cls.of_whole(tensor.shape, tensor.dtype)
+        block = part(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
+        return cls(_name_dtype(tensor.dtype), list(block.shape), list(tensor.shape), int(block.storage_offset()))
+
+    @classmethod
+    def of_whole(cls, shape: Size, dtype: torch.dtype) -> "Slice":
+        """Return all of a tensor."""
+        return cls(_name_dtype(dtype), list(shape), list(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the block is all of the tensor."""
+        return self.shape == self.whole
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the block of the whole tensor: a view."""
+        if self.is_whole:
+            return whole
+        return whole.as_strided(self.shape, whole.stride(), whole.storage_offset() + self.begin)
+
+    def make(self, *, whole: bool = False) -> Tensor:
+        """Return memory for the block, or for the `whole` tensor."""
+        return torch.empty(self.whole if whole else self.shape, dtype=getattr(torch, self.dtype))
+
+
+def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Return, on rank 0, whole tensors, put together of what all ranks hold of them.
+
+    Args:
+        mine: This rank's, by name: DTensors, of which it holds a slice, and others. Of what several ranks give alike,
+            the lowest rank's counts.
+        group: The ranks.
+    """
+    offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
+    group = group.on_cpu()
+    gathered: dict[str, Tensor] = {}
+    for name, slices in offers.items():
+        owners = {(held.begin, *held.shape): rank for rank, held in reversed(slices.items())}
+        for rank in sorted(owners.values()):
+            held = slices[rank]
+            moved = _move(local(mine[name]).detach() if rank == group.rank else None, held, rank, 0, group)
+            if moved is not None and held.is_whole:
+                gathered[name] = moved
+            elif moved is not None:
+                if name not in gathered:
+                    gathered[name] = held.make(whole=True)
+                held.cut(gathered[name]).copy_(moved)
+    return gathered
+
+
+def hand_out(
+    wanted: Mapping[str, Slice], find: Callable[[str], Tensor] | None, group: Group
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the slices of rank 0's tensors that this rank wants, in host memory; every rank takes all of its own.
+
+    Args:
+        wanted: By name.
+        find: Returns a whole tensor; not needed but on rank 0.
+        group: The ranks.
+    """
+    wishes = _exchange(wanted, group, "slices that are wanted")
+    group = group.on_cpu()
+    for name, slices in wishes.items():
+        whole = find(name) if find is not None and group.rank == 0 else None
+        if len(slices) == group.size > 1 and all(needed.is_whole for needed in slices.values()):
+            held = slices[0].make() if whole is None else whole
+            if held.numel():
+                group.broadcast(_bytes_of(held), name=name).wait()
+            yield name, held
+            continue
+        for rank, needed in slices.items():
+            # A copy, or whoever keeps a slice would keep the whole tensor's memory.
+            moved = _move(None if whole is None else needed.cut(whole).clone(), needed, 0, rank, group)
+            if moved is not None:
+                yield name, moved
+
+
+def tell_of(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
+    """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
+
+    Raises:
+        CheckpointError: It is of another version of Paceline.
+    """
+    header = None
+    if checkpoint is not None:
+        tensors = {name: Slice.of_whole(*spec) for name, spec in checkpoint.list_tensors().items()}
+        header = [str(checkpoint.path), checkpoint.read_document(), tensors]
+    header = world.gather_documents(header, name="checkpoint")[0]
+    if header is None:
+        return None
+    path, document, tensors = header
+    if document.get("format") != FORMAT:
+        raise CheckpointError(
+            f"a checkpoint must be of format {FORMAT}, but {path} is of format {document.get('format', 1)}; go on from "
+            "it with the version of Paceline that wrote it, or start a new run"
+        )
+    return document, {name: Slice(*whole) for name, whole in tensors.items()}
+
+
+@dataclass(frozen=True)
+class SavedReplica:
+    """A replica in a checkpoint: what is there, as every rank knows it, and its tensors, which rank 0 reads.
+
+    Args:
+        checkpoint: On rank 0; None elsewhere.
+        prefix: What its names begin with there, and not here.
+        document: The checkpoint's.
+        slices: Its tensors, whole, by name.
+    """
+
+    checkpoint: Checkpoint | None
+    prefix: str
+    document: dict[str, Any]
+    slices: Mapping[str, Slice]
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint | None, world: Group, prefix: str) -> "SavedReplica | None":
+        """Return what is in rank 0's checkpoint under a prefix; None without one. Every rank calls it.
+
+        Raises:
+            CheckpointError: It is of another version of Paceline, or has no such replica.
+        """
+        header = tell_of(checkpoint, world)
+        if header is None:
+            return None
+        document, tensors = header
+        if f"{prefix}replica" not in document:
+            known = ", ".join(repr(name.removesuffix("replica")) for name in document if name.endswith("replica"))
+            raise CheckpointError(
+                f"a replica must have the prefix that it was saved under, but got {prefix!r} instead of {known}; give "
+                "it one of these"
+            )
+        slices = {name.removeprefix(prefix): whole for name, whole in tensors.items() if name.startswith(prefix)}
+        return cls(checkpoint, prefix, document, slices)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The replica's own document."""
+        about: dict[str, Any] = self.document[f"{self.prefix}replica"]
+        return about
+
+    @cached_property
+    def keys(self) -> Mapping[str, Sequence[str]]:
+        """What names end in, by all that comes before."""
+        found: dict[str, list[str]] = {}
+        for name in self.slices:
+            stem, _, key = name.rpartition("/")
+            found.setdefault(stem, []).append(key)
+        return found
+
+    def state_of(self, rank: int) -> dict[str, Any]:
+        """Return what `Replica.state_dict` was on a rank."""
+        state: dict[str, Any] = self.about["states"][self.about["state_of"][rank]]
+        return state
+
+    def list_own(self, rank: int, kind: str) -> dict[str, Slice]:
+        """Return what a rank had for itself of a kind, by whole names."""
+        return {name: whole for name, whole in self.slices.items() if name.startswith(f"rank{rank}/{kind}/")}
+
+    def holds_back(self, kind: str) -> bool:
+        """Return whether codecs held something back among what ranks had for themselves of a kind."""
+        names = (name.split("/") for name in self.slices if name.startswith("rank"))
+        return any(parts[1] == kind and parts[-1] in RESIDUALS for parts in names)
+
+    def list_optimizer(self) -> dict[str, Slice]:
+        """Return the optimizer's whole tensors: those that were saved, or the means of what workers had."""
+        listed = {name: whole for name, whole in self.slices.items() if name.startswith("optimizer/")}
+        for ranks, blocks in self._parts:
+            for name, own in self.list_own(ranks[0], "optimizer").items():
+                name = name.partition("/")[2]
+                if all(f"rank{rank}/{name}" in self.slices for rank in ranks):
+                    block = self._block(split_name(name)[1], blocks)
+                    shape = block.whole if own.shape == block.shape else own.shape
+                    listed[name] = Slice(own.dtype, shape, shape)
+        return listed
+
+    def list_feedback(self) -> dict[str, Slice]:
+        """Return what codecs of all workers held back together, as whole tensors that are one worker's."""
+        listed: dict[str, Slice] = {}
+        for stem, sites in self.keys.items():
+            rank, kind, parameter = split_name(stem)
+            if rank.startswith("rank") and kind == "feedback":
+                whole = self.slices[f"model/{parameter}"]._replace(dtype="float32")
+                merged = {"worker" if site in RESIDUALS else site for site in ADDED.intersection(sites)}
+                listed |= {f"feedback/{parameter}/{site}": whole for site in merged}
+        return listed
+
+    def find(self, name: str) -> Tensor:
+        """Return a whole tensor, on rank 0: as it was saved, or made of what ranks had for themselves of it."""
+        if name in self.slices:
+            return self._read(name)
+        kind, parameter, key = split_name(name)
+        whole: Tensor | None = None
+        for ranks, blocks in self._parts:
+            stems = [stem for rank in ranks if (stem := f"rank{rank}/{kind}/{parameter}") in self.keys]
+            if not stems:
+                continue
+            block = self._block(parameter, blocks)
+            if kind == "feedback":
+                states = [{site: self._read(f"{stem}/{site}") for site in self.keys[stem]} for stem in stems]
+                joined = merge_states(states, Size(block.shape))[key]
+            else:
+                tensors = [self._read(f"{stem}/{key}") for stem in stems]
+                joined = torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+            if list(joined.shape) != block.shape:
+                return joined
+            whole = torch.zeros(block.whole, dtype=joined.dtype) if whole is None else whole
+            block.cut(whole).copy_(joined)
+        assert whole is not None, f"{name} must be in the checkpoint"
+        return whole
+
+    @property
+    def _parts(self) -> list[tuple[list[int], dict[str, Any]]]:
+        """The ranks that had each part of the model, by worker, and which blocks of parameters that part has."""
+        return list(zip(self.about["parts"], self.about["blocks"], strict=True))
+
+    def _block(self, parameter: str, blocks: Mapping[str, Any]) -> Slice:
+        return Slice(*blocks[parameter]) if parameter in blocks else self.slices[f"model/{parameter}"]
+
+    def _read(self, name: str) -> Tensor:
+        assert self.checkpoint is not None, "rank 0 reads"
+        return self.checkpoint.read(f"{self.prefix}{name}")
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Return the kind, the parameter and the key of ``<kind>/<parameter>/<key>``."""
+    kind, _, rest = name.partition("/")
+    parameter, _, key = rest.rpartition("/")
+    return kind, parameter, key
+
+
+def _exchange(mine: Mapping[str, Slice], group: Group, name: str) -> dict[str, dict[int, Slice]]:
+    """Return the slices of all ranks, by name and rank, in an order that is the same on all of them."""
+    everybody = group.gather_documents(dict(mine), name=name)
+    names = sorted({name for slices in everybody for name in slices})
+    return {
+        name: {rank: Slice(*slices[name]) for rank, slices in enumerate(everybody) if name in slices} for name in names
+    }
+
+
+def _move(tensor: Tensor | None, held: Slice, source: int, target: int, group: Group) -> Tensor | None:
+    """Return rank `source`'s tensor on rank `target`, and None elsewhere."""
+    if source == target:
+        return tensor if group.rank == target else None
+    if group.rank == source and tensor is not None and tensor.numel():
+        group.send(_bytes_of(tensor.cpu().contiguous()), target, tag=0, name="slice of the state").wait()
+    if group.rank != target:
+        return None
+    received = held.make()
+    if received.numel():
+        group.receive(_bytes_of(received), source, tag=0, name="slice of the state").wait()
+    return received
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes, since no backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

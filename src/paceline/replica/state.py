@@ -1,0 +1,326 @@
+"""The complete state of replicas, as named tensors and one JSON document, and back.
+
+A plain replica is a layout of one part. Names, after a prefix where a checkpoint holds several replicas:
+
+- ``model/<parameter or buffer>``: what the workers together stand for, whole, whoever held which slice of it;
+  statistics of BatchNorm are pooled over all.
+- ``optimizer/<parameter>/<key>``: whole, where replicas are equal.
+- ``rank<r>/<kind>/...``: what one rank has for itself. ``buffer/<buffer>``: where it is not that of ``model/``.
+  ``feedback/<parameter>/<site>`` and ``sharded/...``: what codecs hold back, between workers and inside the sharded
+  axis. Where a rule lets workers differ, ``model/...`` and ``optimizer/...`` again, its slice of them, and
+  ``sync/...``, what the rule keeps; what it keeps on all workers alike is ``shared/...`` of the first.
+
+``model/``, ``optimizer/`` and what codecs hold back between workers fit any layout and number of workers. The rest of
+``rank<r>/`` comes back, bit for bit, where the model is cut in the same way and as many workers go on with the same
+rule; among another number of workers the rule makes of it what it can. Else a rule begins anew from ``model/`` and the
+workers' mean of the optimizer's state.
+
+Random streams need no state: every step seeds its own from (seed, step, worker). Data that draws random numbers as it
+is read must seed them from the sample's index.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoint import Checkpoint
+from paceline.compression.codec import ADDED, FeedbackDroppedWarning
+from paceline.errors import CheckpointError, SettingsError
+from paceline.parallel.local import local, wrap
+from paceline.parallel.zero_redundancy import own_part
+from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, hand_out, split_name
+from paceline.replica.hashing import hash_tensor
+from paceline.replica.named_tensors import load_optimizer, model_tensors, optimizer_state
+from paceline.replica.replica import Replica
+from paceline.sync.batch_statistics import pooled_over_workers
+
+Document = dict[str, Any]
+
+
+def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Document]:
+    """Return the tensors and the document of a replica. Every rank calls it; rank 0's are complete.
+
+    Those of several replicas are joined by ``|``, if each has a prefix of its own.
+
+    Args:
+        replica: All of its workers are at the same step.
+        prefix: What its names begin with: ``generator/``, say.
+
+    Raises:
+        DivergenceError: Replicas should be equal and are not.
+    """
+    replica.compare()
+    module, part = replica.module, replica.part
+    is_equal = replica.sync.keeps_replicas_equal
+    tensors = model_tensors(module)  # first, for it lets go of what a forward pass has gathered
+    parameters = dict(module.named_parameters())
+    buffers = {name: local(tensor).clone() for name, tensor in tensors.items() if name not in parameters}
+    optimizer, scalars = optimizer_state(module, own_part(replica.optimizer))
+    optimizer = {name: _settle(tensor, parameters[split_name(name)[1]]) for name, tensor in optimizer.items()}
+    own = _list_own(replica)
+    if not is_equal:
+        own |= {name: local(tensor) for name, tensor in optimizer.items()}
+        own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
+    whole: dict[str, Tensor] = {}
+    with replica.consensus(), pooled_over_workers(module, part.observers):
+        if part.group.rank == 0:  # others of the group hold the same; what changes back in the end is copied
+            for name, tensor in model_tensors(module).items():
+                whole[f"model/{name}"] = tensor if is_equal and name in parameters else tensor.clone()
+    mine = {
+        "peers": part.group.names,
+        "state": replica.state_dict(),
+        "scalars": scalars,
+        "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
+        "buffers": {name: _fingerprint(whole[f"model/{name}"]) for name in buffers if whole},
+    }
+    everybody = part.world.gather_documents(mine, name="state of replicas")
+    saved = {name: value for theirs in reversed(everybody) for name, value in theirs["buffers"].items()}
+    own |= {f"buffer/{name}": tensor for name, tensor in buffers.items() if _fingerprint(tensor) != saved[name]}
+    if is_equal and (part.group.rank == 0 or part.layout.shares_optimizer):
+        whole |= optimizer
+    whole |= {f"rank{part.world.rank}/{name}": tensor for name, tensor in own.items()}
+    return (
+        {f"{prefix}{name}": tensor for name, tensor in gather(whole, part.world).items()},
+        {"format": FORMAT, f"{prefix}replica": _describe(replica, everybody)},
+    )
+
+
+def restore(checkpoint: Checkpoint | None, replica: Replica, prefix: str = "") -> Document | None:
+    """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
+
+    Only rank 0 reads, so hosts need not share a file system.
+
+    Args:
+        checkpoint: On rank 0; not looked at elsewhere.
+        replica: Every rank's, in any layout.
+        prefix: What it was captured under.
+
+    Raises:
+        SettingsError: It is of another optimizer.
+        CheckpointError: It is of another model, or of another version of Paceline.
+    """
+    replica.flush()  # or it would land on what is loaded
+    world = replica.part.world
+    saved = SavedReplica.open(checkpoint, world, prefix)
+    if saved is None:
+        return None
+    _check_fits(saved, replica)
+    match = _match(saved, replica)
+    targets = {f"model/{name}": local(tensor) for name, tensor in model_tensors(replica.module).items()}
+    loaded: dict[str, Tensor] = {}
+    for name, tensor in hand_out(_list_wanted(saved, replica, match), saved.find, world):
+        if name in targets:
+            targets[name].copy_(tensor)
+        else:
+            loaded[name] = tensor
+    _load(loaded, saved, replica, match)
+    if world.rank == 0:
+        _warn_of_dropped(saved, replica, match)
+    return saved.document
+
+
+def _list_own(replica: Replica) -> dict[str, Tensor]:
+    """Return what codecs and the rule keep on this rank."""
+    sync, shared = replica.sync_state()
+    kinds = {"feedback": replica.feedback(), "sync": sync, "shared": {} if replica.group.rank else shared}
+    if replica.part.coded is not None:
+        kinds["sharded"] = replica.part.coded.state()
+    return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+
+
+def _settle(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the optimizer's tensor; whole, where it is not cut as its parameter is: only its rule can cut it again."""
+    if tensor.shape == parameter.shape or not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor()
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    return f"{hash_tensor(local(tensor)):x}"
+
+
+def _describe(replica: Replica, everybody: Sequence[Document]) -> Document:
+    """Return the document of a replica, given what each rank says of itself."""
+    states = [json.dumps(mine["state"]) for mine in everybody]
+    distinct = list(dict.fromkeys(states))
+    parts = _list_parts([mine["peers"] for mine in everybody])
+    return {
+        "optimizer": {
+            "type": type(own_part(replica.optimizer)).__name__,
+            "scalars": {name: values for mine in everybody for name, values in mine["scalars"].items()},
+        },
+        "cut": replica.part.describe(),
+        "parts": parts,
+        "blocks": [everybody[ranks[0]]["blocks"] for ranks in parts],
+        "states": [json.loads(state) for state in distinct],
+        "state_of": [distinct.index(state) for state in states],
+    }
+
+
+def _list_parts(peers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ranks that hold each part of the model, by worker, given the peers of each rank."""
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank, theirs in enumerate(peers):
+        parts.setdefault(tuple(theirs), []).append(rank)
+    return list(parts.values())
+
+
+def _check_fits(saved: SavedReplica, replica: Replica) -> None:
+    """Refuse what is of another optimizer or model, on all ranks alike."""
+    there, here = saved.about["optimizer"]["type"], type(own_part(replica.optimizer)).__name__
+    if there != here:
+        raise SettingsError(
+            f"the optimizer must be the checkpoint's {there}, but got {here}; resume with the same optimizer, or start "
+            "a new run"
+        )
+    mine = {name: _show(Slice.of(tensor)) for name, tensor in model_tensors(replica.module).items()}
+    everybody = replica.part.world.gather_documents(mine, name="model to be loaded")
+    model = {name: shown for theirs in everybody for name, shown in theirs.items()}
+    known = {name.split("/", 1)[1]: _show(s) for name, s in saved.slices.items() if name.startswith("model/")}
+    for name in model | known:
+        if model.get(name) != known.get(name):
+            raise CheckpointError(
+                f"a checkpoint must be of the model that it is loaded into, but {name} is "
+                f"{known.get(name, 'missing')} in it and {model.get(name, 'missing')} here; resume with the model "
+                "that it was saved from"
+            )
+
+
+def _show(tensor: Slice) -> str:
+    return f"of shape {tuple(tensor.whole)} and {tensor.dtype}"
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What of a saved replica is of use on a rank.
+
+    Args:
+        ranks: Those that had this rank's part of the model, by worker; none where the model was cut in another way.
+        mine: The one in this rank's place, where they are as many as now.
+        rule_goes_on: Whether the rule is the same, and keeps a state here too.
+        uses_feedback: Whether the codec between workers is, so that it goes on from what was held back.
+        uses_sharded: Whether the codec inside the sharded axis goes on from what it held back, of the same slices.
+    """
+
+    ranks: Sequence[int]
+    mine: int | None
+    rule_goes_on: bool
+    uses_feedback: bool
+    uses_sharded: bool
+
+    @property
+    def sync_ranks(self) -> Sequence[int]:
+        """The ranks whose state the rule goes on from; none where it begins anew."""
+        return self.ranks if self.rule_goes_on else []
+
+
+def _match(saved: SavedReplica, replica: Replica) -> _Match:
+    """Find out what is of use; the replica takes on its numbers here, for codecs may depend on the step."""
+    part, first = replica.part, saved.state_of(0)
+    parts = _list_parts(part.world.gather_documents(part.group.names, name="parts of the model"))
+    place = next(place for place, ranks in enumerate(parts) if part.world.rank in ranks)
+    ranks = saved.about["parts"][place] if saved.about["cut"] == part.describe() else []
+    mine = ranks[part.group.rank] if len(ranks) == part.group.size else None
+    rule_goes_on = first["sync"] == replica.sync.name and replica.keeps_sync_state
+    source = mine if mine is not None else ranks[0] if ranks else 0
+    replica.load_state_dict(saved.state_of(source), is_own=rule_goes_on and mine is not None)
+    coded = part.coded.codec.name if part.coded is not None else ""
+    return _Match(
+        ranks,
+        mine,
+        rule_goes_on,
+        uses_feedback=first["codec"] == replica.codec != "",
+        uses_sharded=mine is not None and first["sharded_codec"] == coded != "",
+    )
+
+
+def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[str, Slice]:
+    """Return what this rank needs, by name."""
+    wanted = {f"model/{name}": Slice.of(tensor) for name, tensor in model_tensors(replica.module).items()}
+    common = saved.list_optimizer()
+    if match.mine is not None:
+        kinds = {"buffer": True, "feedback": match.uses_feedback, "sharded": match.uses_sharded}
+        kinds |= dict.fromkeys(("model", "optimizer", "sync"), match.rule_goes_on)
+        for kind in [kind for kind, is_needed in kinds.items() if is_needed]:
+            wanted |= saved.list_own(match.mine, kind)
+        if match.rule_goes_on and saved.list_own(match.mine, "optimizer"):
+            common = {}
+    else:
+        for rank in match.sync_ranks:
+            wanted |= saved.list_own(rank, "sync")
+        if match.uses_feedback:
+            common |= saved.list_feedback()
+            # What a codec begins from is the same on all workers.
+            first = saved.list_own(match.ranks[0], "feedback") if match.ranks else {}
+            wanted |= {name: whole for name, whole in first.items() if split_name(name)[2] not in ADDED}
+    if match.sync_ranks:
+        wanted |= saved.list_own(match.ranks[0], "shared")
+    parameters = dict(replica.module.named_parameters())
+    stepped = {id(parameter) for group in own_part(replica.optimizer).param_groups for parameter in group["params"]}
+    for name, whole in common.items():
+        kind, owner, _ = split_name(name)
+        if owner in parameters and (kind == "feedback" or id(parameters[owner]) in stepped):
+            held = Slice.of(parameters[owner])
+            wanted[name] = held._replace(dtype=whole.dtype) if whole.shape == held.whole else whole
+    return wanted
+
+
+def _load(loaded: Mapping[str, Tensor], saved: SavedReplica, replica: Replica, match: _Match) -> None:
+    """Take on all but what was copied into the model already."""
+    own = _under(loaded, f"rank{match.mine}/")
+    tensors, parameters = model_tensors(replica.module), dict(replica.module.named_parameters())
+    for name, tensor in (_under(own, "buffer/") | _under(own, "model/")).items():
+        local(tensors[name]).copy_(tensor)
+    states = {}
+    for name, tensor in (dict(loaded) | own).items():
+        if name.startswith("optimizer/"):
+            parameter = parameters[split_name(name)[1]]
+            is_slice = isinstance(parameter, DTensor) and tensor.shape == local(parameter).shape
+            states[name] = wrap(parameter, tensor.to(parameter.device)) if is_slice else tensor
+    load_optimizer(replica.module, own_part(replica.optimizer), states, saved.about["optimizer"]["scalars"])
+    device = replica.group.device
+    sync = [_under(loaded, f"rank{rank}/sync/", device) for rank in match.sync_ranks]
+    # What all workers have in common may be the servers', who are sent it from host memory.
+    replica.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
+    if replica.part.coded is not None:
+        replica.part.coded.load_state(_under(own, "sharded/", device))
+    if match.uses_feedback:
+        by_worker = [_under(loaded, f"rank{rank}/feedback/", device) for rank in match.ranks]
+        if match.mine is None:  # it is one worker's, and shared out
+            by_worker = [_under(loaded, "feedback/", device) | (by_worker[0] if by_worker else {})]
+        replica.load_feedback(by_worker)
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it; where they are, unless a device is given."""
+    return {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _warn_of_dropped(saved: SavedReplica, replica: Replica, match: _Match) -> None:
+    """Tell what codecs had held back that is of no use here."""
+    state, num_workers = saved.state_of(0), len(saved.about["parts"][0])
+    dropped = []
+    if saved.holds_back("feedback") and not match.uses_feedback:
+        here = f"codec {replica.codec!r}" if replica.codec else "no codec"
+        dropped.append(
+            f"gradients that codec {state['codec']!r} of {num_workers} workers had held back are dropped, since {here} "
+            f"runs among {replica.group.size} here; resume with the same codec and more than one worker to keep them"
+        )
+    if saved.holds_back("sharded") and not match.uses_sharded:
+        dropped.append(
+            f"gradients that sharded_codec {state['sharded_codec']!r} had held back are dropped, since ranks hold "
+            "other slices here, or it is another; resume with the same one in the same layout to keep them"
+        )
+    if saved.holds_back("sync") and not match.sync_ranks:
+        dropped.append(
+            f"what the codec of sync {state['sync']!r} had held back is dropped, since the rule begins anew here; "
+            "resume with the same sync and the model cut in the same way to keep it"
+        )
+    if dropped:
+        warnings.warn("; ".join(dropped), FeedbackDroppedWarning, stacklevel=3)
