@@ -1,5 +1,7 @@
 """What a checkpoint is made of: several replicas, objects beside them, and what is refused or lost with words."""
 
+import copy
+import warnings
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch import nn
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.compression.codec import FeedbackDroppedWarning
-from paceline.errors import CheckpointError, DivergenceError
+from paceline.errors import CheckpointError, DivergenceError, SettingsError
 from paceline.replica import Replica
+from paceline.replica.named_tensors import capture_objects, restore_objects
 from paceline.replica.state import FORMAT, capture, restore
 from paceline.sync import ASGD, DPSGD, DiLoCo, EveryStep, LocalSGD, ParameterServer
 
@@ -53,6 +56,127 @@ def assert_equal(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("num_after", [1, 3])
+def test_two_replicas_and_what_is_beside_them_share_one_checkpoint(tmp_path, num_after):
+    """As a GAN has them: of other shapes and rules, each with a schedule, and one moving average of parameters."""
+
+    def make(group):
+        generator = make_replica(group, "every_step", lambda: nn.Linear(5, 4))
+        critic = make_replica(group, LocalSGD(period=3), lambda: nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)))
+        average = copy.deepcopy(generator.module)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(generator.optimizer, milestones=[1, 3], gamma=0.1)
+        return generator, critic, {"average": average, "schedule": schedule}
+
+    def step_all(replicas, objects, step):
+        for replica in replicas:
+            take_step(replica, step)
+        with torch.no_grad():
+            for mean, parameter in zip(objects["average"].parameters(), replicas[0].module.parameters(), strict=True):
+                mean.lerp_(parameter, 0.5)
+        objects["schedule"].step()
+
+    def finish(replicas, objects):
+        states = [*map(state_of, replicas), dict(objects["average"].state_dict())]
+        rates = objects["schedule"].get_last_lr(), replicas[0].optimizer.param_groups[0]["lr"]
+        for replica in replicas:
+            replica.close()
+        return states, rates
+
+    def work(group, *, is_resumed=False, num_steps=5):
+        *replicas, objects = make(group)
+        with CheckpointStore(tmp_path) as store:
+            if is_resumed:
+                checkpoint = newest(store, group)
+                for replica, name in zip(replicas, ("generator", "critic"), strict=True):
+                    restore(checkpoint, replica, prefix=f"{name}/", hyper_parameters=True)
+                assert restore_objects(checkpoint, objects, group)
+            else:
+                for step in range(2):
+                    step_all(replicas, objects, step)
+                tensors, document = capture(replicas[0], prefix="generator/")
+                more, about = capture(replicas[1], prefix="critic/")
+                others, rest = capture_objects(objects)
+                save(store, group, tensors | more | others, document | about | rest)
+            for step in range(2, num_steps):
+                step_all(replicas, objects, step)
+        return finish(replicas, objects)
+
+    straight = LocalGroup.run(3, work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of schedules that step before their optimizer
+        resumed = LocalGroup.run(
+            num_after, lambda group: work(group, is_resumed=True, num_steps=5 if num_after == 3 else 2)
+        )
+    if num_after == 3:
+        for (ours, rates), (theirs, expected) in zip(resumed, straight, strict=True):
+            assert rates == expected
+            for one, other in zip(ours, theirs, strict=True):
+                assert_equal(one, other)
+    else:
+        [((generator, critic, average), rates)] = resumed
+        assert rates == ([pytest.approx(0.001)], pytest.approx(0.001))
+        assert not torch.equal(generator["weight"], average["weight"])
+        assert critic["0.weight"].shape == (7, 7)
+
+
+def test_a_name_that_is_not_in_it_is_told_with_those_that_are(tmp_path):
+    def work(group):
+        replica = make_replica(group)
+        with CheckpointStore(tmp_path) as store:
+            tensors, document = capture(replica, prefix="generator/")
+            others, rest = capture_objects({"rates": torch.optim.lr_scheduler.StepLR(replica.optimizer, 2)})
+            save(store, group, tensors | others, document | rest)
+            checkpoint = newest(store, group)
+            with pytest.raises(CheckpointError, match="got 'critic/' instead of 'generator/'; give it one of these"):
+                restore(checkpoint, replica, prefix="critic/")
+            with pytest.raises(CheckpointError, match="'rate' is none of 'rates'; give it one of these"):
+                restore_objects(checkpoint, {"rate": replica.module}, group)
+            assert not restore_objects(None, {}, group)
+        replica.close()
+
+    LocalGroup.run(2, work)
+
+
+def test_a_state_of_other_things_is_refused_with_its_path():
+    class Odd:
+        def state_dict(self):
+            return {"inner": [1, {"open": open}]}
+
+    with pytest.raises(SettingsError, match=r"objects/odd/inner/1/open is a builtin_function_or_method; leave it out"):
+        capture_objects({"odd": Odd()})
+
+
+def test_states_of_any_make_come_back(tmp_path):
+    class Box:
+        def __init__(self, state):
+            self.state = state
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    given = {"a": [1, (2.5, None, "x"), {}], 3: {"deep": torch.arange(4), "flag": True}, "nan": float("inf")}
+
+    def work(group):
+        box = Box(given if group.rank == 0 else {"other": 1})
+        bare = Box(torch.ones(2, dtype=torch.bfloat16) * (1 + group.rank))
+        with CheckpointStore(tmp_path) as store:
+            save(store, group, *capture_objects({"box": box, "bare": bare}))
+            empty = {"box": Box({}), "bare": Box({})}
+            assert restore_objects(newest(store, group), empty, group)
+        return empty["box"].state, empty["bare"].state
+
+    for state, bare in LocalGroup.run(3, work):
+        tensor = state[3].pop("deep")
+        assert torch.equal(tensor, torch.arange(4))
+        assert state == {"a": [1, (2.5, None, "x"), {}], 3: {"flag": True}, "nan": float("inf")}
+        assert isinstance(state["a"][1], tuple)
+        assert torch.equal(bare, torch.ones(2, dtype=torch.bfloat16))
+        state[3]["deep"] = tensor
 
 
 @pytest.mark.parametrize("said", [None, FORMAT + 1])

@@ -1,10 +1,65 @@
-"""A model's tensors and its optimizer's, by the names they have in checkpoints, and back."""
+"""What a model, an optimizer or anything else with a `state_dict` holds: named tensors and JSON, and back."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from paceline.checkpoint import Checkpoint
+from paceline.comm.group import Group
+from paceline.errors import CheckpointError, SettingsError
+from paceline.replica.gathering import FORMAT, hand_out, tell_of
+
+Document = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """Whatever can be saved and loaded: a learning-rate schedule, a loader, a moving average of parameters."""
+
+    def state_dict(self) -> Any:
+        """Return tensors and plain values, in dicts, lists and tuples."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take on what `state_dict` returned."""
+
+
+def capture_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], Document]:
+    """Return the tensors and the document of objects, by name: those of `paceline.replica.state.capture` are joined.
+
+    What each rank has for itself is not saved: rank 0's state counts.
+
+    Raises:
+        SettingsError: A state holds something else than tensors and plain values.
+    """
+    tensors: dict[str, Tensor] = {}
+    document = {name: _split(f"objects/{name}", thing.state_dict(), tensors) for name, thing in objects.items()}
+    return tensors, {"format": FORMAT, "objects": document}
+
+
+def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Stateful], world: Group) -> bool:
+    """Load rank 0's `checkpoint` into the objects of every rank, and return whether there is one.
+
+    Raises:
+        CheckpointError: One of them is not in it, or it is of another version of Paceline.
+    """
+    header = tell_of(checkpoint, world)
+    if header is None:
+        return False
+    document, tensors = header
+    saved = document.get("objects", {})
+    if missing := [name for name in objects if name not in saved]:
+        raise CheckpointError(
+            f"objects must have names that they were saved under, but {missing[0]!r} is none of "
+            f"{', '.join(map(repr, saved)) or 'them, as there are none'}; give it one of these"
+        )
+    prefixes = tuple(f"objects/{name}/" for name in objects)
+    wanted = {name: whole for name, whole in tensors.items() if f"{name}/".startswith(prefixes)}
+    loaded = dict(hand_out(wanted, checkpoint.read if checkpoint is not None else None, world))
+    for name, thing in objects.items():
+        thing.load_state_dict(_join(saved[name], loaded))
+    return True
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -51,3 +106,70 @@ def load_optimizer(
     indices = {name: index for index, name in enumerate(_names_by_index(module, optimizer))}
     state = {indices[name]: values for name, values in by_parameter.items() if name in indices}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def list_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyper-parameters of each group of parameters: numbers, words, and lists of them."""
+    groups = [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
+    plain = (bool, int, float, str, NoneType)
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, plain)
+            or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
+        }
+        for group in groups
+    ]
+
+
+def load_settings(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take on hyper-parameters.
+
+    Raises:
+        SettingsError: They are of another number of groups.
+    """
+    if len(saved) != len(optimizer.param_groups):
+        raise SettingsError(
+            f"the optimizer must have the checkpoint's {len(saved)} groups of parameters, but got "
+            f"{len(optimizer.param_groups)}; build it as it was built then"
+        )
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in settings.items():
+            here = group.get(key)
+            if isinstance(here, Tensor):
+                here.copy_(torch.tensor(value))
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON, and put its tensors among `tensors`, by their paths in it."""
+    if isinstance(value, Tensor):
+        assert path not in tensors, f"two tensors must not both be {path}"
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        return {"dict": [[key, _split(f"{path}/{key}", inner, tensors)] for key, inner in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_split(f"{path}/{place}", inner, tensors) for place, inner in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise SettingsError(
+        f"a state must be made of tensors, numbers, strings, lists, tuples and dicts by name or number, but {path} is "
+        f"a {type(value).__name__}; leave it out of state_dict, or make it one of these"
+    )
+
+
+def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `_split` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _join(inner, tensors) for key, inner in content}
+    joined = [_join(inner, tensors) for inner in content]
+    return tuple(joined) if kind == "tuple" else joined

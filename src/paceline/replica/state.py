@@ -36,7 +36,13 @@ from paceline.parallel.local import local, wrap
 from paceline.parallel.zero_redundancy import own_part
 from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, hand_out, split_name
 from paceline.replica.hashing import hash_tensor
-from paceline.replica.named_tensors import load_optimizer, model_tensors, optimizer_state
+from paceline.replica.named_tensors import (
+    list_settings,
+    load_optimizer,
+    load_settings,
+    model_tensors,
+    optimizer_state,
+)
 from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import pooled_over_workers
 
@@ -76,6 +82,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         "peers": part.group.names,
         "state": replica.state_dict(),
         "scalars": scalars,
+        "settings": list_settings(replica.optimizer),
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
         "buffers": {name: _fingerprint(whole[f"model/{name}"]) for name in buffers if whole},
     }
@@ -91,7 +98,9 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
     )
 
 
-def restore(checkpoint: Checkpoint | None, replica: Replica, prefix: str = "") -> Document | None:
+def restore(
+    checkpoint: Checkpoint | None, replica: Replica, prefix: str = "", *, hyper_parameters: bool = False
+) -> Document | None:
     """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
 
     Only rank 0 reads, so hosts need not share a file system.
@@ -100,6 +109,8 @@ def restore(checkpoint: Checkpoint | None, replica: Replica, prefix: str = "") -
         checkpoint: On rank 0; not looked at elsewhere.
         replica: Every rank's, in any layout.
         prefix: What it was captured under.
+        hyper_parameters: Whether the optimizer's come back too, as a schedule of torch's has left them; else those of
+            here stay.
 
     Raises:
         SettingsError: It is of another optimizer.
@@ -120,6 +131,8 @@ def restore(checkpoint: Checkpoint | None, replica: Replica, prefix: str = "") -
         else:
             loaded[name] = tensor
     _load(loaded, saved, replica, match)
+    if hyper_parameters:
+        load_settings(replica.optimizer, saved.about["optimizer"]["settings"][match.place])
     if world.rank == 0:
         _warn_of_dropped(saved, replica, match)
     return saved.document
@@ -154,6 +167,7 @@ def _describe(replica: Replica, everybody: Sequence[Document]) -> Document:
         "optimizer": {
             "type": type(own_part(replica.optimizer)).__name__,
             "scalars": {name: values for mine in everybody for name, values in mine["scalars"].items()},
+            "settings": [everybody[ranks[0]]["settings"] for ranks in parts],
         },
         "cut": replica.part.describe(),
         "parts": parts,
@@ -203,6 +217,7 @@ class _Match:
     Args:
         ranks: Those that had this rank's part of the model, by worker; none where the model was cut in another way.
         mine: The one in this rank's place, where they are as many as now.
+        place: Where this rank's part is among the saved ones; 0 where the model was cut in another way.
         rule_goes_on: Whether the rule is the same, and keeps a state here too.
         uses_feedback: Whether the codec between workers is, so that it goes on from what was held back.
         uses_sharded: Whether the codec inside the sharded axis goes on from what it held back, of the same slices.
@@ -210,6 +225,7 @@ class _Match:
 
     ranks: Sequence[int]
     mine: int | None
+    place: int
     rule_goes_on: bool
     uses_feedback: bool
     uses_sharded: bool
@@ -234,6 +250,7 @@ def _match(saved: SavedReplica, replica: Replica) -> _Match:
     return _Match(
         ranks,
         mine,
+        place if ranks else 0,
         rule_goes_on,
         uses_feedback=first["codec"] == replica.codec != "",
         uses_sharded=mine is not None and first["sharded_codec"] == coded != "",
