@@ -89,6 +89,9 @@ def test_a_changed_byte_is_detected_while_loading_too(store):
         with pytest.raises(DamagedError, match=f"tensor '{name}' in {file.name} does not match its digest"):
             checkpoint.load(into)
         assert not into[name].any()
+        with pytest.raises(DamagedError, match=f"tensor '{name}' in {file.name} does not match its digest"):
+            checkpoint.read(name)
+        assert torch.equal(checkpoint.read("empty"), TENSORS["empty"]), "what is not read is not checked"
         file.write_bytes(content)
     checkpoint.load(into)
     assert all(torch.equal(into[name], TENSORS[name]) for name in TENSORS)

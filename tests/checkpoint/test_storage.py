@@ -52,7 +52,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path_factory, kinds, m
     assert {name: as_bytes(tensor) for name, tensor in loaded.items()} == {
         name: as_bytes(tensor) for name, tensor in tensors.items()
     }
-    specs = Checkpoint.open(directory).list_tensors()
+    checkpoint = Checkpoint.open(directory)
+    assert all(as_bytes(checkpoint.read(name)) == as_bytes(tensor) for name, tensor in tensors.items())
+    specs = checkpoint.list_tensors()
     assert specs == {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 

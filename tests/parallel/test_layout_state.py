@@ -339,7 +339,7 @@ def test_layouts_load_each_other_and_compose_with_codecs_and_relaxed_rules() -> 
     assert all(difference == 0.0 < size for difference, size in (result.value["outer"] for result in results))
     told = [result.value["divergence"] for result in results]
     assert len(set(told)) == 1, "all ranks say the same"
-    assert "at step 1 the 2 ranks (1, 3) differ, first in optimizer state exp_avg of " in told[0]
+    assert "at step 1 the 2 ranks (2, 3) differ, first in optimizer state exp_avg of " in told[0]
 
 
 def test_axes_that_do_not_multiply_show_their_product() -> None:

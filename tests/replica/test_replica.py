@@ -312,7 +312,7 @@ def compare_after(change, num_steps=3):
         replica = Replica(module, optimizer, group=group, hash_interval=1)
         for _ in range(num_steps):
             generator = torch.Generator().manual_seed(group.rank)
-            replica.backward(replica(torch.randn(5, 4, generator=generator)).square().mean(), weight=1.0)
+            replica.backward(replica(torch.randn(5, 4, generator=generator)).square().mean(), weight=5.0)
             replica.update()
         if group.rank == 1:
             with torch.no_grad():

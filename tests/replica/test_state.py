@@ -31,7 +31,8 @@ def make_replica(group, rule="every_step", make=lambda: nn.Linear(12, 10), learn
 def take_step(replica, step):
     generator = torch.Generator().manual_seed(100 * step + replica.group.rank)
     width = next(replica.module.parameters()).shape[1]
-    replica.backward(replica(torch.randn(6, width, generator=generator)).square().mean(), weight=1.0)
+    loss = replica(torch.randn(6, width, generator=generator)).square().mean()
+    replica.backward(loss, weight=6.0)
     replica.update()
 
 

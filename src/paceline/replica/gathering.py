@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
@@ -35,6 +36,8 @@ class Slice(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "Slice":
         """Return what this rank holds of `tensor`."""
+        if not isinstance(tensor, DTensor):
+            return cls.of_whole(tensor.shape, tensor.dtype)
         block = part(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
         return cls(_name_dtype(tensor.dtype), list(block.shape), list(tensor.shape), int(block.storage_offset()))
 
@@ -184,11 +187,6 @@ class SavedReplica:
             found.setdefault(stem, []).append(key)
         return found
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that saved it."""
-        return len(self.about["state_of"])
-
     def state_of(self, rank: int) -> dict[str, Any]:
         """Return what `Replica.state_dict` was on a rank."""
         state: dict[str, Any] = self.about["states"][self.about["state_of"][rank]]
@@ -217,16 +215,14 @@ class SavedReplica:
 
     def list_feedback(self) -> dict[str, Slice]:
         """Return what codecs of all workers held back together, as whole tensors that are one worker's."""
-        stems = [(stem.split("/", 2), keys) for stem, keys in self.keys.items() if stem.startswith("rank")]
-        return {
-            f"feedback/{parts[2]}/{'worker' if key in RESIDUALS else key}": self.slices[f"model/{parts[2]}"]._replace(
-                dtype="float32"
-            )
-            for parts, keys in stems
-            if parts[1] == "feedback"
-            for key in keys
-            if key in ADDED
-        }
+        listed: dict[str, Slice] = {}
+        for stem, sites in self.keys.items():
+            rank, kind, parameter = split_name(stem)
+            if rank.startswith("rank") and kind == "feedback":
+                whole = self.slices[f"model/{parameter}"]._replace(dtype="float32")
+                merged = {"worker" if site in RESIDUALS else site for site in ADDED.intersection(sites)}
+                listed |= {f"feedback/{parameter}/{site}": whole for site in merged}
+        return listed
 
     def find(self, name: str) -> Tensor:
         """Return a whole tensor, on rank 0: as it was saved, or made of what ranks had for themselves of it."""

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -128,8 +129,7 @@ def restore(
         if name in targets:
             targets[name].copy_(tensor)
         else:
-            # What all workers have in common stays in host memory, from where servers get it.
-            loaded[name] = tensor if "/shared/" in name else tensor.to(world.device)
+            loaded[name] = tensor
     _load(loaded, saved, replica, match)
     if hyper_parameters:
         load_settings(replica.optimizer, saved.about["optimizer"]["settings"][match.place])
@@ -262,8 +262,9 @@ def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[s
     wanted = {f"model/{name}": Slice.of(tensor) for name, tensor in model_tensors(replica.module).items()}
     common = saved.list_optimizer()
     if match.mine is not None:
-        kinds = ["buffer"] + ["feedback"] * match.uses_feedback + ["sharded"] * match.uses_sharded
-        for kind in kinds + ["model", "optimizer", "sync"] * match.rule_goes_on:
+        kinds = {"buffer": True, "feedback": match.uses_feedback, "sharded": match.uses_sharded}
+        kinds |= dict.fromkeys(("model", "optimizer", "sync"), match.rule_goes_on)
+        for kind in [kind for kind, is_needed in kinds.items() if is_needed]:
             wanted |= saved.list_own(match.mine, kind)
         if match.rule_goes_on and saved.list_own(match.mine, "optimizer"):
             common = {}
@@ -297,22 +298,25 @@ def _load(loaded: Mapping[str, Tensor], saved: SavedReplica, replica: Replica, m
     for name, tensor in (dict(loaded) | own).items():
         if name.startswith("optimizer/"):
             parameter = parameters[split_name(name)[1]]
-            is_cut_alike = tensor.shape == local(parameter).shape
-            states[name] = wrap(parameter, tensor) if is_cut_alike else tensor
+            is_slice = isinstance(parameter, DTensor) and tensor.shape == local(parameter).shape
+            states[name] = wrap(parameter, tensor.to(parameter.device)) if is_slice else tensor
     load_optimizer(replica.module, own_part(replica.optimizer), states, saved.about["optimizer"]["scalars"])
-    shared = _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {}
-    replica.load_sync_state([_under(loaded, f"rank{rank}/sync/") for rank in match.sync_ranks], shared)
+    device = replica.group.device
+    sync = [_under(loaded, f"rank{rank}/sync/", device) for rank in match.sync_ranks]
+    # What all workers have in common may be the servers', who are sent it from host memory.
+    replica.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
     if replica.part.coded is not None:
-        replica.part.coded.load_state(_under(own, "sharded/"))
+        replica.part.coded.load_state(_under(own, "sharded/", device))
     if match.uses_feedback:
-        by_worker = [_under(loaded, f"rank{rank}/feedback/") for rank in match.ranks]
+        by_worker = [_under(loaded, f"rank{rank}/feedback/", device) for rank in match.ranks]
         if match.mine is None:  # it is one worker's, and shared out
-            by_worker = [_under(loaded, "feedback/") | (by_worker[0] if by_worker else {})]
+            by_worker = [_under(loaded, "feedback/", device) | (by_worker[0] if by_worker else {})]
         replica.load_feedback(by_worker)
 
 
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _under(tensors: Mapping[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it; where they are, unless a device is given."""
+    return {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _warn_of_dropped(saved: SavedReplica, replica: Replica, match: _Match) -> None:
