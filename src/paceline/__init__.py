@@ -23,8 +23,10 @@ _HOMES = {
     "Run": "paceline.training",
     "Settings": "paceline.registry",
     "join": "paceline.comm",
+    "load_latest": "paceline.replica",
     "parallelize": "paceline.parallel",
     "register": "paceline.registry",
+    "save": "paceline.replica",
 }
 _PACKAGES = (
     "checkpoint",
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.parallel import parallelize
     from paceline.registry import Family, Settings, register
-    from paceline.replica import Loss, Replica
+    from paceline.replica import Loss, Replica, load_latest, save
     from paceline.topology import Layout
     from paceline.training import Model, Objective, Run
 

@@ -42,9 +42,9 @@ def test_a_tuned_replica_settles_on_one_layout_and_keeps_it_when_resumed():
         states = []
         for _ in range(30):
             run_one_step(replica)
-            states.append(replica.state_dict()["gradients"])
+            states.append(replica.document()["gradients"])
         resumed = make_replica(make_module(), group, bucket_bytes="tuned")
-        resumed.load_state_dict(replica.state_dict())
+        resumed.load_document(replica.document())
         run_one_step(resumed)
         return states, resumed.state_dict()["gradients"]
 
@@ -57,10 +57,10 @@ def test_a_resumed_tuning_measures_its_first_size_and_not_the_saved_layout():
     def worker(group):
         replica = make_replica(make_module(), group, bucket_bytes="tuned")
         run_one_step(replica)
-        first = replica.state_dict()["gradients"]
+        first = replica.document()["gradients"]
         in_midst = {"layout": [[name] for names in first["layout"] for name in names], "is_tuned": False}
         resumed = make_replica(make_module(), group, bucket_bytes="tuned")
-        resumed.load_state_dict(replica.state_dict() | {"gradients": in_midst})
+        resumed.load_document(replica.document() | {"gradients": in_midst})
         return first, resumed.state_dict()["gradients"]
 
     for first, resumed in LocalGroup.run(2, worker):

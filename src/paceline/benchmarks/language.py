@@ -103,6 +103,7 @@ class Side:
             of the exchange; 0 where nobody says.
         consensus: Inside it parameters of `module` are those that all workers together stand for.
         close: Lets go of what it holds.
+        begin_anew: Lets a rule begin with the weights and the optimizer's state that were loaded.
     """
 
     module: nn.Module
@@ -110,6 +111,7 @@ class Side:
     step: Callable[[int, Batch], int]
     consensus: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     close: Callable[[], None] = lambda: None
+    begin_anew: Callable[[], None] = lambda: None
 
     def save(self, path: str) -> None:
         """Write weights and optimizer state."""
@@ -120,6 +122,7 @@ class Side:
         module, optimizer = torch.load(path, weights_only=True)
         self.module.load_state_dict(module)
         self.optimizer.load_state_dict(optimizer)
+        self.begin_anew()
 
 
 def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule) -> Side:
@@ -133,7 +136,7 @@ def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule)
         replica.backward(task.loss(replica, batch), weight=batch.targets.numel())
         return replica.update().wire_bytes
 
-    return Side(module, optimizer, step, replica.consensus, replica.close)
+    return Side(module, optimizer, step, replica.consensus, replica.close, replica.begin_anew)
 
 
 def make_plain_side(task: LanguageTask, splits: Splits) -> Side:

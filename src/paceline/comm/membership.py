@@ -33,6 +33,8 @@ class Membership:
         """In a layout, the ranks that read different samples, and what cuts this rank's part out of a batch."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that read what a rank reads where there is no layout."""
+        self.savers: dict[Any, Any] = {}
+        """What writes checkpoints, by folder."""
         self._num_listening = 0
         self._closers: list[Callable[[], None]] = []
 

@@ -130,6 +130,8 @@ class Loader:
         self._num_processes = num_processes
         self._ledger = Ledger()
         self._num_iterators = 0
+        self._in_hand: Batch | None = None
+        """What the loop over it works on."""
 
     def __len__(self) -> int:
         """Return how many batches are left to iterate over, micro-batches counted each.
@@ -206,6 +208,7 @@ class Loader:
 
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
+        self._in_hand = None
         if self._claims is not None:
             self._claims.ack(batch.interval)
         elif batch.interval.start >= self._ledger.low_water:
@@ -224,7 +227,17 @@ class Loader:
         self._ledger = Ledger(position)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position in the data, which fits any number of workers, shares and batches, as JSON."""
+        """Return the position in the data, which fits any number of workers, shares and batches, as JSON.
+
+        Inside a loop over it, the batch in hand counts as used.
+
+        Raises:
+            DataError: The batch in hand is not the last micro-batch of its step.
+        """
+        if self._in_hand is not None:
+            if not self._in_hand.last:
+                raise DataError("a loader must be saved after the last micro-batch of a step, but others are to come")
+            self.ack(self._in_hand)
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
             **asdict(self.order),
@@ -284,16 +297,17 @@ class Loader:
                 if mine != self._num_iterators:
                     raise DataError("a loader must be iterated once at a time, but a newer iterator was begun")
                 for batch in step:
+                    self._in_hand = batch
                     try:
                         yield self._split(batch) if self._split is not None else batch
                     except GeneratorExit:  # the loop was left by break: its last batch is used all the same
-                        if batch.last and mine == self._num_iterators:
+                        if self._in_hand is not None and batch.last and mine == self._num_iterators:
                             self.ack(batch)
                         raise
-                if self._claims is None:
+                if self._in_hand is not None:
                     self.ack(step[-1])
-                    if self._membership.is_stopping:
-                        return
+                if self._claims is None and self._membership.is_stopping:
+                    return
 
     def _check_batch(self, global_batch: int) -> None:
         if global_batch < self._num_workers:

@@ -188,7 +188,7 @@ class SavedReplica:
         return found
 
     def state_of(self, rank: int) -> dict[str, Any]:
-        """Return what `Replica.state_dict` was on a rank."""
+        """Return what `Replica.document` was on a rank."""
         state: dict[str, Any] = self.about["states"][self.about["state_of"][rank]]
         return state
 

@@ -20,7 +20,7 @@ from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import whole
-from paceline.parallel.zero_redundancy import share_optimizer
+from paceline.parallel.zero_redundancy import own_part, share_optimizer
 from paceline.replica.checks import Precision, check_replica, refuse_backward
 from paceline.replica.hashing import Comparison
 from paceline.replica.landing import Landing
@@ -91,9 +91,12 @@ class Replica:
         if self.part.mesh is not None and self.part.layout.shares_optimizer:
             self.optimizer = share_optimizer(optimizer, self.part.mesh)
             optimizer.param_groups = self.optimizer.param_groups  # for schedulers that were given the one that it was
+        self._given_optimizer = optimizer
         self.group = self.part.group
         self.sync = Rule.model_validate(sync)
         self._runs_optimizer = self.sync.runs_optimizer
+        self._is_begun = False
+        """Whether it is known where rule and codecs began: here, or where a loaded state was saved."""
         self.num_updates = 0
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -285,6 +288,8 @@ class Replica:
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
+        if not self._is_begun:
+            self._check_begin()
         if self._control is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
@@ -308,6 +313,8 @@ class Replica:
         self.membership.is_stopping |= stop
         newly_unused = self._sum.note_unused(landed_step) if verdict.weight else []
         self._mass_unit = verdict.weight or self._mass_unit
+        # Torch's schedulers warn where another than the optimizer that they were given steps, as a server's does.
+        self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
         self.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._sum.learn(self._times)
@@ -354,13 +361,59 @@ class Replica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's, as JSON.
+        """Return this worker's state that is neither the module's nor the optimizer's: tensors and plain values.
 
-        Its tensors are those of `feedback` and `sync_state`.
+        Each worker has its own, as it may have its own module and optimizer: save all three on every rank, or call
+        `paceline.save`, which does, fits any number of workers, and notices damage.
         """
+        sync, shared = self.sync_state()
+        state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
+        return state | {"sharded": self.part.coded.state() if self.part.coded is not None else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
+
+        Raises:
+            SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
+        """
+        parts = {"document", "feedback", "sync", "shared", "sharded"}
+        if missing := sorted(parts - state.keys()):
+            raise SettingsError(
+                f"a replica's state must be complete, but {', '.join(missing)} is missing; load all that its "
+                "state_dict returned, or resume with paceline.load_latest"
+            )
+        saved, here = state["document"], self.document()
+        for name in ("sync", "codec", "sharded_codec", "num_workers"):
+            if saved[name] != here[name]:
+                raise SettingsError(
+                    f"a replica's state must be of the same {name}, but got {saved[name]!r} for {here[name]!r}; go on "
+                    "with the same, or resume with paceline.load_latest, which takes what fits"
+                )
+        self.load_document(saved)
+        everybody: list[dict[str, Any]] = [{} for _ in range(self.group.size)]
+        everybody[self.group.rank] = dict(state["sync"])
+        self.load_sync_state(everybody, state["shared"])
+        everybody = [{} for _ in range(self.group.size)]
+        everybody[self.group.rank] = dict(state["feedback"])
+        self.load_feedback(everybody)
+        if self.part.coded is not None:
+            self.part.coded.load_state(state["sharded"])
+
+    def begin_anew(self) -> None:
+        """Let rule and codecs begin here, with the module and the optimizer's state as they are: not a resume."""
+        self._is_begun = True
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient is waiting for an `update`."""
+        return self._control is None and not self._weight
+
+    def document(self) -> dict[str, Any]:
+        """Return this worker's state that is neither the module's nor the optimizer's nor tensors, as JSON."""
         self.flush()
         return {
             "num_updates": self.num_updates,
+            "num_workers": self.group.size,
             "mass_unit": self._mass_unit,
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
@@ -371,13 +424,14 @@ class Replica:
             "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, is_own: bool = True) -> None:
-        """Take on a saved state. A saved bucket layout is kept, since sums of three ranks and more depend on it.
+    def load_document(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
+        """Take on a saved document. A saved bucket layout is kept, since sums of three ranks and more depend on it.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `document` returned.
             is_own: Whether it is this worker's, and of the same rule among as many workers.
         """
+        self._is_begun = True
         self.num_updates = state["num_updates"]
         self._sum.use(self.num_updates)
         self._mass_unit = state["mass_unit"]
@@ -430,6 +484,16 @@ class Replica:
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.part.close()
+
+    def _check_begin(self) -> None:
+        """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""
+        self._is_begun = True
+        if (self.keeps_sync_state or self.codec) and own_part(self.optimizer).state:
+            raise SettingsError(
+                f"sync {self.sync.name} must go on from its own state where the optimizer goes on from a saved one, "
+                "but replica.load_state_dict was not called; resume with paceline.load_latest, or call "
+                "replica.begin_anew() where the rule should begin here"
+            )
 
     @property
     def _is_asked_to_stop(self) -> bool:

@@ -80,7 +80,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
                 whole[f"model/{name}"] = tensor if is_equal and name in parameters else tensor.clone()
     mine = {
         "peers": part.group.names,
-        "state": replica.state_dict(),
+        "state": replica.document(),
         "scalars": scalars,
         "settings": list_settings(replica.optimizer),
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
@@ -245,7 +245,7 @@ def _match(saved: SavedReplica, replica: Replica) -> _Match:
     mine = ranks[part.group.rank] if len(ranks) == part.group.size else None
     rule_goes_on = first["sync"] == replica.sync.name and replica.keeps_sync_state
     source = mine if mine is not None else ranks[0] if ranks else 0
-    replica.load_state_dict(saved.state_of(source), is_own=rule_goes_on and mine is not None)
+    replica.load_document(saved.state_of(source), is_own=rule_goes_on and mine is not None)
     coded = part.coded.codec.name if part.coded is not None else ""
     return _Match(
         ranks,

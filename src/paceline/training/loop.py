@@ -240,14 +240,14 @@ def grow_if_due(training: Training) -> None:
             f"a model must not become shallower, but it has {depth.num_layers} layers and growth gives it {num_layers} "
             f"at step {training.step}; resume with the growth that the run was started with"
         )
-    state, feedback = old.state_dict(), old.feedback()
+    state, feedback = old.document(), old.feedback()
     old.close()
     training.model = training.model.with_depth(num_layers)
     module = build_model(run, training.splits, old.part.world, training.model)
     new = build_replica(run, module, training.splits, old.part.world)
     grow_module(old.module, new.module, depth, run.growth.method)
     grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
-    new.load_state_dict(state)
+    new.load_document(state)
     if feedback:
         new.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     training.replica = new

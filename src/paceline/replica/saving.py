@@ -1,0 +1,192 @@
+"""Checkpoints of a loop of one's own: `save` and `load_latest`."""
+
+import random
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
+from paceline.comm.group import Group
+from paceline.errors import SettingsError
+from paceline.replica.gathering import gather, hand_out, tell_of
+from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
+from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint was passed over because it is damaged."""
+
+
+def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
+    """Save all that training depends on, after an `update`; every rank calls it, with the same objects.
+
+    What is saved are the values of now, random generators of torch, NumPy and Python among them. They are written in
+    the background, so that training goes on, and are durable once the next checkpoint is begun, or the group is left;
+    where a signal stops the workers, when this returns.
+
+    Args:
+        folder: Directory of the checkpoints, on rank 0. It must be empty, or `load_latest` was called for it.
+        objects: One replica or more, and whatever else has a `state_dict`: loaders, schedulers, averages. Of these rank
+            0's counts.
+        keep: Newest checkpoints that stay; None for all.
+
+    Raises:
+        SettingsError: There is no replica among the objects, one is between `backward` and `update`, or the folder
+            holds checkpoints of a training that this one does not go on from.
+        CheckpointError: A checkpoint could not be written.
+        DivergenceError: Replicas should be equal and are not.
+    """
+    replicas, others = _name(objects)
+    for replica in replicas.values():
+        if not replica.is_between_steps:
+            raise SettingsError("a replica must be saved between its update and the next backward; call update before")
+    first = next(iter(replicas.values()))
+    world = first.part.world
+    tensors, document = capture_objects(others)
+    for prefix, replica in replicas.items():
+        more, about = capture(replica, prefix)
+        tensors, document = tensors | more, document | about
+    states = {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
+    tensors |= gather(states, world)
+    step = max(replica.num_updates for replica in replicas.values())
+    if world.rank == 0:
+        saver = _find_saver(Path(folder), world, keep).start_new()
+        saver.start(tensors, document | {"step": step}, step)
+        saver.finished()
+        if world.membership.is_stopping:
+            saver.wait()
+    if world.membership.is_stopping:
+        world.barrier(name="checkpoint")  # or a launcher would end rank 0 with the first that leaves
+
+
+def load_latest(folder: str | Path, *objects: Stateful) -> bool:
+    """Load the newest checkpoint of a folder that is whole; every rank calls it, with the same objects as `save`.
+
+    With as many workers, on CPUs, what follows is what would have followed without the interruption, bit for bit. With
+    another number of workers, or in another layout, the model, its optimizer and the position in the data go on
+    exactly; see `paceline.replica.state`.
+
+    Args:
+        folder: Directory of the checkpoints, on rank 0; it need not exist.
+        objects: Those that were saved, in the same order.
+
+    Returns:
+        Whether there was one; if not, nothing has changed.
+
+    Raises:
+        CheckpointError: All checkpoints there are damaged, or the newest is of other objects.
+        SettingsError: It is of another optimizer.
+    """
+    replicas, others = _name(objects)
+    world = next(iter(replicas.values())).part.world
+    checkpoint = _find_saver(Path(folder), world, None).find() if world.rank == 0 else None
+    header = tell_of(checkpoint, world)
+    if header is None:
+        return False
+    for prefix, replica in replicas.items():
+        restore(checkpoint, replica, prefix, hyper_parameters=True)
+    restore_objects(checkpoint, others, world)
+    prefix = f"rank{world.rank}/random/"
+    wanted = {name: whole for name, whole in header[1].items() if name.startswith(prefix)}
+    loaded = dict(hand_out(wanted, checkpoint.read if checkpoint is not None else None, world))
+    _load_random_states({name.removeprefix(prefix): state for name, state in loaded.items()}, world)
+    return True
+
+
+@dataclass
+class _Saver:
+    """What writes to a folder, on rank 0, until the group is left."""
+
+    store: CheckpointStore
+    saver: AsyncSaver
+    is_known: bool = False
+    """Whether the checkpoints there are this training's."""
+
+    def find(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole."""
+
+        def tell(path: Path, reason: str) -> None:
+            warnings.warn(f"{path} is damaged, and passed over: {reason}", DamagedCheckpointWarning, stacklevel=2)
+
+        self.saver.wait()
+        found = self.store.find_newest_valid(tell)
+        self.is_known = True
+        return found
+
+    def start_new(self) -> AsyncSaver:
+        """Return what saves; refuse to mix two trainings."""
+        if not self.is_known and (there := self.store.list_checkpoints()):
+            raise SettingsError(
+                f"a folder of checkpoints must be empty for a new training, but {self.store.directory} holds "
+                f"{there[0].name}; call paceline.load_latest before the loop to go on from it, or choose another folder"
+            )
+        self.is_known = True
+        return self.saver
+
+
+def _find_saver(folder: Path, world: Group, keep: int | None) -> _Saver:
+    savers: dict[Path, _Saver] = world.membership.savers
+    folder = folder.absolute()
+    if folder not in savers:
+        store = CheckpointStore(folder, keep)
+        savers[folder] = _Saver(store, AsyncSaver(store))
+        world.membership.close_with(store.close)
+        world.membership.close_with(savers[folder].saver.close)
+    savers[folder].store.keep = keep if keep is not None else savers[folder].store.keep
+    return savers[folder]
+
+
+def _name(objects: Iterable[Stateful]) -> tuple[dict[str, Replica], dict[str, Stateful]]:
+    """Return replicas by the prefix of their names, and other objects by name."""
+    found = list(objects)
+    replicas = [one for one in found if isinstance(one, Replica)]
+    others = [one for one in found if not isinstance(one, Replica)]
+    if not replicas:
+        raise SettingsError(
+            f"a replica must be among what is saved, but got {[type(one).__name__ for one in found]}; give the "
+            "paceline.Replica of your loop"
+        )
+    for one in others:
+        if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+            raise SettingsError(
+                f"what is saved must have state_dict and load_state_dict, but {type(one).__name__} has not; leave it "
+                "out"
+            )
+    prefixes = [""] if len(replicas) == 1 else [f"replica{number}/" for number in range(len(replicas))]
+    names = [f"{number} {type(one).__name__}" for number, one in enumerate(others)]
+    return dict(zip(prefixes, replicas, strict=True)), dict(zip(names, others, strict=True))
+
+
+def _random_states(world: Group) -> dict[str, Tensor]:
+    """Return the states of the global random generators."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "python gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), position, has_gauss]),
+        "numpy gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
+
+
+def _load_random_states(states: dict[str, Tensor], world: Group) -> None:
+    """Take on saved states, if there are any: a rank that is new has none."""
+    if not states:
+        return
+    torch.set_rng_state(states["torch"])
+    gauss = states["python gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    numpy: tuple[Any, ...] = ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss)
+    np.random.set_state((*numpy, states["numpy gauss"].item()))
+    if "cuda" in states and world.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], world.device)

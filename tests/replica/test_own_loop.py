@@ -1,0 +1,322 @@
+"""A loop of one's own: killed and resumed it is the same loop, and what would go wrong silently is refused."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline
+from paceline.comm import LocalGroup
+from paceline.errors import CheckpointError, DataError, GradientError, SettingsError
+from paceline.sync import DiLoCo, EveryStep, LocalSGD
+from paceline.testing.processes import run_processes
+from paceline.testing.rule_contract import every_rule
+
+SYNCHRONOUS = {name: rule for name, rule in every_rule().items() if not rule.is_asynchronous}
+CODED = {
+    f"{name} with {codec}": type(rule)(**{**dict(rule), "codec": codec})
+    for name, rule in {"every_step": EveryStep(), "local_sgd": LocalSGD(period=3), "diloco": DiLoCo(period=3)}.items()
+    for codec in ("top_k", "int8")
+}
+
+
+class Words(torch.utils.data.Dataset):
+    """Samples of several lengths, as mappings."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        tokens = torch.arange(index % 5 + 2) + index
+        return {"tokens": tokens % 11, "labels": tokens * 3 % 11}
+
+
+def collate(samples):
+    def pad(key, value):
+        return nn.utils.rnn.pad_sequence([one[key] for one in samples], batch_first=True, padding_value=value)
+
+    return {"tokens": pad("tokens", 0), "labels": pad("labels", -100)}
+
+
+class Tagger(nn.Module):
+    def __init__(self, width=12):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def train(group, folder, *, sync="every_step", stop_at=None, every=4, num_epochs=2, seed=0):
+    """The loop of the README; it dies without a word after `stop_at` updates."""
+    with group:
+        generator = torch.Generator().manual_seed(seed)
+        model = Tagger()
+        for parameter in model.parameters():
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        replica = paceline.Replica(model, optimizer, sync=sync)
+        loader = paceline.Loader(Words(), global_batch=8, num_epochs=num_epochs, collate_fn=collate)
+        paceline.load_latest(folder, replica, loader, schedule)
+        positions = []
+        for batch in loader:
+            labels = batch.data["labels"]
+            logits = replica(batch.data["tokens"])
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+            replica.backward(loss, weight=batch.count(labels != -100), reduction="sum")
+            result = replica.update()
+            schedule.step()
+            positions.append((batch.interval.start, optimizer.param_groups[0]["lr"], result.loss))
+            if replica.should_save(every=every):
+                paceline.save(folder, replica, loader, schedule)
+            if replica.num_updates == stop_at:
+                group.membership.leave()  # a checkpoint that was begun is finished: what is lost is what came after it
+                return positions, None
+        with replica.consensus():
+            final = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        replica.close()
+        return positions, final
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, *CODED])
+def test_a_killed_loop_goes_on_bit_for_bit(name, tmp_path):
+    sync = (SYNCHRONOUS | CODED)[name]
+    for num_workers in (1, 3):
+        whole = LocalGroup.run(num_workers, lambda group, n=num_workers: train(group, tmp_path / f"a{n}", sync=sync))
+        folder = tmp_path / f"b{num_workers}"
+        LocalGroup.run(num_workers, lambda group, folder=folder: train(group, folder, sync=sync, stop_at=7))
+        resumed = LocalGroup.run(num_workers, lambda group, folder=folder: train(group, folder, sync=sync))
+        for (positions, final), (later, finally_) in zip(whole, resumed, strict=True):
+            assert later == positions[4:], "it goes on after the checkpoint of step 4, with its data, rate and losses"
+            assert all(torch.equal(tensor, finally_[key]) for key, tensor in final.items())
+
+
+def test_any_number_of_workers_is_one_process_and_goes_on_from_another(tmp_path):
+    alone, expected = LocalGroup.run(1, lambda group: train(group, tmp_path / "alone"))[0]
+    LocalGroup.run(3, lambda group: train(group, tmp_path / "several", stop_at=5))
+    later, final = LocalGroup.run(2, lambda group: train(group, tmp_path / "several"))[0]
+    assert [start for start, *_ in later] == [start for start, *_ in alone[4:]]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(final[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_replica_and_loader_belong_to_the_workers_around_them():
+    def worker(group):
+        with group:
+            model = nn.Linear(2, 1)
+            replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = paceline.Loader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), 4, num_epochs=1)
+            return replica.group is group, len(next(iter(loader)).data[0])
+
+    assert LocalGroup.run(2, worker) == [(True, 2)] * 2
+
+
+def test_a_process_of_several_that_did_not_join_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(2, 1)
+    with pytest.raises(SettingsError, match=r"must join the 2 workers .* `with paceline\.join\(\):`"):
+        paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(SettingsError, match="must join the 2 workers"):
+        paceline.Loader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), 4)
+
+
+def test_a_loss_without_its_weight_is_refused():
+    model = nn.Linear(2, 1)
+    replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(GradientError, match=r"weight of a loss must be given.*batch\.count\(\)"):
+        replica.backward(replica(torch.ones(3, 2)).mean())
+    replica.backward(paceline.Loss(replica(torch.ones(3, 2)).mean(), weight=3))
+    assert replica.update().weight == 3
+
+
+def test_an_optimizer_that_goes_on_without_the_rule_is_refused(tmp_path):
+    """Saving the state of module and optimizer alone left DiLoCo's workers apart, without a word."""
+
+    def worker(group, *, loads_replica, begins_anew=False):
+        with group:
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            replica = paceline.Replica(model, optimizer, sync=DiLoCo(period=3))
+            for _ in range(2):
+                replica.backward(replica(torch.ones(3, 2)).mean(), weight=3)
+                replica.update()
+            saved = optimizer.state_dict(), replica.state_dict()
+            other = nn.Linear(2, 1)
+            optimizer = torch.optim.AdamW(other.parameters())
+            resumed = paceline.Replica(other, optimizer, sync=DiLoCo(period=3))
+            other.load_state_dict(model.state_dict())
+            optimizer.load_state_dict(saved[0])
+            if loads_replica:
+                resumed.load_state_dict(saved[1])
+            if begins_anew:
+                resumed.begin_anew()
+            resumed.backward(resumed(torch.ones(3, 2)).mean(), weight=3)
+            replica.backward(replica(torch.ones(3, 2)).mean(), weight=3)
+            replica.update()
+            resumed.update()
+            return torch.equal(model.weight, other.weight)
+
+    assert LocalGroup.run(2, lambda group: worker(group, loads_replica=True)) == [True, True]
+    LocalGroup.run(2, lambda group: worker(group, loads_replica=False, begins_anew=True))
+    with pytest.raises(SettingsError, match=r"diloco must go on from its own state.*paceline\.load_latest"):
+        LocalGroup.run(2, lambda group: worker(group, loads_replica=False))
+
+
+def test_a_part_of_a_state_is_refused():
+    model = nn.Linear(2, 1)
+    replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = replica.state_dict()
+    del state["feedback"], state["shared"]
+    with pytest.raises(SettingsError, match="must be complete, but feedback, shared is missing"):
+        replica.load_state_dict(state)
+    other = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="local_sgd")
+    with pytest.raises(SettingsError, match="must be of the same sync, but got 'every_step' for 'local_sgd'"):
+        other.load_state_dict(replica.state_dict())
+
+
+def test_saving_in_the_midst_of_a_step_is_refused(tmp_path):
+    model = nn.Linear(2, 1)
+    with LocalGroup() as group:
+        replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = paceline.Loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), 4, num_micro_batches=2)
+        for batch in loader:
+            replica.backward(replica(batch.data[0]).mean(), weight=batch.count(), last=batch.last)
+            with pytest.raises(SettingsError, match="saved between its update and the next backward"):
+                paceline.save(tmp_path, replica, loader)
+            with pytest.raises(DataError, match="after the last micro-batch of a step"):
+                loader.state_dict()
+            break
+        with pytest.raises(SettingsError, match="a replica must be among what is saved, but got"):
+            paceline.save(tmp_path, loader)
+        with pytest.raises(SettingsError, match="must have state_dict and load_state_dict, but Membership has not"):
+            paceline.save(tmp_path, replica, group.membership)
+
+
+def test_checkpoints_of_two_trainings_are_not_mixed(tmp_path):
+    LocalGroup.run(1, lambda group: train(group, tmp_path, stop_at=4))
+
+    def begin(group):
+        with group:
+            model = nn.Linear(2, 1)
+            paceline.save(tmp_path, paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    with pytest.raises(SettingsError, match=r"must be empty for a new training, but .* holds step-00000004; call"):
+        LocalGroup.run(1, begin)
+
+    def load_other(group):
+        with group:
+            model = Tagger(width=13)
+            paceline.load_latest(tmp_path, paceline.Replica(model, torch.optim.AdamW(model.parameters())))
+
+    with pytest.raises(CheckpointError, match="must be of the model that it is loaded into"):
+        LocalGroup.run(1, load_other)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
+    whole, _ = LocalGroup.run(1, lambda group: train(group, tmp_path / "whole"))[0]
+    LocalGroup.run(1, lambda group: train(group, tmp_path / "damaged", stop_at=9))
+    newest = max((tmp_path / "damaged").glob("step-*"))
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-00000008 is damaged, and passed over"):
+        later, _ = LocalGroup.run(1, lambda group: train(group, tmp_path / "damaged"))[0]
+    assert later == whole[4:]
+
+
+def test_dropout_goes_on_where_it_was(tmp_path):
+    def worker(group, folder, stop_at=None):
+        with group:
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+            replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = paceline.Loader(torch.utils.data.TensorDataset(torch.ones(64, 4)), 8, num_epochs=1)
+            paceline.load_latest(folder, replica, loader)
+            for batch in loader:
+                replica.backward(replica(batch.data[0]).mean(), weight=batch.count())
+                replica.update()
+                if replica.should_save(every=3):
+                    paceline.save(folder, replica, loader)
+                if replica.num_updates == stop_at:
+                    return None
+            return model.state_dict()
+
+    (whole,) = LocalGroup.run(1, lambda group: worker(group, tmp_path / "a"))
+    LocalGroup.run(1, lambda group: worker(group, tmp_path / "b", stop_at=4))
+    (resumed,) = LocalGroup.run(1, lambda group: worker(group, tmp_path / "b"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_two_replicas_are_one_checkpoint(tmp_path):
+    """As the two networks of a GAN."""
+
+    def worker(group, stop_at=None):
+        with group:
+            nets = [nn.Linear(2, 2), nn.Linear(2, 1)]
+            for number, net in enumerate(nets):
+                for parameter in net.parameters():
+                    nn.init.constant_(parameter, 0.1 * (number + 1))
+            generator, critic = (paceline.Replica(net, torch.optim.AdamW(net.parameters(), lr=0.1)) for net in nets)
+            loader = paceline.Loader(
+                torch.utils.data.TensorDataset(torch.arange(32.0).view(16, 2) / 32), 4, num_epochs=2
+            )
+            paceline.load_latest(tmp_path / str(stop_at is None and group.size), critic, generator, loader)
+            for batch in loader:
+                (real,) = batch.data
+                loss = critic(nets[0](real).detach()).mean() - critic(real).mean()
+                critic.backward(loss, weight=batch.count())
+                critic.update()
+                generator.backward(-nets[1](generator(real)).mean(), weight=batch.count())
+                nets[1].zero_grad()
+                generator.update()
+                if stop_at and generator.num_updates == 3:
+                    paceline.save(tmp_path / "x", critic, generator, loader)
+                if generator.num_updates == stop_at:
+                    return None
+            return {**nets[0].state_dict(prefix="g."), **nets[1].state_dict(prefix="c.")}
+
+    whole = LocalGroup.run(2, worker)[0]
+    LocalGroup.run(2, lambda group: worker(group, stop_at=5))
+    (tmp_path / "x").rename(tmp_path / "2")
+    resumed = LocalGroup.run(2, worker)[0]
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def stop_in_the_middle(folder):
+    """Return what the process would end with, and the updates done."""
+    try:
+        return 0, train_until_signal(folder)
+    except SystemExit as error:
+        return error.code, 0
+
+
+def train_until_signal(folder):
+    """A signal comes to rank 1 in its fourth step."""
+    torch.set_num_threads(1)
+    with paceline.join() as group:
+        model = nn.Linear(2, 1)
+        replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = paceline.Loader(torch.utils.data.TensorDataset(torch.ones(400, 2)), 4, num_epochs=1)
+        paceline.load_latest(folder, replica, loader)
+        for batch in loader:
+            replica.backward(replica(batch.data[0]).mean(), weight=batch.count())
+            replica.update()
+            if group.rank == 1 and replica.num_updates == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if replica.should_save(every=1000):
+                paceline.save(folder, replica, loader)
+    return replica.num_updates
+
+
+def test_a_signal_saves_ends_the_loop_and_leaves_with_75(tmp_path):
+    stopped = run_processes(2, stop_in_the_middle, {"folder": str(tmp_path)})
+    assert [result.value for result in stopped] == [[75, 0], [75, 0]], stopped[0].output
+    (checkpoint,) = tmp_path.glob("step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert 4 <= step <= 6
+    ended = run_processes(2, stop_in_the_middle, {"folder": str(tmp_path)})
+    assert [result.value for result in ended] == [[0, 100], [0, 100]], ended[0].output
