@@ -97,6 +97,24 @@ def test_a_killed_loop_goes_on_bit_for_bit(name, tmp_path):
             assert all(torch.equal(tensor, finally_[key]) for key, tensor in final.items())
 
 
+ASYNCHRONOUS = {name: rule for name, rule in every_rule().items() if rule.is_asynchronous}
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_workers_at_their_own_pace_come_together_to_save(name, tmp_path):
+    """One of them goes on bit for bit; several use each sample once, and what they learnt is kept."""
+    sync = ASYNCHRONOUS[name]
+    whole, expected = LocalGroup.run(1, lambda group: train(group, tmp_path / "whole", sync=sync))[0]
+    LocalGroup.run(1, lambda group: train(group, tmp_path / "one", sync=sync, stop_at=7))
+    later, final = LocalGroup.run(1, lambda group: train(group, tmp_path / "one", sync=sync))[0]
+    assert later == whole[-len(later) :]
+    assert all(torch.equal(tensor, final[key]) for key, tensor in expected.items())
+    used = LocalGroup.run(3, lambda group: train(group, tmp_path / "three", sync=sync))
+    assert len({str(final) for _, final in used}) == 1, "all leave with what the servers have"
+    assert (tmp_path / "three" / "step-00000004").is_dir()
+    assert max(tmp_path.glob("three/step-*")).name == "step-00000012"
+
+
 def test_any_number_of_workers_is_one_process_and_goes_on_from_another(tmp_path):
     alone, expected = LocalGroup.run(1, lambda group: train(group, tmp_path / "alone"))[0]
     LocalGroup.run(3, lambda group: train(group, tmp_path / "several", stop_at=5))

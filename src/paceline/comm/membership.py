@@ -33,6 +33,12 @@ class Membership:
         """In a layout, the ranks that read different samples, and what cuts this rank's part out of a batch."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that read what a rank reads where there is no layout."""
+        self.dispatcher: Any = None
+        """What hands out samples, where workers go at their own pace."""
+        self.save_every: int | None = None
+        """Steps after which those workers come together for a checkpoint, once a loop has said it."""
+        self.meeting_step: int | None = None
+        """While they are together, the number of steps done."""
         self.savers: dict[Any, Any] = {}
         """What writes checkpoints, by folder."""
         self._num_listening = 0

@@ -12,11 +12,14 @@ from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Shares
 from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
-from paceline.data.order import ENDLESS, Claims, GlobalOrder, Interval, Ledger, Tail, apportion
+from paceline.data.order import ENDLESS, Claims, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import Step, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
+
+_FAR = 2**40
+"""A step that no training comes to."""
 
 
 class Loader:
@@ -85,14 +88,17 @@ class Loader:
             num_processes = num_processes or parts.num_processes
         if global_batch is None:
             raise SettingsError("global_batch must be given: the samples of a step, over all workers")
+        self._finds_claims = False
+        """Whether it is to find out who hands out samples, if somebody does."""
         if group is None:
             group = find_group()
             if group.membership.reading is None:
                 group.membership.loaders.add(self)
             group, split = group.membership.reading or (group, split)
+            self._finds_claims = True
         self._split = split
         self._rank, self._num_workers, self._device = group.rank, group.size, group.device
-        self._membership = group.membership
+        self._group, self._membership = group, group.membership
         self._shares = Shares(shares, self._num_workers)
         for batch in [global_batch, *(batch for _, batch in changes)]:
             self._check_batch(batch)
@@ -245,6 +251,7 @@ class Loader:
             **stream,
             "shares": self._shares.state(self.position),
             "batches": self._batches.state(self.position),
+            "save_every": self._membership.save_every,
         }
 
     def load_batches(self, state: dict[str, Any]) -> None:
@@ -271,6 +278,7 @@ class Loader:
                     "resume with the data and order that the run was started with"
                 )
         self._ledger = Ledger.from_state(state)
+        self._membership.save_every = state.get("save_every")
         if self._stream is not None:
             self._stream.seek(state["stream"], self.position)
         if "batches" in state:
@@ -283,7 +291,40 @@ class Loader:
         which they have agreed to: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
+            if self._finds_claims and self._membership.dispatcher is not None:
+                yield from self._iterate_at_own_pace(self._membership.dispatcher)
+            else:
+                yield from self._iterate()
+
+    def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
+        """Yield what nobody else has; where it is time to save, to stop or to end, all workers come together.
+
+        They do so with a batch that counts for nothing.
+        """
+        if self._source is None:
+            refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, claims=dispatcher)
+        self._claims = dispatcher
+        dispatcher.hand_out(self.take, self.note)
+        membership, end = self._membership, self._end_step
+        next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
+        while True:
+            if membership.save_every is not None:
+                next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
+            dispatcher.set_boundary(self._batches.position_of(next_step if end is None else min(next_step, end)))
+            next_step = _FAR
             yield from self._iterate()
+            self.move_to(self._group.gather_documents(self.position, name="position")[0])
+            membership.meeting_step = self._batches.step_of(self.position)
+            membership.is_stopping |= dispatcher.is_stopping
+            self._in_hand = None
+            assert self._source is not None
+            here = Interval(self.position, self.position)
+            borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
+            yield Batch(borrowed, 0, here).to(self._device)
+            is_over = end is not None and membership.meeting_step >= end
+            membership.meeting_step = None
+            if is_over or membership.is_stopping:
+                return
 
     def _iterate(self) -> Iterator[Batch]:
         if self._claims is None:

@@ -122,6 +122,20 @@ class Claims(Protocol):
         """Note that claimed positions were used; False if they were not, and are handed out again."""
 
 
+class Dispatcher(Claims, Protocol):
+    """The same, as one of those workers sees it."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+
+    def hand_out(self, take: Callable[[int], tuple[int, int]], note: Callable[[int, int], None]) -> None:
+        """Say where samples come from: `take` returns the next of them, `note` learns which were used."""
+
+    def set_boundary(self, position: int) -> None:
+        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
+
+
 def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:
     """Cut `num_samples` into whole shares as near to the `weights` as can be (largest remainder).
 

@@ -136,7 +136,7 @@ class GradientSum:
                 f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
                 "learning rate, clip gradients, or look at the data of that step"
             )
-        if verdict.weight <= 0 and self.is_of_all:
+        if verdict.weight <= 0 and self.is_of_all and not self._rule.is_asynchronous:
             raise GradientError(f"the weights of a global batch must add up to more than 0, but got {verdict.weight}")
         return verdict
 

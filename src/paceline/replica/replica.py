@@ -128,6 +128,7 @@ class Replica:
         )
         held = None if self.part.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
         self._synchroniser = self.sync.start_synchroniser(Site(module, self.optimizer, self.group, seed, world, held))
+        self.membership.dispatcher = self.desk or self.membership.dispatcher
         self._meetings: Meetings | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._meetings = Meetings(self.group, self._synchroniser)
@@ -185,11 +186,19 @@ class Replica:
             every: Updates from one save to the next.
 
         Returns:
-            True after each `every`-th update, and once all workers stop because a signal asked one of them to.
+            True after each `every`-th update, and once all workers stop because a signal asked one of them to. Where
+            workers go at their own pace, after each `every`-th global batch: the loader then brings them together with
+            a batch that counts for nothing.
         """
         if every < 1:
             raise SettingsError(f"every must be at least 1 update, but got {every}")
-        return self.num_updates % every == 0 or self.membership.is_stopping
+        membership, step = self.membership, self.num_updates
+        if self.desk is not None:
+            membership.save_every = every
+            if membership.meeting_step is None:
+                return False
+            step = membership.meeting_step
+        return step % every == 0 or membership.is_stopping
 
     def backward(
         self,

@@ -47,15 +47,19 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
     for replica in replicas.values():
         if not replica.is_between_steps:
             raise SettingsError("a replica must be saved between its update and the next backward; call update before")
-    first = next(iter(replicas.values()))
-    world = first.part.world
+        if replica.desk is not None and replica.membership.meeting_step is None:
+            raise SettingsError(
+                f"workers with sync {replica.sync.name} must be together to save, but each is at a step of its own; "
+                "save where replica.should_save(every=...) says so"
+            )
+    world = next(iter(replicas.values())).part.world
     tensors, document = capture_objects(others)
     for prefix, replica in replicas.items():
         more, about = capture(replica, prefix)
         tensors, document = tensors | more, document | about
     states = {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
     tensors |= gather(states, world)
-    step = max(replica.num_updates for replica in replicas.values())
+    step = world.membership.meeting_step or max(replica.num_updates for replica in replicas.values())
     if world.rank == 0:
         saver = _find_saver(Path(folder), world, keep).start_new()
         saver.start(tensors, document | {"step": step}, step)
