@@ -47,7 +47,7 @@ def check_begun(recipe: str, num_workers: int | None, out: Path, overrides: list
         typer.echo(f"changed by the command line: {name} from {before} to {now}")
     for name, (there, here) in list_differences(run, make_run(recipe, overrides)).items():
         if (name, here) != ("num_threads", None):  # resolved when the run was begun
-            typer.echo(f"kept as begun: {name} {there}, though the recipe now says {here}; --{name} changes it")
+            typer.echo(f"kept as begun: {name} {there}, though a new run would now have {here}; --{name} changes it")
     return True
 
 
