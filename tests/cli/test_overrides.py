@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -215,8 +216,15 @@ def parse_line(*line):
     """Return what a command with options of its own makes of a command line."""
     seen = {}
 
-    def train(context: typer.Context, recipe: str, workers: int = 2, out: str = ""):
-        seen.update(recipe=recipe, workers=workers, out=out, overrides=parse_pairs(context.args))
+    def train(
+        context: typer.Context,
+        recipe: str,
+        workers: int = 2,
+        out: str = "",
+        flag: Annotated[bool, typer.Option("--flag")] = False,
+    ):
+        flags = {"flag": True} if flag else {}
+        seen.update(recipe=recipe, workers=workers, out=out, overrides=parse_pairs(context.args), **flags)
 
     app = typer.Typer()
     app.command(cls=OverridesCommand)(train)
@@ -241,6 +249,12 @@ def test_overrides_stand_anywhere_beside_a_commands_own_options(line):
 def test_values_that_look_like_options_or_arguments_stay_with_their_override():
     assert parse_line("mine.py", "--seed", "-1")["overrides"] == [("seed", "-1")]
     assert parse_line("--model.path", "other.py:f", "mine.py")["recipe"] == "mine.py"
+
+
+@pytest.mark.parametrize("line", ["mine.py --flag --seed 1", "--flag mine.py --seed=1", "--seed 1 --flag mine.py"])
+def test_an_option_without_a_value_leaves_what_follows_alone(line):
+    seen = parse_line(*line.split())
+    assert (seen["recipe"], seen["overrides"], seen["flag"]) == ("mine.py", [("seed", "1")], True)
 
 
 def test_help_is_given_beside_overrides():

@@ -6,27 +6,30 @@ import os
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
 from paceline import Loader
+from paceline.monitor.user_code import find_user_line
 from paceline.testing import run_processes
 
 
 class Points(Dataset):
     """Samples, of which some are broken, or never come."""
 
-    def __init__(self, broken=-1, endless=-1, reading=None):
-        self._broken, self._endless, self._reading = broken, endless, reading
+    def __init__(self, broken=-1, error=None, endless=-1, reading=None):
+        self._broken, self._error, self._endless, self._reading = broken, error, endless, reading
 
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         if index == self._broken:
-            raise ValueError(f"sample {index} is broken")
+            raise self._error
         if index == self._endless:
             if self._reading:
                 self._reading.touch()
@@ -43,24 +46,40 @@ def end_process():
     return len(multiprocessing.active_children())
 
 
-def meet_a_broken_sample():
-    loader = Loader(Points(broken=20), 4, shuffle=False, num_processes=1)
+class TwoPartsError(Exception):
+    """What pickle cannot make again."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+ERRORS = {"own": ValueError("sample 20 is broken"), "odd": TwoPartsError("one", "two")}
+
+
+def meet_a_broken_sample(name):
+    loader = Loader(Points(broken=20, error=ERRORS[name]), 4, shuffle=False, num_processes=1)
     seen = []
     try:
         for batch in loader:
             seen.append(batch.interval.start)
-    except ValueError as error:
+    except Exception as error:
         num_left = len(multiprocessing.active_children())
-        return [str(error), seen, num_left, end_process()]
+        trace = "".join(traceback.format_exception(error))
+        return [f"{type(error).__name__}: {error}", trace, find_user_line(error), seen, num_left, end_process()]
 
 
-def test_an_error_in_a_loader_process_reaches_the_loop_with_its_traceback():
-    (result,) = run_processes(1, meet_a_broken_sample, timeout_s=20)
+@pytest.mark.parametrize(
+    ("name", "error"), [("own", "ValueError: sample 20 is broken"), ("odd", "RuntimeError: TwoPartsError: one and two")]
+)
+def test_an_error_in_a_loader_process_reaches_the_loop_with_its_traceback(name, error):
+    (result,) = run_processes(1, meet_a_broken_sample, {"name": name}, timeout_s=20)
     assert result.exit_code == 0, result.output  # it would hang at its end
-    message, seen, num_left, num_left_at_end = result.value
-    assert "sample 20 is broken" in message
-    assert f'File "{__file__}", line' in message
-    assert "in __getitem__" in message
+    raised, trace, line, seen, num_left, num_left_at_end = result.value
+    assert raised == error
+    assert f'File "{__file__}", line' in trace
+    assert "in __getitem__" in trace
+    file, _, number = line.rpartition(":")
+    assert Path(file).read_text().splitlines()[int(number) - 1].strip() == "raise self._error"
     assert seen == [0, 4, 8, 12, 16]
     assert (num_left, num_left_at_end) == (0, 0)
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -44,10 +45,23 @@ def test_where_one_is_killed_the_others_are_told_to_end():
     assert ended.failures == {1: -signal.SIGKILL}
 
 
-def test_one_that_was_preempted_ends_nobody_else():
-    ended = watch([75, 3])
-    assert ended.exit_codes == {0: 75, 1: 3}
-    assert ended.ended_here <= {0}
+def leave_before_the_other(leaving):
+    if os.environ["RANK"] == "0":
+        leaving.write_text(f"{os.getpid()}\n")
+        os._exit(75)
+    while not (leaving.exists() and leaving.read_text().endswith("\n")):
+        time.sleep(0.01)
+    while Path("/proc", leaving.read_text().strip()).exists():
+        time.sleep(0.01)
+    time.sleep(0.3)  # for a launcher that would end this one too
+    return "still here"
+
+
+def test_one_that_was_preempted_ends_nobody_else(tmp_path):
+    with StopRequest() as stop:
+        ended = watch_processes(2, leave_before_the_other, tmp_path / "leaving", stop=stop)
+    assert ended.exit_codes == {0: 75, 1: 0}
+    assert ended.values == {1: "still here"}
 
 
 def freeze_or_fail(frozen):
@@ -89,8 +103,9 @@ def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
 
 
 def print_words(words):
-    print(words, flush=True)
-    print(f"{words}, loudly", file=sys.stderr, flush=True)
+    print(words)
+    print(f"{words}, loudly", file=sys.stderr)
+    os._exit(0)  # without what Python does at its end
 
 
 def test_what_is_printed_lies_by_rank_and_grows_from_start_to_start(tmp_path):

@@ -1,3 +1,4 @@
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -5,7 +6,7 @@ import time
 
 import pytest
 
-from paceline.launch.signals import StopRequest, drop_lost_output
+from paceline.launch.signals import StopRequest, drop_lost_output, leaving_when_asked
 
 
 def test_signals_are_noted_and_handed_on_and_then_as_before():
@@ -43,6 +44,20 @@ def test_ctrl_c_long_after_the_first_ends_workers_at_once(monkeypatch, number, e
         monkeypatch.setattr(time, "monotonic", lambda: now_s + 10)
         os.kill(os.getpid(), number)
     assert told == [number, number, expected]
+
+
+def be_asked_to_stop_in_an_import():
+    with leaving_when_asked(75):
+        with contextlib.suppress(BaseException):  # as modules do that look for others
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+
+
+def test_before_workers_are_started_a_signal_leaves_with_the_code():
+    process = multiprocessing.get_context("fork").Process(target=be_asked_to_stop_in_an_import)
+    process.start()
+    process.join()
+    assert process.exitcode == 75
 
 
 def print_without_reader():

@@ -1,7 +1,7 @@
 from paceline.monitor.user_code import find_user_line
 
 
-def test_an_error_from_a_loader_process_tells_its_line_in_its_message() -> None:
+def test_an_error_whose_message_is_a_traceback_tells_its_line() -> None:
     message = (
         "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
         '  File "/venv/lib/python3.11/site-packages/torch/utils/data/fetch.py", line 52, in fetch\n'

@@ -1,7 +1,7 @@
 """`paceline compare`: the same training in several ways, side by side."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -75,6 +75,7 @@ def compare(
 
 def _check_same(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> None:
     """Raise where `directory` holds a run with other settings; the number of threads may be the machine's."""
+    from paceline.cli.go_on import flatten_settings
     from paceline.cli.prepare import make_run
     from paceline.launch.worker import load_run
     from paceline.training.run import RunFile
@@ -82,8 +83,8 @@ def _check_same(directory: Path, recipe: str, workers: int, overrides: "Override
     if not (directory / "run.json").exists():
         return
     file = RunFile.load(directory)
-    there = {**_flatten(load_run(file).model_dump(mode="json")), "workers": file.num_workers}
-    here = {**_flatten(make_run(recipe, overrides).model_dump(mode="json")), "workers": workers}
+    there = {**flatten_settings(load_run(file).model_dump(mode="json")), "workers": file.num_workers}
+    here = {**flatten_settings(make_run(recipe, overrides).model_dump(mode="json")), "workers": workers}
     if here["num_threads"] is None:
         here["num_threads"] = there["num_threads"]
     absent = object()
@@ -94,15 +95,6 @@ def _check_same(directory: Path, recipe: str, workers: int, overrides: "Override
             f"a run that is compared must have the settings asked for, but in {directory} {words}; "
             "give the same again, or another --out"
         )
-
-
-def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted path."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        path = prefix + name
-        flat |= _flatten(value, f"{path}.") if isinstance(value, dict) else {path: value}
-    return flat
 
 
 def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "Outcome":

@@ -20,6 +20,7 @@ class OverridesCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the overrides out, each with its value, before the rest is parsed."""
         own = {name for parameter in self.params for name in parameter.opts} | {"--help"}
+        flags = {name for parameter in self.params if getattr(parameter, "is_flag", False) for name in parameter.opts}
         mine: list[str] = []
         overrides: list[str] = []
         waiting = list(args)
@@ -27,7 +28,7 @@ class OverridesCommand(TyperCommand):
             word = waiting.pop(0)
             is_override = word.startswith("--") and word.partition("=")[0] not in own
             (overrides if is_override else mine).append(word)
-            if "=" not in word and word.startswith("--") and word != "--help" and waiting:
+            if "=" not in word and word.startswith("--") and word not in {*flags, "--help"} and waiting:
                 (overrides if is_override else mine).append(waiting.pop(0))
         super().parse_args(ctx, mine)
         ctx.args = overrides

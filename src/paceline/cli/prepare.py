@@ -80,7 +80,7 @@ def prepare_new(
     Raises:
         SettingsError: `out` exists and is not empty, or settings are wrong.
     """
-    recipe = _absolute(recipe)
+    recipe = absolute_recipe(recipe)
     run = make_run(recipe, overrides)
     if num_workers is None:
         layout = run.layout
@@ -108,10 +108,7 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     run = apply_overrides(load_run(file), overrides)
     workers = num_workers or file.num_workers
     needed = _check_memory(run, check_workers(run, workers), workers)
-    newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
-    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
-    is_finished = log.is_file() and any(select(read_log(log), RunFinished))
-    if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps:
+    if (step := find_last_step(directory, run)) is not None:
         raise SettingsError(
             f"a resumed run must have steps left, but {directory} is at step {step} of {run.num_steps}; "
             f"give --num_steps more than {step} to train on"
@@ -147,6 +144,14 @@ def _log_memory(directory: Path, event: MemoryEstimated | None) -> None:
             log.write(event, step=-1)
 
 
+def find_last_step(directory: Path, run: Run) -> int | None:
+    """Return the step at which a run has finished; None where it has steps left."""
+    newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
+    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
+    is_finished = log.is_file() and any(select(read_log(log), RunFinished))
+    return step if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps else None
+
+
 def take_back(directory: Path, file: RunFile) -> None:
     """Put the run's file from before back, when settings that a resume gave did not work."""
     if RunFile.load(directory) != file:
@@ -165,21 +170,21 @@ def write_report(directory: Path) -> None:
     typer.echo(f"report: {page}\npicture: {picture}")
 
 
-def _absolute(recipe: str) -> str:
+def absolute_recipe(recipe: str) -> str:
     """Return the recipe with its file, if it is one, found from anywhere."""
     if recipe in RECIPES:
         return recipe
     file, separator, function = recipe.rpartition(":") if ":" in recipe else (recipe, ":", "run")
-    return f"{Path(file).absolute()}{separator}{function}" if file.endswith(".py") else recipe
+    return f"{Path(file).resolve()}{separator}{function}" if file.endswith(".py") else recipe
 
 
 def _make_directory(out: Path | None, recipe: str) -> Path:
     if out is not None:
         directory = out.absolute()
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if directory.exists() and (not directory.is_dir() or not _is_unused(directory)):
             raise SettingsError(
                 f"--out must be a new or empty directory, but {directory} exists; "
-                "choose another, or go on with that run by --resume"
+                "choose another, or go on with that run by --go_on"
             )
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -197,6 +202,11 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
             return directory
         except FileExistsError:
             number += 1
+
+
+def _is_unused(directory: Path) -> bool:
+    """Return whether nothing is in it but the first file of a run that was killed while it wrote that."""
+    return all(path.name.startswith(".run.json.") for path in directory.iterdir())
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from paceline.errors import SettingsError
+from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
+from paceline.launch.signals import leaving_when_asked
 
 
 def train(
@@ -20,9 +22,15 @@ def train(
         int | None, typer.Option(help="Workers on this machine, a process each or what a layout gives. [default: 2]")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the run; must be new. [default: runs/RECIPE-n]")
+        Path | None, typer.Option(help="Directory of the run; new without --go_on. [default: runs/RECIPE-n]")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    go_on: Annotated[
+        bool,
+        typer.Option(
+            "--go_on", "--go-on", help="Start the run in --out, or go on with it where it was begun; for jobs."
+        ),
+    ] = False,
     max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
 ) -> None:
     """Train a model, with checkpoints, a log and a report.
@@ -31,20 +39,29 @@ def train(
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
     `paceline recipes NAME` lists them. Under torchrun the same command trains on many machines.
 
+    A job that may be submitted again says `--out DIRECTORY --go_on`: the same command then starts the run, goes on
+    with it, or says that it is finished. What else the command says changes the run from there on, as with --resume.
+
     Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (go on with
-    --resume), 1 failed.
+    --go_on or --resume), 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 
     overrides = parse_pairs(context.args)
     if (recipe is None) == (resume is None):
         raise SettingsError("either a recipe or --resume RUN must be given; `paceline recipes` lists the recipes")
+    if go_on and (recipe is None or out is None):
+        raise SettingsError(
+            "--go_on must be given with a recipe and --out DIRECTORY, where the run is begun or was; "
+            "add them, or give --resume RUN alone"
+        )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from paceline.cli.train_worker import train_as_worker
 
-        raise typer.Exit(train_as_worker(recipe, out, resume, overrides))
-    prepare_to_fork()
-    raise typer.Exit(_train_here(recipe, workers, out, resume, max_restarts, overrides))
+        raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
+    with leaving_when_asked(ExitCode.PREEMPTED):
+        prepare_to_fork()
+        raise typer.Exit(_train_here(recipe, workers, out, resume, max_restarts, overrides, go_on=go_on))
 
 
 def _train_here(
@@ -54,10 +71,12 @@ def _train_here(
     resume: Path | None,
     max_restarts: int,
     overrides: list[tuple[str, str]],
+    *,
+    go_on: bool,
 ) -> int:
     from paceline.checkpoint.durable import WriterLock
+    from paceline.cli.go_on import check_begun, is_begun
     from paceline.cli.prepare import prepare_new, prepare_resumed, take_back, write_report
-    from paceline.launch import ExitCode
     from paceline.launch.local import launch
     from paceline.monitor.reader import last_traceback
     from paceline.training.run import RunFile
@@ -65,6 +84,10 @@ def _train_here(
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     before = None
+    if go_on and recipe is not None and out is not None and is_begun(out):
+        if not check_begun(recipe, workers, out, overrides):
+            return ExitCode.FINISHED
+        resume = out
     if resume is not None:
         before = RunFile.load(resume)
         lock = WriterLock(resume.absolute())

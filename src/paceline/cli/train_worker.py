@@ -2,9 +2,11 @@
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from paceline.cli.go_on import check_begun, is_begun
 from paceline.cli.overrides import apply_overrides
 from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, write_report
 from paceline.comm import Group, join
@@ -17,7 +19,7 @@ from paceline.training.run import RunFile
 
 
 def train_as_worker(
-    recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
+    recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]], *, go_on: bool
 ) -> ExitCode:
     """Train as the rank that torchrun's environment names; rank 0 makes the directory and shows how it goes.
 
@@ -25,25 +27,27 @@ def train_as_worker(
     """
     # Every rank knows the recipe, and how long it may wait, before it knows the others.
     group = join(timeout_s=make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S)
-    directory, file, attempt = _agree_run(group, recipe, out, resume, overrides)
+    agreed = _agree_run(group, lambda: _prepare(group, recipe, out, resume, overrides, go_on=go_on))
+    if agreed is None:
+        group.close()
+        return ExitCode.FINISHED
+    directory, file = agreed
     is_first = group.rank == 0
     with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
-        code = work(directory, file, group, attempt)
+        code = work(directory, file, group, group.epoch)
     if is_first and code is ExitCode.FINISHED:
         write_report(directory)
     return code
 
 
-def _agree_run(
-    group: Group, recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
-) -> tuple[Path, RunFile, int]:
-    """Let rank 0 prepare the run, and return it on every rank."""
+def _agree_run(group: Group, prepare: Callable[[], tuple[Path, RunFile] | None]) -> tuple[Path, RunFile] | None:
+    """Let rank 0 prepare the run, and return it on every rank; None where it is finished."""
     answer: dict[str, object] | None = None
     refused: PacelineError | None = None
     if group.rank == 0:
         try:
-            directory, file = _prepare(group, recipe, out, resume, overrides)
-            answer = {"directory": str(directory), "file": file.model_dump(mode="json")}
+            prepared = prepare()
+            answer = {"directory": str(prepared[0]), "file": prepared[1].model_dump(mode="json")} if prepared else {}
         except PacelineError as error:
             refused = error
     answer = group.gather_documents(answer, name="run")[0]
@@ -51,12 +55,22 @@ def _agree_run(
         raise refused
     if answer is None:
         raise SettingsError("rank 0 refused to start the run; its own message says why")
-    return Path(str(answer["directory"])), RunFile.model_validate(answer["file"]), group.epoch
+    return (Path(str(answer["directory"])), RunFile.model_validate(answer["file"])) if answer else None
 
 
 def _prepare(
-    group: Group, recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]]
-) -> tuple[Path, RunFile]:
+    group: Group,
+    recipe: str | None,
+    out: Path | None,
+    resume: Path | None,
+    overrides: list[tuple[str, str]],
+    *,
+    go_on: bool,
+) -> tuple[Path, RunFile] | None:
+    if go_on and recipe is not None and out is not None and is_begun(out):
+        if not check_begun(recipe, None, out, overrides):
+            return None
+        resume = out
     if resume is not None:
         run = apply_overrides(load_run(RunFile.load(resume)), overrides)
         return prepare_resumed(resume, run.count_workers(group.size), overrides)

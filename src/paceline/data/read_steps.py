@@ -3,8 +3,10 @@
 import itertools
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.pool
 import multiprocessing.popen_fork
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -78,9 +80,10 @@ def read_in_processes(
         )
     )
     try:
-        for first in parts:  # its step was planned before it
+        read = map(_raise_if_error, parts)
+        for first in read:  # its step was planned before it
             step = planned.get()
-            yield step.make_batches([first, *itertools.islice(parts, len(step.parts) - 1)], device)
+            yield step.make_batches([first, *itertools.islice(read, len(step.parts) - 1)], device)
     finally:  # an error's traceback would keep them alive
         parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
 
@@ -92,7 +95,26 @@ class _Reader(Dataset[Any]):
         self._source = source
 
     def __getitem__(self, indices: Indices) -> Any:
-        return self._source.read(np.asarray(indices))
+        try:
+            return self._source.read(np.asarray(indices))
+        except Exception as error:  # handed on as it is; torch would make its traceback a part of its message
+            trace = error.__traceback__
+            return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be sent to another process: this one, or its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _raise_if_error(read: Any) -> Any:
+    if isinstance(read, Exception):
+        raise read
+    return read
 
 
 def _live_with_worker(_: int) -> None:

@@ -18,7 +18,7 @@ class ExitCode(enum.IntEnum):
     PEERS_LOST = 69
     """Another worker died or stopped answering; a new start can go on."""
     PREEMPTED = 75
-    """A signal asked to stop; a checkpoint is saved and a new start goes on from it."""
+    """A signal asked to stop; what was trained is saved, and a new start goes on from there."""
 
 
 def leave(code: int) -> NoReturn:

@@ -1,8 +1,10 @@
 """Processes of this machine that find each other as torchrun's do, watched until all have ended."""
 
 import contextlib
+import io
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,6 +165,8 @@ def _be_rank(
     if output is not None:
         for descriptor, kind in ((1, "out"), (2, "err")):
             _redirect(descriptor, output / f"rank{environment['RANK']}.{kind}")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # to be read while it runs, and not lost with it
     os.environ.update(environment)
     unblock_signals()
     sender.send(function(*arguments))

@@ -1,13 +1,17 @@
 """Signals that ask a launcher to stop."""
 
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
+
+from paceline.launch.exit_codes import leave
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PATIENCE_S = 2.0
@@ -46,6 +50,24 @@ class StopRequest:
             self.number, self._came_s = number, time.monotonic()
         is_impatient = number == signal.SIGINT and time.monotonic() - self._came_s > _PATIENCE_S
         self.hand_on(signal.SIGKILL if is_impatient else number)
+
+
+@contextlib.contextmanager
+def leaving_when_asked(code: int) -> Iterator[None]:
+    """Inside, leave with an exit code when asked to stop; Ctrl-C stays Python's. For what comes before any worker."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        drop_lost_output()
+        print(f"stopped by {signal.Signals(number).name} while no worker ran", file=sys.stderr)
+        leave(code)  # an exception in the middle of an import may be swallowed
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def drop_lost_output() -> None:

@@ -16,15 +16,14 @@ _OTHERS = [
 
 def find_user_line(error: BaseException) -> str:
     """Return the innermost line of a person's own code that an error came through, as ``file:line``; empty if none."""
+    # The cause lies deeper; that of an error from a loader process has its traceback as a text, as its message.
+    if error.__cause__ is not None and (line := find_user_line(error.__cause__)):
+        return line
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         places.append((error.filename, error.lineno))
-    # An error from a loader process has its traceback in its message.
     places += [(file, int(line)) for file, line in _PLACE.findall(str(error))]
-    for file, line in reversed(places):
-        if _is_users(file):
-            return f"{_shorten(file)}:{line}"
-    return find_user_line(error.__cause__) if error.__cause__ is not None else ""
+    return next((f"{_shorten(file)}:{line}" for file, line in reversed(places) if _is_users(file)), "")
 
 
 def format_user_traceback(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -194,7 +195,7 @@ class RunFile(Settings):
         path = directory / "run.json"
         if path.exists():
             number = len(list(directory.glob("run-*.json"))) + 1
-            path.rename(directory / f"run-{number}.json")
+            shutil.copyfile(path, directory / f"run-{number}.json")  # at no instant is there none
         temporary = directory / f".run.json.{os.getpid()}"
         temporary.write_text(self.model_dump_json(indent=2) + "\n")
         temporary.replace(path)
