@@ -1,7 +1,8 @@
 """Directives that take their text from the code, so that these pages cannot go stale."""
 
 import inspect
-from typing import ClassVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -47,7 +48,7 @@ class EventFields(Directive):
 
     def run(self) -> list[nodes.Node]:
         from paceline.monitor import list_kinds
-        from paceline.monitor.fields import list_fields
+        from paceline.monitor.events import list_fields
 
         meanings = ModuleAnalyzer.for_module("paceline.monitor.events").find_attr_docs()
         sections: list[nodes.Node] = []
@@ -57,12 +58,26 @@ class EventFields(Directive):
             summary = (inspect.getdoc(cls) or "").splitlines()[0]
             section += nodes.paragraph(summary, summary)
             rows = [
-                (name, field.rule, " ".join(meanings.get((cls.__name__, name), [])).strip())
-                for name, field in list_fields(cls).items()
+                (name, _describe(annotation), " ".join(meanings.get((cls.__name__, name), [])).strip())
+                for name, annotation in list_fields(cls).items()
             ]
             section += _table(("field", "holds", "meaning"), rows)
             sections.append(section)
         return sections
+
+
+def _describe(annotation: Any) -> str:
+    """Return what a field of an event holds: ``list of float``, ``int or None``."""
+    kind, inner = get_origin(annotation), [_describe(one) for one in get_args(annotation)]
+    if kind is Annotated:
+        return inner[0]
+    if kind is UnionType or kind is Union:
+        return " or ".join(inner)
+    if kind is list:
+        return f"list of {inner[0]}"
+    if kind is dict:
+        return "JSON object" if annotation == dict[str, Any] else f"{inner[1]} by name"
+    return getattr(annotation, "__name__", "").replace("NoneType", "None")
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[object, ...]]) -> nodes.table:
