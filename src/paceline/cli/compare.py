@@ -9,7 +9,7 @@ from paceline.cli.compare_gossip import compare_gossip
 from paceline.errors import SettingsError, unknown_name
 
 if TYPE_CHECKING:
-    from paceline.benchmarks.comparison import Outcome, Overrides
+    from paceline.benchmarks.comparison import Overrides, RunOutcome
 
 
 def compare(
@@ -63,7 +63,7 @@ def compare(
     }
     for directory, overrides in runs.values():
         _check_same(directory, recipe, workers, overrides)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
+    outcomes: dict[str, list[RunOutcome]] = {name: [] for name in ways}
     for (name, seed), (directory, overrides) in runs.items():
         outcome = _train(directory, recipe, workers, overrides)
         outcomes[name].append(outcome)
@@ -105,11 +105,11 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "Outcome":
+def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "RunOutcome":
     """Train, or go on, unless it is done already, and return how the run ended."""
     from rich.console import Console
 
-    from paceline.benchmarks.comparison import Outcome
+    from paceline.benchmarks.comparison import RunOutcome
     from paceline.cli.prepare import prepare_new
     from paceline.launch import ExitCode
     from paceline.launch.local import launch
@@ -130,7 +130,7 @@ def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -
             f"every run of a comparison must have a held-out loss, but {directory} has none; "
             "take data with a held-out part"
         )
-    return Outcome(
+    return RunOutcome(
         loss=summary.finish.event.held_out_loss,
         accuracy=summary.finish.event.metrics.get("accuracy"),
         wire_bytes=summary.wire_bytes or 0,

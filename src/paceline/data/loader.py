@@ -13,7 +13,7 @@ from paceline.data.batches import Batches
 from paceline.data.map_source import MapSource
 from paceline.data.order import Claims, GlobalOrder, Interval, Ledger, apportion
 from paceline.data.read_ahead import ReadAhead
-from paceline.data.read_steps import Step, read_in_processes
+from paceline.data.read_steps import StepReads, read_in_processes
 from paceline.data.shares import Shares
 from paceline.errors import DataError, SettingsError
 
@@ -242,7 +242,7 @@ class Loader:
         num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
-    def _plan_steps(self) -> Iterator[Step]:
+    def _plan_steps(self) -> Iterator[StepReads]:
         while self._claims is None:
             interval = self._ledger.claim(self.order, self.batch_at)
             shares = apportion(interval.num_samples, self._shares.at(interval.start))
@@ -251,7 +251,7 @@ class Loader:
             interval = Interval(*claimed)
             yield self._cut(interval, interval.start, interval.num_samples)
 
-    def _cut(self, interval: Interval, start: int, share: int) -> Step:
+    def _cut(self, interval: Interval, start: int, share: int) -> StepReads:
         """Cut this worker's share of an interval into micro-batches."""
         num_parts = self.num_micro_batches
         if self._adds_micro_batches:
@@ -263,7 +263,7 @@ class Loader:
             parts.append(self.order.samples_at(place))
             counts.append(count)
             start += count
-        return Step(interval, parts, counts)
+        return StepReads(interval, parts, counts)
 
     def _read_steps(self) -> Iterator[list[Batch]]:
         if self._num_processes > 0:

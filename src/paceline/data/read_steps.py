@@ -17,7 +17,7 @@ from paceline.data.order import Interval
 
 
 @dataclass(frozen=True)
-class Step:
+class StepReads:
     """One step of one worker: which samples each micro-batch reads, and how many of them count."""
 
     interval: Interval
@@ -34,7 +34,7 @@ class Step:
 
 
 def read_in_processes(
-    source: Source, steps: Iterator[Step], device: torch.device, num_processes: int, prefetch_factor: int
+    source: Source, steps: Iterator[StepReads], device: torch.device, num_processes: int, prefetch_factor: int
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step, read by forked processes.
 
@@ -45,7 +45,7 @@ def read_in_processes(
         num_processes: How many there are.
         prefetch_factor: Micro-batches that each of them reads ahead.
     """
-    planned: queue.SimpleQueue[Step] = queue.SimpleQueue()
+    planned: queue.SimpleQueue[StepReads] = queue.SimpleQueue()
 
     def plan() -> Iterator[Indices]:
         for step in steps:
