@@ -1,8 +1,7 @@
 """Directives that take their text from the code, so that these pages cannot go stale."""
 
 import inspect
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -34,11 +33,12 @@ class RecipeSettings(Directive):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        from paceline.cli.describe import describe_settings
         from paceline.cli.prepare import make_run
-        from paceline.cli.recipes import describe_settings
 
         rows = describe_settings(make_run(self.arguments[0], []))
-        return [_table(("override", "value", "meaning"), [(f"--{path}", value, text) for path, value, text in rows])]
+        cells: list[tuple[object, ...]] = [(f"--{row.path}", *row[1:]) for row in rows]
+        return [_table(("override", "type", "value", "meaning"), cells)]
 
 
 class EventFields(Directive):
@@ -47,6 +47,7 @@ class EventFields(Directive):
     option_spec: ClassVar[dict[str, object]] = {}
 
     def run(self) -> list[nodes.Node]:
+        from paceline.cli.describe import describe_type
         from paceline.monitor import list_kinds
         from paceline.monitor.events import list_fields
 
@@ -58,26 +59,12 @@ class EventFields(Directive):
             summary = (inspect.getdoc(cls) or "").splitlines()[0]
             section += nodes.paragraph(summary, summary)
             rows = [
-                (name, _describe(annotation), " ".join(meanings.get((cls.__name__, name), [])).strip())
+                (name, describe_type(annotation), " ".join(meanings.get((cls.__name__, name), [])).strip())
                 for name, annotation in list_fields(cls).items()
             ]
             section += _table(("field", "holds", "meaning"), rows)
             sections.append(section)
         return sections
-
-
-def _describe(annotation: Any) -> str:
-    """Return what a field of an event holds: ``list of float``, ``int or None``."""
-    kind, inner = get_origin(annotation), [_describe(one) for one in get_args(annotation)]
-    if kind is Annotated:
-        return inner[0]
-    if kind is UnionType or kind is Union:
-        return " or ".join(inner)
-    if kind is list:
-        return f"list of {inner[0]}"
-    if kind is dict:
-        return "JSON object" if annotation == dict[str, Any] else f"{inner[1]} by name"
-    return getattr(annotation, "__name__", "").replace("NoneType", "None")
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[object, ...]]) -> nodes.table:

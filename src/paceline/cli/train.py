@@ -29,7 +29,7 @@ def train(
 
     Every setting of the recipe can be overridden by its dotted path, for instance
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
-    `paceline recipes NAME` lists them. Under torchrun the same command trains on many machines.
+    `--help` after a recipe's name lists them. Under torchrun the same command trains on many machines.
 
     Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (go on with
     --resume), 1 failed.
