@@ -33,11 +33,12 @@ class RecipeSettings(Directive):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        from paceline.cli.describe import describe_settings
         from paceline.cli.prepare import make_run
-        from paceline.cli.recipes import describe_settings
 
         rows = describe_settings(make_run(self.arguments[0], []))
-        return [_table(("override", "value", "meaning"), [(f"--{path}", value, text) for path, value, text in rows])]
+        cells: list[tuple[object, ...]] = [(f"--{row.path}", *row[1:]) for row in rows]
+        return [_table(("override", "type", "value", "meaning"), cells)]
 
 
 class EventFields(Directive):
@@ -46,8 +47,9 @@ class EventFields(Directive):
     option_spec: ClassVar[dict[str, object]] = {}
 
     def run(self) -> list[nodes.Node]:
+        from paceline.cli.describe import describe_type
         from paceline.monitor import list_kinds
-        from paceline.monitor.fields import list_fields
+        from paceline.monitor.events import list_fields
 
         meanings = ModuleAnalyzer.for_module("paceline.monitor.events").find_attr_docs()
         sections: list[nodes.Node] = []
@@ -57,8 +59,8 @@ class EventFields(Directive):
             summary = (inspect.getdoc(cls) or "").splitlines()[0]
             section += nodes.paragraph(summary, summary)
             rows = [
-                (name, field.rule, " ".join(meanings.get((cls.__name__, name), [])).strip())
-                for name, field in list_fields(cls).items()
+                (name, describe_type(annotation), " ".join(meanings.get((cls.__name__, name), [])).strip())
+                for name, annotation in list_fields(cls).items()
             ]
             section += _table(("field", "holds", "meaning"), rows)
             sections.append(section)

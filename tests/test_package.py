@@ -1,3 +1,5 @@
+import ast
+import collections
 import importlib
 import pkgutil
 import re
@@ -118,6 +120,20 @@ def test_no_module_imports_itself_through_others():
     graph = grimp.build_graph("paceline", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # a circle is a CycleError that names its modules
+
+
+SHARED_NAMES = {"Control", "Ledger", "Piece", "Stage"}
+"""Names of classes that are still to be renamed; nothing is to be added."""
+
+
+def test_no_two_classes_have_one_name():
+    found = collections.Counter(
+        statement.name
+        for path in (ROOT / "src").rglob("*.py")
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.ClassDef)
+    )
+    assert {name for name, count in found.items() if count > 1} == SHARED_NAMES
 
 
 def imported_by(statement):

@@ -149,7 +149,7 @@ def explain(error: ValidationError) -> str:
 
 def _explain_one(problem: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in problem["loc"]) or "settings"
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{path} is not a field here"
     if problem["type"] == "missing":
         return f"{path} must be given"

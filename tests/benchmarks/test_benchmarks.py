@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from paceline.benchmarks import (
+    BenchmarkRow,
     CodecsBenchmark,
     CollectivesBenchmark,
     ReplicaBenchmark,
-    Row,
     Workers,
     list_benchmarks,
     print_table,
@@ -27,7 +27,7 @@ needs_netlab = pytest.mark.skipif(bool(netlab_missing()), reason=netlab_missing(
 
 
 def row(**changes):
-    return Row(
+    return BenchmarkRow(
         **{
             "bench": "b",
             "case": "small",
@@ -45,7 +45,7 @@ def row(**changes):
 def test_a_row_of_pairs_compares_what_was_measured_together():
     """Both sides grow tenfold half-way, so that their medians say nothing, and pairs are all of one ratio."""
     reference = [1.0] * 10 + [10.0] * 11
-    found = Row.of_pairs("b", "c", "time", "s", [2 * time for time in reference], reference, "gloo")
+    found = BenchmarkRow.of_pairs("b", "c", "time", "s", [2 * time for time in reference], reference, "gloo")
     assert (found.ours, found.reference) == (20.0, 10.0)
     assert (found.ratio_lower, found.ratio, found.ratio_upper) == (2.0, 2.0, 2.0)
 
@@ -53,7 +53,7 @@ def test_a_row_of_pairs_compares_what_was_measured_together():
 def test_bounds_hold_the_ratio_between_them():
     reference = [1.0] * 30
     ours = [1 + 0.01 * (index % 10) for index in range(30)]
-    found = Row.of_pairs("b", "c", "time", "s", ours, reference, "gloo")
+    found = BenchmarkRow.of_pairs("b", "c", "time", "s", ours, reference, "gloo")
     assert 1.02 < found.ratio_lower < found.ratio < found.ratio_upper < 1.08
 
 
@@ -61,7 +61,7 @@ def test_rows_are_written_once(tmp_path):
     rows = [row(), row(case="large", ratio_lower=0.4, ratio_upper=0.61)]
     json_path, markdown_path = tmp_path / "rows.json", tmp_path / "rows.md"
     write_files(rows, json_path, markdown_path)
-    assert [Row(**document) for document in json.loads(json_path.read_text())] == rows
+    assert [BenchmarkRow(**document) for document in json.loads(json_path.read_text())] == rows
     lines = markdown_path.read_text().splitlines()
     assert lines[0] == "| case | metric | Paceline | reference | ratio | 95% above | 95% below |"
     assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- |"

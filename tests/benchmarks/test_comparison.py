@@ -1,7 +1,7 @@
 import pytest
 
 from paceline.benchmarks import COMPARISONS
-from paceline.benchmarks.comparison import Outcome
+from paceline.benchmarks.comparison import RunOutcome
 from paceline.cli.prepare import make_run
 from paceline.errors import UnknownNameError
 
@@ -14,7 +14,7 @@ def compare(outcomes):
 
 
 def outcome(loss=2.0, accuracy=0.5, wire_bytes=1000, elapsed_s=4.0):
-    return Outcome(loss, accuracy, wire_bytes, elapsed_s)
+    return RunOutcome(loss, accuracy, wire_bytes, elapsed_s)
 
 
 def test_codecs_are_compared_with_none_seed_by_seed():

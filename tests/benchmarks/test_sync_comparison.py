@@ -3,7 +3,7 @@ import statistics
 import pytest
 
 from paceline.benchmarks import COMPARISONS
-from paceline.benchmarks.comparison import Outcome
+from paceline.benchmarks.comparison import RunOutcome
 from paceline.cli.prepare import make_run
 from paceline.sync import EveryStep
 
@@ -16,8 +16,8 @@ def compare(outcomes):
 
 
 def test_rules_are_compared_with_every_step():
-    reference = [Outcome(loss, None, 1000, 4.0) for loss in (2.0, 4.0, 6.0)]
-    ours = [Outcome(loss, None, 50, 3.0) for loss in (2.2, 4.0, 6.4)]
+    reference = [RunOutcome(loss, None, 1000, 4.0) for loss in (2.0, 4.0, 6.0)]
+    ours = [RunOutcome(loss, None, 50, 3.0) for loss in (2.2, 4.0, 6.4)]
     every_step, row = compare({"every_step": reference, "diloco": ours})
     assert every_step.cells() == ("every_step", "", "3", "4.0000", "1.0000", "1.0000", "1.0000", "1.0000", "1.00")
     # 12.6 to 12. Each of three seeds is drawn thrice in 1 of 27 draws: these, at 1 and 1.1, are beyond the bounds; next
@@ -31,12 +31,12 @@ def test_rules_are_compared_with_every_step():
 
 def test_the_interval_takes_seeds_in_pairs_and_narrows_with_them():
     """Losses that differ from seed to seed, but as much for both, leave no doubt; noise of one of them does."""
-    reference = [Outcome(2.0 + seed, None, 1, 1.0) for seed in range(20)]
-    scaled = [Outcome(1.1 * (2.0 + seed), None, 1, 1.0) for seed in range(20)]
+    reference = [RunOutcome(2.0 + seed, None, 1, 1.0) for seed in range(20)]
+    scaled = [RunOutcome(1.1 * (2.0 + seed), None, 1, 1.0) for seed in range(20)]
     _, row = compare({"every_step": reference, "easgd": scaled})
     assert (row.loss_ratio_lower, row.loss_ratio_upper) == pytest.approx((1.1, 1.1))
     errors = [0.5 * (-1) ** seed for seed in range(20)]
-    noisy = [Outcome(outcome.loss + error, None, 1, 1.0) for outcome, error in zip(reference, errors, strict=True)]
+    noisy = [RunOutcome(outcome.loss + error, None, 1, 1.0) for outcome, error in zip(reference, errors, strict=True)]
     _, row = compare({"every_step": reference, "easgd": noisy})
     # The mean of 20 such errors spreads by 0.5 / sqrt(20), and 1.645 of it is each side, within a tenth of that.
     mean = statistics.mean(outcome.loss for outcome in reference)
@@ -44,7 +44,7 @@ def test_the_interval_takes_seeds_in_pairs_and_narrows_with_them():
 
 
 def test_one_seed_has_no_interval():
-    (row,) = compare({"every_step": [Outcome(2.0, None, 1000, 4.0)]})
+    (row,) = compare({"every_step": [RunOutcome(2.0, None, 1000, 4.0)]})
     assert (row.loss_ratio_lower, row.loss_ratio_upper) == (None, None)
     assert row.cells()[4:6] == ("1.0000", "")
 

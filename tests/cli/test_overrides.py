@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from pydantic import Field, JsonValue
 from typer.testing import CliRunner
 
-from paceline.cli.overrides import OverridesCommand, apply_overrides, parse_pairs
+from paceline.cli.describe import describe_settings
+from paceline.cli.overrides import _ALIASES, apply_overrides, parse_pairs
+from paceline.cli.overrides_command import OverridesCommand
 from paceline.data.text import Text
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.optim import SGD, AdamW
@@ -137,17 +139,42 @@ def test_the_last_of_two_values_counts():
     assert override("--seed", "1", "--seed", "2").seed == 2
 
 
-def test_an_unknown_field_is_told_with_the_closest_and_all():
-    message = refuse("--optimizer.momentun", "0.5", "--seed", "1")
-    known = ", ".join(sorted(AdamW.model_fields))
-    assert message == f"the field --optimizer.momentun must be a known name, but got 'momentun'; known: {known}"
-    message = refuse("--optimizer", "sgd", "--optimizer.momentun", "0.5")
-    assert "did you mean 'momentum'?" in message
-    message = refuse("--num_step", "5")
-    assert message.startswith(
-        "the field --num_step must be a known name, but got 'num_step'; did you mean 'num_steps'?"
-    )
-    assert "global_batch, " in message
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["--learning_rate", "1"], "--optimizer.learning_rate"),
+        (["--lr", "1"], "--optimizer.learning_rate"),
+        (["--optimizer.lr", "1"], "--optimizer.learning_rate"),
+        (["--learning-rte", "1"], "--optimizer.learning_rate"),
+        (["--wd", "1"], "--optimizer.weight_decay"),
+        (["--momentum", "1", "--optimizer", "sgd"], "--optimizer.momentum"),
+        (["--period", "2", "--sync=diloco"], "--sync.period"),
+        (["--bs", "8"], "--global_batch"),
+        (["--batch-size", "8"], "--global_batch"),
+        (["--epochs", "8"], "--num_steps"),
+        (["--random_seed", "8"], "--seed"),
+        (["--num_step", "5"], "--num_steps"),
+        (["--width", "5"], "--model.arguments.width"),
+        (["--model.width", "5"], "--model.arguments.width"),
+        (["--optimizer", "sgd", "--optimizer.momentun", "1"], "--optimizer.momentum"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_unknown_setting_is_told_with_the_path_that_is_meant(arguments, meant):
+    assert refuse(*arguments).endswith(f"; did you mean {meant}?")
+
+
+def test_every_other_name_leads_to_a_setting():
+    known = {row.path.rpartition(".")[2] for row in describe_settings(find_recipe("transformer_lm")())}
+    assert not [alias for alias, names in _ALIASES.items() if not known & set(names.split())]
+
+
+def test_an_unknown_setting_that_is_like_none_is_told_with_those_beside_it():
+    others = ", ".join(f"--optimizer.{name}" for name in AdamW.model_fields if name != "name")
+    beginning = "must be the path of a setting, but there is none of that name; there are:"
+    assert refuse("--optimizer.hue", "0.5", "--seed", "1") == f"--optimizer.hue {beginning} {others}"
+    assert refuse("--hue", "5").startswith(f"--hue {beginning} --model, --data, ")
+    assert refuse("--hue.more", "5").startswith(f"--hue.more {beginning} --model, --data, ")
 
 
 def test_an_unknown_variant_is_told_with_the_closest_and_all():

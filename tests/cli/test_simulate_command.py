@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline.cli.overrides import OverridesCommand
+from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.simulate import parse_bandwidths, parse_ranks, simulate
 from paceline.errors import MissingExtraError, SettingsError, UnknownNameError
 from paceline.simulator import Scaling
@@ -103,7 +103,7 @@ def test_all_algorithms_that_can_do_it_are_compared_and_the_rest_explained(run):
         (["all-reduce", "--cluster.width", "3"], UnknownNameError, "width"),
         (["all-reduce", "--cluster.bandwidth", "100"], None, None),
         (["all-reduce", "--cluster.bandwidth", "quick"], SettingsError, "a speed must be like 100gbit"),
-        (["all-reduce", "--rank", "4"], UnknownNameError, "the field --rank"),
+        (["all-reduce", "--rank", "4"], UnknownNameError, "--rank must be the path of a setting"),
         (["all-reduce", "--compute_s", "0"], SettingsError, "compute_s must be greater than 0"),
         (["all-reduce", "--bytes", "big"], SettingsError, "a size must be like 100MB"),
         (["all-reduce", "--pace", "fast"], SettingsError, "--pace must be together or own, but got 'fast'"),

@@ -37,8 +37,8 @@ def refuse(monkeypatch, capsys, *arguments):
         ("train transformer", "did you mean 'transformer_lm'?"),
         ("train", "either a recipe or --resume RUN must be given"),
         ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given"),
-        ("train transformer_lm --num_stps 4", "did you mean 'num_steps'?"),
-        ("train transformer_lm --optimizer.learning_rat 4", "did you mean 'learning_rate'?"),
+        ("train transformer_lm --num_stps 4", "did you mean --num_steps?"),
+        ("train transformer_lm --optimizer.learning_rat 4", "did you mean --optimizer.learning_rate?"),
         (
             "train transformer_lm --optimizer.learning_rate fast",
             "--optimizer.learning_rate must be a valid number",

@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline.cli.overrides import OverridesCommand
+from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.verify import verify
 from paceline.errors import ProgramError, SettingsError, UnknownNameError
 from paceline.programs import Ring, list_algorithms
@@ -60,7 +60,7 @@ def test_settings_of_the_algorithm_can_be_overridden():
         (["ring", "--ranks", "5:2"], SettingsError, "--ranks must be a number from 1 on, or two as in 2:17"),
         (["ring", "--ranks", "0"], SettingsError, "but got '0'"),
         (["ring", "--ranks", "many"], SettingsError, "but got 'many'"),
-        (["ring", "--ranks_per_host", "2"], UnknownNameError, "the field --ranks_per_host"),
+        (["ring", "--ranks_per_host", "2"], UnknownNameError, "--ranks_per_host must be the path of a setting"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, kind, words):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paceline.compression import Int8, OneBit, kernels
 from paceline.compression.codec import Place
 from paceline.compression.kernels import find_kernels
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.testing.codec_contract import make_value
 
 CODECS = [OneBit, Int8]
@@ -43,7 +43,7 @@ def find(compiler, codec):
 def test_numba_gives_the_bits_of_the_reference(
     codec, num_elements, num_rows, exponent, share_of_zeros, has_feedback, options, bad
 ):
-    rows = Rows(num_elements, num_rows, codec.tile, codec.bits)
+    rows = RowLayout(num_elements, num_rows, codec.tile, codec.bits)
     generator = torch.Generator().manual_seed(num_elements)
     value, residual, start = torch.randn(3, num_elements, generator=generator) * 10.0**exponent
     value *= torch.rand(num_elements, generator=generator) >= share_of_zeros
@@ -72,7 +72,7 @@ def test_numba_gives_the_bits_of_the_reference(
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("compiler", ["torch", "numba"])
 def test_an_owner_of_nothing_encodes_nothing(codec, compiler):
-    rows = Rows(100, 3, codec.tile, codec.bits)
+    rows = RowLayout(100, 3, codec.tile, codec.bits)
     payload = rows.new_payload(torch.device("cpu"), 1)
     assert find(compiler, codec).encode(torch.empty(0), torch.empty(0), rows, payload, torch.empty(0))
     assert not payload.any()
@@ -82,7 +82,7 @@ def test_an_owner_of_nothing_encodes_nothing(codec, compiler):
 @pytest.mark.parametrize("num_elements", [1, 100, 512, 2048, 3000, 20_000])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 9])
 def test_every_byte_of_a_payload_is_set(codec, num_elements, num_rows):
-    rows = Rows(num_elements, num_rows, codec.tile, codec.bits)
+    rows = RowLayout(num_elements, num_rows, codec.tile, codec.bits)
     assert [rows.part(row).stop for row in range(num_rows - 1)] == [rows.part(row).start for row in range(1, num_rows)]
     assert (rows.part(0).start, rows.part(num_rows - 1).stop) == (0, num_elements)
     payloads = []
@@ -101,7 +101,7 @@ def test_tiles_are_encoded_alike_whoever_owns_them(codec):
     value, residual = make_value((9000,), 0, 0), make_value((9000,), 1, 0)
     decoded = []
     for num_rows in (1, 2, 3, 7, 40):
-        rows = Rows(9000, num_rows, codec.tile, codec.bits)
+        rows = RowLayout(9000, num_rows, codec.tile, codec.bits)
         payload, kept, output = rows.new_payload(value.device), torch.empty(9000), torch.empty(9000)
         find("numba", codec).encode(value, residual, rows, payload, kept)
         find("numba", codec).decode(payload, rows, output)
@@ -158,7 +158,7 @@ import itertools, warnings
 warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about infinities
 import torch
 from paceline.compression.kernels import torch_int8, torch_one_bit, triton_int8, triton_one_bit
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 def run(module, value, residual, rows, options):
     payload, kept = rows.new_payload(value.device), torch.zeros_like(value)
@@ -177,7 +177,7 @@ for tile, bits, reference, module, options in (
 ):
     for size, num_rows, scale, has_feedback in itertools.product((9, 5001), (1, 3), (1.0, 1e-44), (0, 1)):
         value, residual = torch.randn(2, size) * scale
-        rows = Rows(size, num_rows, tile, bits)
+        rows = RowLayout(size, num_rows, tile, bits)
         given = value, residual if has_feedback else None, rows, options
         for expected, got in zip(run(reference, *given), run(module, *given)):
             assert expected is got is True or torch.equal(expected, got), (module.__name__, size, num_rows, scale)

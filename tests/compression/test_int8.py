@@ -6,7 +6,7 @@ import torch
 from paceline.compression import Int8, NoCodec
 from paceline.compression.codec import Place
 from paceline.compression.kernels import torch_int8
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.testing.codec_contract import check_codec, make_value
 from paceline.testing.lockstep import exchange_all
 
@@ -34,7 +34,7 @@ def test_an_element_is_off_by_less_than_a_step(codec, most, num_elements):
     value = make_value((num_elements,), 0, 0)
     requests = []
     exchange_all(codec, [value], requests=requests)
-    rows = Rows(num_elements, 1, codec.tile, codec.bits)
+    rows = RowLayout(num_elements, 1, codec.tile, codec.bits)
     decoded = torch.empty_like(value)
     torch_int8.decode(requests[0].payload, rows, decoded)
     assert bool(((decoded - value).abs() <= most * scales(value) * (1 + 1e-4)).all())

@@ -7,7 +7,7 @@ import torch
 
 from paceline.compression import BF16, FP16, Int8, OneBit
 from paceline.compression.kernels import find_kernels, torch_int8, torch_one_bit
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.testing.codec_contract import make_value
 from paceline.testing.lockstep import exchange_all
 
@@ -34,7 +34,7 @@ def test_triton_gives_what_the_reference_gives(codec, reference, num_elements):
     value, residual = (make_value((num_elements,), step, 0).cuda() for step in range(2))
     module = find_kernels(codec.name, value.device)
     assert module.__name__.endswith(f"triton_{codec.name}")
-    rows = Rows(num_elements, 3, codec.tile, codec.bits)
+    rows = RowLayout(num_elements, 3, codec.tile, codec.bits)
     results = []
     for kernels in (reference, module):
         payload, kept, decoded = rows.new_payload(value.device), torch.empty_like(value), torch.empty_like(value)

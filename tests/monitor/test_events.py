@@ -10,6 +10,7 @@ from story import make_record, make_start, make_step
 
 from paceline.errors import PacelineError
 from paceline.monitor import EventError, Record, RunStarted, Warned, from_json, list_kinds, to_json
+from paceline.monitor.events import Float, Int
 
 always = settings(deadline=None, derandomize=True)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -22,14 +23,14 @@ JSON = st.recursive(
 BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
     str | None: st.none() | TEXTS,
-    int: INTEGERS,
-    int | None: st.none() | INTEGERS,
-    float: st.floats(),
-    float | None: st.none() | st.floats(),
+    Int: INTEGERS,
+    Int | None: st.none() | INTEGERS,
+    Float: st.floats(),
+    Float | None: st.none() | st.floats(),
     list[str]: st.lists(TEXTS, max_size=3),
-    list[int]: st.lists(INTEGERS, max_size=3),
-    list[float]: st.lists(st.floats(), max_size=3),
-    dict[str, float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
+    list[Int]: st.lists(INTEGERS, max_size=3),
+    list[Float]: st.lists(st.floats(), max_size=3),
+    dict[str, Float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Any]: st.dictionaries(TEXTS, JSON, max_size=3),
 }
 
@@ -119,12 +120,12 @@ def test_a_text_that_reads_like_nan_stays_a_text() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss": "low"}, r"step_finished\.loss must be a number, but got 'low'"),
-        ({"loss": None}, r"step_finished\.loss must be a number, but got None"),
-        ({"num_samples": 1.5}, r"step_finished\.num_samples must be an integer of 64 bits, but got 1.5"),
-        ({"num_samples": True}, r"num_samples must be an integer"),
-        ({"position": 2**63}, r"position must be an integer of 64 bits"),
-        ({"loss_scale": []}, r"loss_scale must be a number or None"),
+        ({"loss": "low"}, "step_finished: loss must be a valid number, but got 'low'"),
+        ({"loss": None}, "step_finished: loss must be a valid number, but got None"),
+        ({"num_samples": 1.5}, "step_finished: num_samples must be a valid integer, but got 1.5"),
+        ({"num_samples": True}, "num_samples must be a valid integer, but got True"),
+        ({"position": 2**63}, "position must be less than 9223372036854775808"),
+        ({"loss_scale": []}, "loss_scale must be a valid number"),
     ],
 )
 def test_a_wrong_field_is_refused_when_the_event_is_made_and_when_it_is_read(
@@ -139,9 +140,9 @@ def test_a_wrong_field_is_refused_when_the_event_is_made_and_when_it_is_read(
 
 
 def test_a_wrong_envelope_is_refused() -> None:
-    with pytest.raises(EventError, match=r"record\.rank must be an integer of 64 bits, but got '0'"):
+    with pytest.raises(EventError, match="record: rank must be a valid integer, but got '0'"):
         make_record(make_step(1), rank="0")
-    with pytest.raises(EventError, match=r"record\.event must be an event, but got 'x'"):
+    with pytest.raises(EventError, match="record: event must be an instance of Event, but got 'x'"):
         make_record("x")  # type: ignore[arg-type]
 
 
@@ -156,9 +157,11 @@ def test_a_wrong_envelope_is_refused() -> None:
         ('{"kind": ["warned"]}', "must be a known name"),
         ("{}", "must be a known name"),
         ('{"kind": "warned"}', "warned must be a JSON object, but got None"),
-        ('{"kind": "warned", "event": {}}', r"missing=\['message'\]"),
-        ('{"kind": "warned", "event": {"message": "a", "loud": 1}}', r"unknown=\['loud'\]"),
-        ('{"kind": "warned", "event": {"message": "a"}, "rank": 0}', r"missing=\['run', 'epoch'"),
+        ('{"kind": "warned", "event": {}}', "warned: message must be given"),
+        ('{"kind": "warned", "event": {"message": "a", "self": 1}}', "warned: self is not a field here"),
+        ('{"kind": "warned", "event": {"__dataclass_self__": 1}}', "warned must have just its fields"),
+        ('{"kind": "warned", "event": {"message": "a", "loud": 1}}', "warned: loud is not a field here"),
+        ('{"kind": "warned", "event": {"message": "a"}, "rank": 0}', "record: run must be given\nepoch must be given"),
         ('{"kind": "warned", "event": {"message": NaN}}', "NaN is not JSON"),
     ],
 )

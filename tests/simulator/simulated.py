@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from paceline.programs import Collective, Program, Round, list_algorithms
-from paceline.topology import DGXA100, FatTree, Loopback, Switch, Torus
+from paceline.topology import DGXA100, FatTree, Loopback, Switch, TorusCluster
 
 PAIRS = [
     (name, collective) for name, algorithm in list_algorithms().items() for collective in sorted(algorithm.collectives)
@@ -51,7 +51,7 @@ clusters = st.one_of(
         core_latency_s=delays_s,
         reduce_speed=speeds,
     ),
-    st.builds(Torus, bandwidth=speeds, latency_s=delays_s, reduce_speed=speeds),
+    st.builds(TorusCluster, bandwidth=speeds, latency_s=delays_s, reduce_speed=speeds),
     st.builds(DGXA100, host_bandwidths=host_bandwidths, latency_s=delays_s),
     st.builds(Loopback, bandwidth=speeds, reduce_speed=speeds),
 )

@@ -9,7 +9,7 @@ from simulated import PAIRS, make_program
 from paceline.errors import SettingsError
 from paceline.programs import Collective, Program, find_algorithm
 from paceline.simulator import simulate, simulate_collective
-from paceline.topology import FatTree, Loopback, Switch, Torus
+from paceline.topology import FatTree, Loopback, Switch, TorusCluster
 
 B = 12.5e9
 """Bandwidth."""
@@ -107,7 +107,7 @@ def test_hierarchical(hosts, m):
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_torus_on_a_torus(k):
     """Half of the buffer along rows while the other half goes along columns: no cable is shared."""
-    cluster = Torus(bandwidth=B, latency_s=L, message_s=M, reduce_speed=1 / G)
+    cluster = TorusCluster(bandwidth=B, latency_s=L, message_s=M, reduce_speed=1 / G)
     block = S / (2 * k) + S / (2 * k * k)
     rounds = 4 * (k - 1) * (L + 2 * M)
     assert time_s("torus", "all_reduce", k * k, cluster) == exactly(

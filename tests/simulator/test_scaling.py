@@ -2,10 +2,9 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.errors import SettingsError, UnknownNameError
-from paceline.programs import Collective, Hierarchical, Ring, find_algorithm
-from paceline.programs import Torus as TorusAlgorithm
+from paceline.programs import Collective, Hierarchical, Ring, Torus, find_algorithm
 from paceline.simulator import Scaling, fit_algorithm, simulate, simulate_collective
-from paceline.topology import DGXA100, FatTree, Switch, Torus
+from paceline.topology import DGXA100, FatTree, Switch, TorusCluster
 
 
 def test_efficiency_is_computing_over_computing_and_what_it_cannot_hide():
@@ -58,8 +57,8 @@ def test_algorithms_are_fitted_to_the_cluster():
     assert fit_algorithm("hierarchical", DGXA100(), 4) == Hierarchical(ranks_per_host=4)
     assert fit_algorithm("hierarchical", FatTree(hosts_per_pod=5), 20) == Hierarchical(ranks_per_host=5)
     assert fit_algorithm("hierarchical", Switch(), 20) == Hierarchical()
-    assert fit_algorithm("torus", Torus(shape=(2, 8)), 16) == TorusAlgorithm(num_rows=2)
-    assert fit_algorithm("torus", Torus(), 16) == TorusAlgorithm()
+    assert fit_algorithm("torus", TorusCluster(shape=(2, 8)), 16) == Torus(num_rows=2)
+    assert fit_algorithm("torus", TorusCluster(), 16) == Torus()
     assert fit_algorithm("ring", DGXA100(), 16) == Ring()
 
 

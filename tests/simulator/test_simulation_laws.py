@@ -8,7 +8,7 @@ from simulated import PAIRS, clusters, host_bandwidths, scale_links, speeds
 
 from paceline.programs import Collective, find_algorithm
 from paceline.simulator import CodecCost, simulate
-from paceline.topology import FatTree, Switch, Torus
+from paceline.topology import FatTree, Switch, TorusCluster
 
 always = settings(deadline=None, derandomize=True, max_examples=50)
 thorough = settings(deadline=None, derandomize=True, max_examples=120)
@@ -94,7 +94,7 @@ def test_no_program_beats_the_uplinks_of_pods(pair, hosts_per_pod, oversubscript
 @always
 @given(pairs, st.integers(3, 4), st.integers(2, 3), sizes, st.booleans())
 def test_no_program_beats_the_cables_between_halves_of_a_torus(pair, num_rows, num_columns, num_bytes, own_pace):
-    cluster = Torus(shape=(num_rows, num_columns))
+    cluster = TorusCluster(shape=(num_rows, num_columns))
     num_ranks = num_rows * num_columns
     program = build(pair, num_ranks)
     cables = 2 * num_columns * cluster.bandwidth  # from the upper rows: down from the last, and up around the ends

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from paceline.errors import SettingsError
 from paceline.registry import list_variants
-from paceline.topology import DGXA100, DGXH100, Cluster, FatTree, Loopback, Switch, Torus, squarest
+from paceline.topology import DGXA100, DGXH100, Cluster, FatTree, Loopback, Switch, TorusCluster, squarest
 
 always = settings(deadline=None, derandomize=True)
 CLUSTERS = list_variants(Cluster)
@@ -129,19 +129,19 @@ def test_ranks_must_fit():
     with pytest.raises(SettingsError, match=r"num_hosts x devices_per_host = 2 x 4 = 8, but got 9; raise num_hosts"):
         Switch(num_hosts=2, devices_per_host=4).network(9)
     with pytest.raises(SettingsError, match=r"the torus, 2 x 3 = 6, but got 7; enlarge shape"):
-        Torus(shape=(2, 3)).network(7)
+        TorusCluster(shape=(2, 3)).network(7)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (2, 2, 2, 2)])
 def test_a_torus_has_one_to_three_dims(shape):
     with pytest.raises(ValidationError):
-        Torus(shape=shape)
+        TorusCluster(shape=shape)
 
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(1, 1), (7, 1), (12, 3), (16, 4), (4096, 64)])
 def test_a_torus_is_as_square_as_can_be(num_ranks, rows):
     assert squarest(num_ranks) == (rows, num_ranks // rows)
-    assert len(Torus().network(num_ranks).capacities_bytes_per_s) == 4 * num_ranks
+    assert len(TorusCluster().network(num_ranks).capacities_bytes_per_s) == 4 * num_ranks
 
 
 @always
@@ -152,7 +152,7 @@ def test_torus_routes_are_shortest_walks_to_the_goal(shape, data):
     here, goal = (np.array(np.unravel_index(rank, shape)) for rank in (source, destination))
     hops = np.abs(here - goal)
     shortest = int(np.minimum(hops, np.array(shape) - hops).sum())
-    links = route(Torus(shape=shape).network(num_devices), source, destination)
+    links = route(TorusCluster(shape=shape).network(num_devices), source, destination)
     assert len(links) == shortest
     for link in links:
         device, (dim, goes_down) = link // (2 * len(shape)), divmod(link % (2 * len(shape)), 2)

@@ -1,10 +1,10 @@
 """Layer 9: measurements, as ratios within one run."""
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
-from paceline.benchmarks.comparison import Comparison
+from paceline.benchmarks.comparison import RunComparison
 from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
@@ -22,15 +22,15 @@ from paceline.registry import find_variant, list_variants
 __all__ = [
     "COMPARISONS",
     "Benchmark",
+    "BenchmarkRow",
     "CodecsBenchmark",
     "CollectivesBenchmark",
-    "Comparison",
     "ConvergenceBenchmark",
     "ExposedBenchmark",
     "LayoutsBenchmark",
     "MemoryBenchmark",
     "ReplicaBenchmark",
-    "Row",
+    "RunComparison",
     "ServerBenchmark",
     "StragglersBenchmark",
     "TableRow",

@@ -12,7 +12,7 @@ from paceline.registry import Family
 
 
 @dataclass(frozen=True)
-class Row(TableRow):
+class BenchmarkRow(TableRow):
     """One measurement beside its reference."""
 
     headings = ("case", "metric", "Paceline", "reference", "ratio", "95% above", "95% below")
@@ -70,7 +70,7 @@ class Benchmark(Family):
     family = "benchmark"
 
     @abstractmethod
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run it."""
 
 

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from paceline.benchmarks.comparison import Comparison, Outcomes, Overrides
+from paceline.benchmarks.comparison import Outcomes, Overrides, RunComparison
 from paceline.benchmarks.tables import TableRow
 
 _PUBLISHED = {"none": "1x / 0", "top_k": "100x / 0.3", "int8": "4x / 0.1", "one_bit": "32x / 0.5"}
@@ -81,4 +81,4 @@ def _make_ways(num_steps: int) -> dict[str, Overrides]:
     }
 
 
-CODEC_COMPARISON = Comparison(_make_ways, _describe)
+CODEC_COMPARISON = RunComparison(_make_ways, _describe)

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.compression import kernels
 from paceline.compression.int8 import Int8
 from paceline.compression.one_bit import OneBit
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.compression.top_k import count_kept
 from paceline.registry import register
 
@@ -39,7 +39,7 @@ class CodecsBenchmark(Benchmark):
     """Samples of the codec and the copy; plain torch gets a third of them."""
     device: Literal["cpu", "cuda"] = "cpu"
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run all codecs."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -48,7 +48,7 @@ class CodecsBenchmark(Benchmark):
         finally:
             torch.set_num_threads(num_threads)
 
-    def _measure_one(self, codec: CodecName) -> list[Row]:
+    def _measure_one(self, codec: CodecName) -> list[BenchmarkRow]:
         problem = _Problem.make(codec, self.num_elements, self.density, torch.device(self.device))
         fast = problem.encoder(kernels.find_kernels(codec, problem.value.device))
         plain = problem.encoder(importlib.import_module(f"{kernels.__name__}.torch_{codec}"))
@@ -69,8 +69,8 @@ class CodecsBenchmark(Benchmark):
         metric = f"encode with feedback, {self.device}"
         beside_plain = speeds["fast"][::3]
         return [
-            Row.of_pairs(self.name, case, metric, "GB/s", speeds["fast"], speeds["copy"], "copy"),
-            Row.of_pairs(self.name, case, metric, "GB/s", beside_plain, speeds["plain"], "plain torch"),
+            BenchmarkRow.of_pairs(self.name, case, metric, "GB/s", speeds["fast"], speeds["copy"], "copy"),
+            BenchmarkRow.of_pairs(self.name, case, metric, "GB/s", beside_plain, speeds["plain"], "plain torch"),
         ]
 
     def _time(self, run: Callable[[], object]) -> float:
@@ -94,7 +94,7 @@ class _Problem:
     residual: Tensor
     new_residual: Tensor
     payload: list[Tensor]
-    rows: Rows | None = None
+    rows: RowLayout | None = None
     num_kept: int = 0
     least_bytes: int = field(init=False)
 
@@ -110,7 +110,7 @@ class _Problem:
             indices = torch.zeros(num_kept, dtype=torch.int32, device=device)
             return cls(*arrays, [indices, torch.zeros(num_kept, device=device)], num_kept=num_kept)
         settings = OneBit if codec == "one_bit" else Int8
-        rows = Rows(num_elements, 1, settings.tile, settings.bits)
+        rows = RowLayout(num_elements, 1, settings.tile, settings.bits)
         return cls(*arrays, [rows.new_payload(device)], rows=rows)
 
     def encoder(self, module: ModuleType) -> Callable[[], object]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.workers import Workers
 from paceline.comm import TorchGroup
 from paceline.comm.group import Group
@@ -55,13 +55,13 @@ class CollectivesBenchmark(Benchmark):
     workers: Workers = Workers()
     """Where, if it is between hosts."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run all cases of the place asked for."""
         if self.workers.num_hosts > 1:
             return self._measure_programs()
         return [row for num_workers in self.local_workers for row in self._measure_shared_memory(num_workers)]
 
-    def _measure_shared_memory(self, num_workers: int) -> list[Row]:
+    def _measure_shared_memory(self, num_workers: int) -> list[BenchmarkRow]:
         sizes = self.sizes or ("4KiB", "1MiB", "16MiB", "64MiB")
         num_bytes = [_whole_floats(size) for size in sizes]
         results = Workers(num_workers=num_workers).start(_time_shared_memory, num_bytes, self.num_pairs)
@@ -69,11 +69,13 @@ class CollectivesBenchmark(Benchmark):
         for size, times in zip(sizes, _slowest(results), strict=True):
             case = f"{num_workers} workers, {size}"
             rows.append(
-                Row.of_pairs(self.name, case, "shared memory all-reduce", "s", times["ours"], times["gloo"], "gloo")
+                BenchmarkRow.of_pairs(
+                    self.name, case, "shared memory all-reduce", "s", times["ours"], times["gloo"], "gloo"
+                )
             )
         return rows
 
-    def _measure_programs(self) -> list[Row]:
+    def _measure_programs(self) -> list[BenchmarkRow]:
         sizes = self.sizes or ("4MiB", "64MiB")
         num_bytes = [_whole_floats(size) for size in sizes]
         results = self.workers.start(_time_programs, list(self.algorithms), num_bytes, self.num_pairs)
@@ -86,8 +88,8 @@ class CollectivesBenchmark(Benchmark):
             for algorithm in self.algorithms:
                 ours = times[algorithm]
                 metric = f"{algorithm} all-reduce"
-                rows.append(Row.of_pairs(self.name, case, metric, "s", ours, bound_s, "bandwidth bound"))
-                rows.append(Row.of_pairs(self.name, case, metric, "s", ours, times["gloo"], "gloo"))
+                rows.append(BenchmarkRow.of_pairs(self.name, case, metric, "s", ours, bound_s, "bandwidth bound"))
+                rows.append(BenchmarkRow.of_pairs(self.name, case, metric, "s", ours, times["gloo"], "gloo"))
         return rows
 
 

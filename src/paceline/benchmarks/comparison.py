@@ -13,7 +13,7 @@ _NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How one run ended."""
 
     loss: float
@@ -24,12 +24,12 @@ class Outcome:
     elapsed_s: float
 
 
-Outcomes = Sequence[Outcome]
+Outcomes = Sequence[RunOutcome]
 """Of one way, by seed."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Several ways to do the same training.
 
     Args:

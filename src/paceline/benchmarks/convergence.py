@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.comparison import compare_means
 from paceline.benchmarks.language import LanguageTask, make_rule_side
 from paceline.benchmarks.problems import joined
@@ -55,7 +55,7 @@ class ConvergenceBenchmark(Benchmark):
     workers: Workers = Workers(num_workers=4)
     """Where they run."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Train with each rule and seed, and compare."""
         rules = [EveryStep(), *self.rules]
         seeds = range(self.first_seed, self.first_seed + self.num_seeds)
@@ -68,12 +68,14 @@ class ConvergenceBenchmark(Benchmark):
             for row in self._describe(describe_rule(rule), ours, reference)
         ]
 
-    def _describe(self, case: str, ours: dict[str, list[float]], reference: dict[str, list[float]]) -> list[Row]:
+    def _describe(
+        self, case: str, ours: dict[str, list[float]], reference: dict[str, list[float]]
+    ) -> list[BenchmarkRow]:
         rows = []
         for metric, unit in (("loss", "nats"), ("sent", "bytes")):
             mean_ratio = compare_means(ours[metric], reference[metric])
             is_loss = metric == "loss"
-            row = Row(
+            row = BenchmarkRow(
                 self.name,
                 case,
                 f"held-out loss, {self.task.num_steps} steps, {self.num_seeds} seeds" if is_loss else "sent in all",

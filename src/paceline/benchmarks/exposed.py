@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
@@ -46,7 +46,7 @@ class ExposedBenchmark(Benchmark):
     workers: Workers = Workers()
     """Where they run."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Time all sides."""
         sides: list[JsonValue] = ["floor", "ddp", *(side for side in self.sides if side != "ddp")]
         times: dict[str, list[float]] = self.workers.start(
@@ -99,12 +99,12 @@ def time_sides(
     return times
 
 
-def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) -> Row:
+def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) -> BenchmarkRow:
     ours, reference, floor = times[side], times[other], times["floor"]
     generator = random.Random(0)
     rounds = range(len(floor))
     ratios = sorted(_ratio(ours, reference, floor, generator.choices(rounds, k=len(rounds))) for _ in range(2000))
-    return Row(
+    return BenchmarkRow(
         bench="exposed",
         case=f"{side}: {case}",
         metric="exposed communication",

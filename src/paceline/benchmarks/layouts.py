@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.benchmarks import layouts_by_hand as by_hand
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import Problem, make_optimizer
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group, join
@@ -103,7 +103,7 @@ class LayoutsBenchmark(Benchmark):
             )
         return self
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run all cases, those of as many processes in one start."""
         found: dict[CaseName, list[Measured]] = {}
         for num_ranks in sorted({_CASES[name].num_ranks for name in self.cases}):
@@ -120,7 +120,7 @@ class LayoutsBenchmark(Benchmark):
         tokens = torch.randint(_VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
         return Problem(module, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
-    def _describe(self, name: CaseName, ranks: list[Measured]) -> list[Row]:
+    def _describe(self, name: CaseName, ranks: list[Measured]) -> list[BenchmarkRow]:
         case = _CASES[name]
         losses = {
             side: statistics.fmean(loss for rank in ranks if (loss := rank.losses[side]) is not None)
@@ -133,18 +133,18 @@ class LayoutsBenchmark(Benchmark):
             [max(times) for times in zip(*(rank.times[side] for rank in ranks), strict=True)]
             for side in ("ours", "reference")
         )
-        rows = [Row.of_pairs(self.name, case.title, "step time", "s", ours, reference, case.reference_name)]
+        rows = [BenchmarkRow.of_pairs(self.name, case.title, "step time", "s", ours, reference, case.reference_name)]
         if ranks[0].pipeline:
             rows.append(self._describe_bubble(case, ranks))
         return rows
 
-    def _describe_bubble(self, case: _Case, ranks: list[Measured]) -> Row:
+    def _describe_bubble(self, case: _Case, ranks: list[Measured]) -> BenchmarkRow:
         told = zip(*(rank.pipeline for rank in ranks), strict=True)
         steps = [PipelineStep(epoch=0, step=number, events=events) for number, events in enumerate(told)]
         bubble, formula = statistics.median(step.bubble for step in steps), steps[0].formula
         assert formula is not None
         said = "formula for equal stages"
-        return Row(self.name, case.title, "bubble", "of a step", bubble, formula, said, bubble / formula)
+        return BenchmarkRow(self.name, case.title, "bubble", "of a step", bubble, formula, said, bubble / formula)
 
 
 def measure_cases(settings: LayoutsBenchmark, names: list[CaseName]) -> list[Measured]:

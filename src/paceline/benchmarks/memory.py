@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.reproductions.base import train_once
 from paceline.benchmarks.workers import Workers
 from paceline.errors import SettingsError, unknown_name
@@ -50,7 +50,7 @@ class MemoryBenchmark(Benchmark):
     workers: Workers = Workers()
     """Where they run; two for the sharded ones."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Train with each."""
         if unknown := [name for name in self.techniques if name not in TECHNIQUES]:
             raise unknown_name("technique", unknown[0], TECHNIQUES)
@@ -74,13 +74,13 @@ class MemoryBenchmark(Benchmark):
             document[name] = {**document[name], **value} if isinstance(value, dict) else value
         return Run.model_validate(document)
 
-    def _measure(self, technique: str) -> Row:
+    def _measure(self, technique: str) -> BenchmarkRow:
         run, num_workers = self.make_run(technique), self.workers.num_workers
         estimated = estimate(run, run.data.open(), num_workers, guess_device(num_workers)).peak_bytes
         measured = train_once(run, self.recipe, self.workers).memory_measured
         if not measured:
             raise SettingsError(f"every run must tell what it measured, but that with {technique} did not")
         peak = measured[0].event.peak_bytes
-        return Row(
+        return BenchmarkRow(
             self.name, technique, "peak memory", "MB", peak / 1e6, estimated / 1e6, "estimated", peak / estimated
         )

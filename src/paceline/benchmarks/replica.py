@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import Problem, Step, ddp_step, joined, make_problem, plain_step, replica_step
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
@@ -35,7 +35,7 @@ class ReplicaBenchmark(Benchmark):
     memory: bool = True
     """Also compare peak memory (PSS), each side in processes of its own."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run all cases."""
         rows = []
         for case in self.cases:
@@ -45,13 +45,13 @@ class ReplicaBenchmark(Benchmark):
             # Few pairs of a long step say as much as many of a short one.
             num_pairs = self.num_pairs * (3 if case == "lm-wire-bound" else 1)
             ours, reference = workers.start(_time_pairs, case, num_pairs)[0]
-            rows.append(Row.of_pairs(self.name, case, "step time", "s", ours, reference, reference_name))
+            rows.append(BenchmarkRow.of_pairs(self.name, case, "step time", "s", ours, reference, reference_name))
             if self.memory:
                 ours_mib, reference_mib = (
                     sum(workers.start(_measure_memory, case, side).values()) / 2**20 for side in ("ours", "reference")
                 )
                 rows.append(
-                    Row(
+                    BenchmarkRow(
                         bench=self.name,
                         case=case,
                         metric="peak memory",

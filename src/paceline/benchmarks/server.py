@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import joined
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group
@@ -43,7 +43,7 @@ class ServerBenchmark(Benchmark):
     workers: Workers = Workers(num_workers=3)
     """Where they run; one of them is the server."""
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Time both sides."""
         results = self.workers.start(
             time_rounds,
@@ -63,7 +63,7 @@ class ServerBenchmark(Benchmark):
         )
         num_bytes = results[0]["num_bytes"]
         case = f"{self.rule.name}, {pushers} workers, {num_bytes / 1e6:.1f} MB each way"
-        return [Row.of_pairs(self.name, case, "pushes", "1/s", ours, reference, "bare send and receive")]
+        return [BenchmarkRow.of_pairs(self.name, case, "pushes", "1/s", ours, reference, "bare send and receive")]
 
 
 def time_rounds(rule: dict[str, Any], width: int, num_layers: int, num_pushes: int, num_rounds: int) -> dict[str, Any]:

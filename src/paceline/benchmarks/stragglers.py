@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.language import LanguageTask
 from paceline.benchmarks.loss_picture import Curve, draw_losses
 from paceline.benchmarks.problems import joined
@@ -109,7 +109,7 @@ class StragglersBenchmark(Benchmark):
             )
         return self
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Run all sides."""
         results = self.workers.start(run_trials, self.model_dump(mode="json"))
         num_trials = self.num_rounds * len(_TRIALS)
@@ -120,7 +120,7 @@ class StragglersBenchmark(Benchmark):
             self.picture.write_bytes(self._draw(found))
         return self._describe(found)
 
-    def _describe(self, found: dict[tuple[Scene, SideName], list[list[list[Step]]]]) -> list[Row]:
+    def _describe(self, found: dict[tuple[Scene, SideName], list[list[list[Step]]]]) -> list[BenchmarkRow]:
         speeds = {
             trial: [sum(speed(steps, self.settle_s) for steps in workers) for workers in rounds]
             for trial, rounds in found.items()
@@ -151,13 +151,13 @@ class StragglersBenchmark(Benchmark):
         ours: list[float],
         reference: list[float],
         reference_name: str,
-    ) -> Row:
+    ) -> BenchmarkRow:
         script = self.script
         what = {
             "transient": f"{script.slow_chance:.0%} of steps {script.slow_factor:g}x slower",
             "permanent": f"one of {self.workers.num_workers} {script.permanent_factor:g}x slower",
         }[scene]
-        return Row.of_pairs(self.name, f"{name}: {what}", metric, unit, ours, reference, reference_name)
+        return BenchmarkRow.of_pairs(self.name, f"{name}: {what}", metric, unit, ours, reference, reference_name)
 
     def _draw(self, found: dict[tuple[Scene, SideName], list[list[list[Step]]]]) -> bytes:
         assert self.picture is not None

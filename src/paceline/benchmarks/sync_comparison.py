@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from paceline.benchmarks.comparison import Comparison, Outcomes, Overrides, compare_means
+from paceline.benchmarks.comparison import Outcomes, Overrides, RunComparison, compare_means
 from paceline.benchmarks.tables import TableRow
 
 
@@ -99,4 +99,4 @@ def _make_ways(num_steps: int) -> dict[str, Overrides]:
     }
 
 
-SYNC_COMPARISON = Comparison(_make_ways, _describe)
+SYNC_COMPARISON = RunComparison(_make_ways, _describe)

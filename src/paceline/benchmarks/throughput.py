@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import Step, joined, make_optimizer
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group
@@ -65,21 +65,21 @@ class ThroughputBenchmark(Benchmark):
         """What the model is made for."""
         return Spec(self.vocabulary, (self.sequence_length,))
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Time both sides."""
         results = self.workers.start(time_steps, self.model_dump(mode="json"))
         ours, reference, name, num_parameters = results[0]
         num_tokens = self.batch * self.sequence_length * self.workers.num_workers
         case = f"{num_parameters / 1e6:.0f}M, {self.precision}, {self.compiler}, {self.workers.num_workers} x {name}"
         ours, reference = ([num_tokens / seconds for seconds in times] for times in (ours, reference))
-        rows = [Row.of_pairs(self.name, case, "tokens", "1/s", ours, reference, "plain loop")]
+        rows = [BenchmarkRow.of_pairs(self.name, case, "tokens", "1/s", ours, reference, "plain loop")]
         peak = self.peak_flops or self._find_peak(name)
         if peak is not None:
             shape = self.model
             of_token = 6 * num_parameters + 12 * shape.num_layers * shape.width * self.sequence_length
             factor = 100 * of_token / (peak * self.workers.num_workers)
             ours, reference = ([factor * rate for rate in rates] for rates in (ours, reference))
-            rows.append(Row.of_pairs(self.name, case, "MFU", "%", ours, reference, "plain loop"))
+            rows.append(BenchmarkRow.of_pairs(self.name, case, "MFU", "%", ours, reference, "plain loop"))
         return rows
 
     def _find_peak(self, name: str) -> float | None:

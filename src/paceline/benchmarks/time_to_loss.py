@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.benchmarks.base import Benchmark, Row
+from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.language import (
     LanguageTask,
     Side,
@@ -141,12 +141,12 @@ class TimeToLossBenchmark(Benchmark):
     def _last_step(self) -> int:
         return self.num_judged_steps or self.task.num_steps
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[BenchmarkRow]:
         """Find each side's step, then time each side to it."""
         with tempfile.TemporaryDirectory(prefix="paceline-time-to-loss-") as directory:
             return self._measure(str(Path(directory, "start.pt")) if self.start_steps else None)
 
-    def _measure(self, start: str | None) -> list[Row]:
+    def _measure(self, start: str | None) -> list[BenchmarkRow]:
         names = ["ddp", *(side for side in self.sides if side != "ddp")]
         local = Workers(num_workers=self.workers.num_workers)
         if start is not None:
@@ -196,7 +196,7 @@ class TimeToLossBenchmark(Benchmark):
         reached = {t: next((int(step) for step, loss in curve if loss <= t), None) for t in self.target_losses}
         return {target: step for target, step in reached.items() if step is not None}
 
-    def _describe_losses(self, curves: dict[str, Curve], timings: dict[str, _Timing]) -> list[Row]:
+    def _describe_losses(self, curves: dict[str, Curve], timings: dict[str, _Timing]) -> list[BenchmarkRow]:
         """Compare losses at the last step at which all were judged, and those of a side's two trainings."""
         last = max(set.intersection(*({int(step) for step, _ in curve} for curve in curves.values())))
         losses = {name: {int(step): loss for step, loss in curve} for name, curve in curves.items()}
@@ -212,7 +212,7 @@ class TimeToLossBenchmark(Benchmark):
             rows.append(self._row(self._case(name), metric, "nats", timing.loss, losses[name][steps], "the judged one"))
         return rows
 
-    def _describe_ceiling(self, timings: dict[str, _Timing]) -> list[Row]:
+    def _describe_ceiling(self, timings: dict[str, _Timing]) -> list[BenchmarkRow]:
         step_s, compute_s = _step_s(timings)
         rows = [self._row(self._case("ddp"), "step", "s", step_s, compute_s, "no exchange")]
         if {"diloco", "streaming_diloco"} <= timings.keys():
@@ -221,7 +221,7 @@ class TimeToLossBenchmark(Benchmark):
             rows.append(self._row(case, "most sent in a step", "bytes", ours, reference, "diloco"))
         return rows
 
-    def _describe_times(self, target: float, steps: dict[str, int], timings: dict[str, _Timing]) -> list[Row]:
+    def _describe_times(self, target: float, steps: dict[str, int], timings: dict[str, _Timing]) -> list[BenchmarkRow]:
         taken_s = {name: timings[name].ended_s[number - 1] for name, number in steps.items()}
         step_s, compute_s = _step_s(timings)
         rows = []
@@ -237,8 +237,10 @@ class TimeToLossBenchmark(Benchmark):
                 rows.append(self._row(case, metric, "s", ours_s, taken_s["post_local_sgd"], said))
         return rows
 
-    def _row(self, case: str, metric: str, unit: str, ours: float, reference: float, reference_name: str) -> Row:
-        return Row(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
+    def _row(
+        self, case: str, metric: str, unit: str, ours: float, reference: float, reference_name: str
+    ) -> BenchmarkRow:
+        return BenchmarkRow(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
 
     def _case(self, name: str) -> str:
         if name == "ddp":

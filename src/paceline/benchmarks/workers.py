@@ -18,11 +18,11 @@ class Workers(Settings):
     """The workers of a benchmark."""
 
     num_workers: int = Field(default=2, ge=1)
-    """All of them."""
+    """Number of workers, over all hosts."""
     num_hosts: int = Field(default=1, ge=1)
-    """That they are spread over, as many on each: network namespaces whose links are limited. 1 is this machine."""
+    """Number of hosts that workers are spread over evenly: network namespaces with limited links; 1: this machine."""
     bandwidth: BytesPerSecond | None = None
-    """Of each host's link, in each direction; ``100mbit``."""
+    """Bandwidth of each host's link, in each direction, such as 100mbit."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -28,8 +28,9 @@ def bench(
 ) -> None:
     """Measure Paceline beside a reference, both sides interleaved in one run, and print a table.
 
-    Every setting of a benchmark can be overridden: `paceline bench replica --num_pairs 20`. With `--hosts 4 --bandwidth
-    100mbit` its workers run in hosts of their own, whose links are limited; `--workers.num_workers 8` puts two in each.
+    Every setting of a benchmark can be overridden: `paceline bench replica --num_pairs 20`; `paceline bench replica
+    --help` lists them. With `--hosts 4 --bandwidth 100mbit` its workers run in hosts of their own, whose links are
+    limited; `--workers.num_workers 8` puts two in each.
     """
     quieten(hosts)
     from paceline.benchmarks import find_benchmark, list_benchmarks
@@ -38,6 +39,15 @@ def bench(
         list_settings(list_benchmarks())
         return
     print_rows(find_benchmark(name)(), lambda chosen: chosen.measure(), context, hosts, bandwidth, json, markdown)
+
+
+def find_settings(arguments: Sequence[str]) -> Settings | None:
+    """Return the settings of the benchmark that is named."""
+    if not arguments:
+        return None
+    from paceline.benchmarks import find_benchmark
+
+    return find_benchmark(arguments[0])()
 
 
 def quieten(hosts: int | None) -> None:

@@ -1,15 +1,18 @@
 """`paceline compare`: the same training in several ways, side by side."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.compare_gossip import compare_gossip
+from paceline.cli.recipes import find_run
 from paceline.errors import SettingsError, unknown_name
+from paceline.registry import Settings
 
 if TYPE_CHECKING:
-    from paceline.benchmarks.comparison import Outcome, Overrides
+    from paceline.benchmarks.comparison import Overrides, RunOutcome
 
 
 def compare(
@@ -32,7 +35,8 @@ def compare(
 ) -> None:
     """Train a recipe in several ways, such as with each codec, with several seeds, and print what came of it.
 
-    Overrides of the recipe apply to all runs: `paceline compare codecs resnet --num_steps 300 --data.path mnist`.
+    Overrides of the recipe apply to all runs: `paceline compare codecs resnet --num_steps 300 --data.path mnist`;
+    `paceline compare codecs resnet --help` lists its settings.
     Called again with the same `--out` it goes on where it was; runs with other settings are refused.
     `paceline compare gossip` trains a small network of its own over each graph; its fields are overrides too, such as
     `--num_steps 300 --skew 1`.
@@ -63,7 +67,7 @@ def compare(
     }
     for directory, overrides in runs.values():
         _check_same(directory, recipe, workers, overrides)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
+    outcomes: dict[str, list[RunOutcome]] = {name: [] for name in ways}
     for (name, seed), (directory, overrides) in runs.items():
         outcome = _train(directory, recipe, workers, overrides)
         outcomes[name].append(outcome)
@@ -71,6 +75,17 @@ def compare(
     rows = comparison.compare(ways, outcomes)
     print_table(rows)
     write_files(rows, json, markdown)
+
+
+def find_settings(arguments: Sequence[str]) -> Settings | None:
+    """Return the settings of what is compared: a run's, or those of the comparison of graphs."""
+    if not arguments:
+        return None
+    if arguments[0] != "gossip":
+        return find_run(arguments[1:] or ["resnet"])
+    from paceline.benchmarks.gossip_comparison import GossipComparison
+
+    return GossipComparison()
 
 
 def _check_same(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> None:
@@ -97,11 +112,11 @@ def _check_same(directory: Path, recipe: str, workers: int, overrides: "Override
         )
 
 
-def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "Outcome":
+def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "RunOutcome":
     """Train, or go on, unless it is done already, and return how the run ended."""
     from rich.console import Console
 
-    from paceline.benchmarks.comparison import Outcome
+    from paceline.benchmarks.comparison import RunOutcome
     from paceline.cli.prepare import prepare_new
     from paceline.launch import ExitCode
     from paceline.launch.local import launch
@@ -122,7 +137,7 @@ def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -
             f"every run of a comparison must have a held-out loss, but {directory} has none; "
             "take data with a held-out part"
         )
-    return Outcome(
+    return RunOutcome(
         loss=summary.finish.event.held_out_loss,
         accuracy=summary.finish.event.metrics.get("accuracy"),
         wire_bytes=summary.wire_bytes or 0,

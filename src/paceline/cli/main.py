@@ -8,17 +8,13 @@ import typer
 from pydantic import ValidationError
 
 import paceline
-from paceline.cli.bench import bench
-from paceline.cli.compare import compare
+from paceline.cli import bench, compare, reproduce, simulate, verify
 from paceline.cli.memory import memory
-from paceline.cli.overrides import OverridesCommand
-from paceline.cli.recipes import recipes
+from paceline.cli.overrides_command import OverridesCommand
+from paceline.cli.recipes import find_run, recipes
 from paceline.cli.report import report
-from paceline.cli.reproduce import reproduce
-from paceline.cli.simulate import simulate
 from paceline.cli.trace import trace
 from paceline.cli.train import train
-from paceline.cli.verify import verify
 from paceline.errors import PacelineError
 from paceline.registry import explain
 
@@ -46,15 +42,18 @@ def options(
     """Train any PyTorch model across whatever machines you have."""
 
 
-app.command(cls=OverridesCommand)(train)
+app.command(cls=OverridesCommand.of(find_run))(train)
 app.command()(report)
 app.command()(trace)
-app.command(cls=OverridesCommand)(bench)
-app.command(cls=OverridesCommand)(compare)
-app.command(cls=OverridesCommand)(reproduce)
-app.command(cls=OverridesCommand)(verify)
-app.command(cls=OverridesCommand)(simulate)
-app.command(cls=OverridesCommand)(memory)
+for module, command in (
+    (bench, bench.bench),
+    (compare, compare.compare),
+    (reproduce, reproduce.reproduce),
+    (verify, verify.verify),
+    (simulate, simulate.simulate),
+):
+    app.command(cls=OverridesCommand.of(module.find_settings))(command)
+app.command(cls=OverridesCommand.of(find_run))(memory)
 app.command()(recipes)
 
 

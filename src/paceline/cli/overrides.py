@@ -1,38 +1,58 @@
 """Overrides of a settings object from the command line: ``--optimizer.learning_rate 3e-4``."""
 
+import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
 
-from paceline.errors import SettingsError, unknown_name
+from paceline.errors import SettingsError, UnknownNameError
 from paceline.registry import Family, Settings, explain, find_variant
 
 S = TypeVar("S", bound=Settings)
 
-
-class OverridesCommand(TyperCommand):
-    """A command that takes any ``--field value`` beside its own options, and finds them in ``context.args``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the overrides out, each with its value, before the rest is parsed."""
-        own = {name for parameter in self.params for name in parameter.opts} | {"--help"}
-        flags = {name for parameter in self.params if getattr(parameter, "is_flag", False) for name in parameter.opts}
-        mine: list[str] = []
-        overrides: list[str] = []
-        waiting = list(args)
-        while waiting:
-            word = waiting.pop(0)
-            is_override = word.startswith("--") and word.partition("=")[0] not in own
-            (overrides if is_override else mine).append(word)
-            if "=" not in word and word.startswith("--") and word not in {*flags, "--help"} and waiting:
-                (overrides if is_override else mine).append(waiting.pop(0))
-        super().parse_args(ctx, mine)
-        ctx.args = overrides
-        return overrides
+_ALIASES = {
+    "accumulate_grad_batches": "num_micro_batches",
+    "amp": "precision",
+    "batch": "global_batch",
+    "batch_size": "global_batch",
+    "beta": "betas",
+    "bs": "global_batch",
+    "clip": "clip_norm",
+    "compile": "compiler",
+    "depth": "num_layers",
+    "dtype": "precision",
+    "epochs": "num_epochs num_steps",
+    "eps": "epsilon",
+    "eval_steps": "evaluate_interval",
+    "eval_interval": "evaluate_interval",
+    "grad_accum": "num_micro_batches",
+    "grad_clip": "clip_norm",
+    "gradient_accumulation_steps": "num_micro_batches",
+    "gradient_clip_val": "clip_norm",
+    "heads": "num_heads",
+    "hidden_size": "width",
+    "iterations": "num_steps",
+    "layers": "num_layers",
+    "lr": "learning_rate",
+    "lr_scheduler": "schedule",
+    "max_epochs": "num_epochs num_steps",
+    "max_grad_norm": "clip_norm",
+    "max_steps": "num_steps",
+    "num_epochs": "num_steps",
+    "opt": "optimizer",
+    "random_seed": "seed",
+    "save_interval": "checkpoint_interval",
+    "save_steps": "checkpoint_interval",
+    "scheduler": "schedule",
+    "seq_len": "sequence_length",
+    "steps": "num_steps",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+}
+"""Names that other trainers have for settings; where they are two, both."""
 
 
 def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -67,9 +87,14 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
         SettingsError: A field does not exist, or a value does not fit its type.
     """
     document = settings.model_dump()
-    # A variant is chosen before its fields are set, in whichever order they were written.
-    for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
-        _set(type(settings), document, path.split("."), path, value)
+    # A variant is chosen before its fields are set, and before an unknown name is looked for among them, in whichever
+    # order they were written.
+    known = type(settings).model_fields
+    for path, value in sorted(pairs, key=lambda pair: (pair[0].partition(".")[0] not in known, pair[0].count("."))):
+        try:
+            _set(type(settings), document, path.split("."), path, value)
+        except KeyError:
+            raise _unknown(path, list(_list_paths(type(settings), document))) from None
     try:
         return type(settings).model_validate(document)
     except ValidationError as error:
@@ -77,9 +102,12 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
 
 
 def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: str, value: str) -> None:
+    """Put a value in.
+
+    Raises:
+        KeyError: There is no field of that path.
+    """
     name, *rest = parts
-    if name not in cls.model_fields:
-        raise unknown_name(f"the field --{path}", name, cls.model_fields)
     field = cls.model_fields[name]
     if not rest:
         document[name] = _parse(field, path, value, document.get(name))
@@ -95,6 +123,37 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         document[name] = {**child, rest[0]: _from_json(value)}
     else:
         raise SettingsError(f"--{path} must name a field, but {name} has no fields of its own; give --{name} a value")
+
+
+def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all fields, those of the variants that are chosen among them."""
+    for name, field in cls.model_fields.items():
+        yield prefix + name
+        child, child_class = document.get(name), settings_class(field)
+        if not isinstance(child, dict):
+            continue
+        if child_class is None:
+            yield from (f"{prefix}{name}.{key}" for key in child)
+        else:
+            chosen = find_variant(child_class, child["name"]) if issubclass(child_class, Family) else child_class
+            yield from _list_paths(chosen, child, f"{prefix}{name}.")
+
+
+def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
+    """Return the error for a path that no setting has, with the paths that may be meant."""
+    parent, _, name = path.rpartition(".")
+    by_name: dict[str, list[str]] = {}
+    for one in known:
+        by_name.setdefault(one.rpartition(".")[2], []).append(one)
+    names = [wanted for wanted in (name, *_ALIASES.get(name, "").split()) if wanted in by_name]
+    names = names or difflib.get_close_matches(name, by_name, n=2, cutoff=0.7)
+    if names:
+        hint = f"did you mean {' or '.join(f'--{one}' for wanted in names for one in by_name[wanted])}?"
+    else:
+        is_parent_known = any(one.startswith(f"{parent}.") for one in known)
+        beside = [one for one in known if one.rpartition(".")[0] == (parent if is_parent_known else "")]
+        hint = f"there are: {', '.join(f'--{one}' for one in beside)}"
+    return UnknownNameError(f"--{path} must be the path of a setting, but there is none of that name; {hint}")
 
 
 def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:

@@ -1,11 +1,13 @@
 """`paceline reproduce`: published tables measured again, our numbers beside theirs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli.bench import list_settings, print_rows, quieten
+from paceline.registry import Settings
 
 
 def reproduce(
@@ -20,7 +22,8 @@ def reproduce(
 ) -> None:
     """Measure a published table again, in shape and on a small scale, and print our numbers beside theirs.
 
-    Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`.
+    Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`; with
+    `--help` after its name they are listed.
     """
     quieten(hosts)
     from paceline.benchmarks.reproductions import find_reproduction, list_reproductions
@@ -29,3 +32,12 @@ def reproduce(
         list_settings(list_reproductions())
         return
     print_rows(find_reproduction(name)(), lambda chosen: chosen.reproduce(), context, hosts, bandwidth, json, markdown)
+
+
+def find_settings(arguments: Sequence[str]) -> Settings | None:
+    """Return the settings of the reproduction that is named."""
+    if not arguments:
+        return None
+    from paceline.benchmarks.reproductions import find_reproduction
+
+    return find_reproduction(arguments[0])()

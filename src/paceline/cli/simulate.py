@@ -13,6 +13,7 @@ from paceline.errors import SettingsError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.registry import Settings
     from paceline.simulator.scaling import Prediction, Scaling
 
 
@@ -86,6 +87,18 @@ def parse_bandwidths(text: str) -> list[float]:
     return [BytesPerSecond.parse(f"{part}gbit" if part[-1:].isdigit() else part) for part in parts]
 
 
+def find_settings(arguments: Sequence[str] = ()) -> "Settings":
+    """Return the settings that can be overridden: those of the cluster."""
+    from paceline.registry import Settings
+    from paceline.topology import Cluster, Switch
+
+    class ChosenCluster(Settings):
+        cluster: Cluster = Switch()
+        """Cluster that the collective runs on."""
+
+    return ChosenCluster()
+
+
 def _make_scaling(
     pairs: list[tuple[str, str]],
     collective: str,
@@ -98,12 +111,9 @@ def _make_scaling(
     from pydantic import ValidationError
 
     from paceline.cli.overrides import apply_overrides
-    from paceline.registry import Settings, explain
+    from paceline.registry import explain
     from paceline.simulator import Scaling
-    from paceline.topology import Cluster, Switch, parse_size
-
-    class Overridable(Settings):
-        cluster: Cluster = Switch()
+    from paceline.topology import parse_size
 
     if pace not in ("together", "own"):
         raise SettingsError(f"--pace must be together or own, but got {pace!r}; choose one")
@@ -111,7 +121,7 @@ def _make_scaling(
         return Scaling.model_validate(
             {
                 "collective": collective.replace("-", "_"),
-                "cluster": apply_overrides(Overridable(), pairs).cluster,
+                **dict(apply_overrides(find_settings(), pairs)),
                 "num_ranks": num_ranks,
                 "num_bytes": parse_size(num_bytes),
                 "compute_s": compute_s,

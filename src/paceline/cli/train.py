@@ -37,7 +37,7 @@ def train(
 
     Every setting of the recipe can be overridden by its dotted path, for instance
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
-    `paceline recipes NAME` lists them. Under torchrun the same command trains on many machines.
+    `--help` after a recipe's name lists them. Under torchrun the same command trains on many machines.
 
     A job that may be submitted again says `--out DIRECTORY --go_on`: the same command then starts the run, goes on
     with it, or says that it is finished. What else the command says changes the run from there on, as with --resume.

@@ -1,5 +1,6 @@
 """`paceline verify`: the proof of a collective program."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,13 @@ def verify(
                     f"{summary.sent.mean():8.4f}  {summary.sent.max():8.4f}  {summary.most_in_a_round:8.4f}"
                 )
     typer.echo("All proven. Sent: fractions of the buffer, by a rank in all (mean, most) and in one round (most).")
+
+
+def find_settings(arguments: Sequence[str]) -> "Algorithm | None":
+    """Return the settings of the algorithm that is named."""
+    from paceline.programs import find_algorithm
+
+    return find_algorithm(arguments[0])() if arguments and arguments[0] != "all" else None
 
 
 _HEADER = f"{'algorithm':17} {'collective':15} ranks  rounds  transfers  {'mean':>8}  {'most':>8}  {'a round':>8}"

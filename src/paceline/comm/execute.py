@@ -92,7 +92,7 @@ def execute(
     order = _order(program, group.rank, target.numel(), row, segment_bytes, target.element_size())
     if program.collective == Collective.ALL_TO_ALL:
         assert output is not None
-        memory: Memory = _Rows(tensor, output, group.rank).span
+        memory: Memory = _AllToAllRows(tensor, output, group.rank).span
     else:
         if output is not None:
             output[group.rank].copy_(tensor)
@@ -163,7 +163,7 @@ def _places(program: Program, num_elements: int, row: int | None) -> Places:
     return Places(begins, sizes, is_sequence=bool((order == np.arange(num_chunks)).all()))
 
 
-class _Rows:
+class _AllToAllRows:
     """The rows of an all-to-all by (source, destination): this rank's own, those for it, those passing by."""
 
     def __init__(self, tensor: Tensor, output: Tensor, rank: int) -> None:

@@ -87,7 +87,7 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class Step:
+class MessageStep:
     """What is done when a receive has been taken."""
 
     posts: list[int]
@@ -104,7 +104,7 @@ class MessageOrder:
 
     sends: list[Send]
     receives: list[Receive]
-    steps: list[Step]
+    steps: list[MessageStep]
     num_tags: int
     """Tags that the messages of all ranks have together, from 0 on."""
     num_scratch: int
@@ -131,7 +131,7 @@ def order_messages(
     ready = _ready_after(sends, receives, ahead)
     taken = [_describe(index, sends, receives) for index in range(len(receives))]
     posted = _posted_after(sends, receives, taken, window)
-    steps = [Step([], [], []) for _ in range(len(receives) + 1)]
+    steps = [MessageStep([], [], []) for _ in range(len(receives) + 1)]
     for index, step in enumerate(posted):
         is_late = taken[index].is_direct and bool(taken[index].overwrites)
         (steps[step].late_posts if is_late else steps[step].posts).append(index)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from paceline.compression.codec import Place
 from paceline.compression.requantise import Requantise
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.registry import register
 
 
@@ -28,7 +28,7 @@ class Int8(Requantise):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """With feedback nearest loses less; without it only stochastic rounding is right on average."""
 
-    def _options(self, site: str, rows: Rows, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
         if self.rounding == "nearest":
             return {"key": None}
         # Owners draw by the place of a tile in the block, so that it does not matter who owns it.

@@ -2,7 +2,7 @@
 
 from paceline.compression.codec import Place
 from paceline.compression.requantise import Requantise
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.registry import register
 
 
@@ -23,5 +23,5 @@ class OneBit(Requantise):
     tile = 2048
     bits = 1
 
-    def _options(self, site: str, rows: Rows, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
         return {}

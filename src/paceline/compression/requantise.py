@@ -20,7 +20,7 @@ from paceline.compression.codec import (
     exchange_dense,
 )
 from paceline.compression.kernels import find_kernels
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 from paceline.errors import SettingsError
 
 
@@ -75,14 +75,14 @@ class Requantise(Codec):
         return [(Scatter, num_workers * row_bytes), (Gather, row_bytes)]
 
     @abstractmethod
-    def _options(self, site: str, rows: Rows, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
         """Return what this codec's `encode` wants to know besides."""
 
-    def _rows(self, shape: Size, num_workers: int) -> Rows:
-        return Rows(shape.numel(), num_workers, self.tile, self.bits)
+    def _rows(self, shape: Size, num_workers: int) -> RowLayout:
+        return RowLayout(shape.numel(), num_workers, self.tile, self.bits)
 
     def _encode(
-        self, value: Tensor, residual: Tensor | None, rows: Rows, site: str, place: Place
+        self, value: Tensor, residual: Tensor | None, rows: RowLayout, site: str, place: Place
     ) -> tuple[Tensor, Tensor, bool]:
         """Return the payload, what it leaves out (not filled without feedback), and whether the value was finite."""
         payload = rows.new_payload(value.device, 1 if site == "owner" else rows.num_rows)
@@ -111,5 +111,5 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _scales(payload: Tensor, rows: Rows) -> Tensor:
+def _scales(payload: Tensor, rows: RowLayout) -> Tensor:
     return payload[:, : rows.codes_begin].clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """How a block is cut into tiles, and its tiles into as many equal rows as there are workers.
 
     A row belongs to the worker that owns those elements, and holds fp32 scales, one a tile, then the codes of the

@@ -14,7 +14,7 @@ from paceline.data.division import Batches, Shares
 from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
 from paceline.data.order import ENDLESS, Claims, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
-from paceline.data.read_steps import Step, read_in_processes
+from paceline.data.read_steps import StepReads, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 
@@ -387,7 +387,7 @@ class Loader:
             ends.append(step if self._batches.position_of(step) >= last else step + 1)
         return min(ends, default=None)
 
-    def _plan_steps(self) -> Iterator[Step]:
+    def _plan_steps(self) -> Iterator[StepReads]:
         end = self._end_step
         last = self._num_epochs * self.order.num_samples if self._num_epochs is not None else None
         while self._claims is None:
@@ -401,7 +401,7 @@ class Loader:
         while (claimed := self._claims.claim(self._claim_size)) is not None:
             yield self._cut(Interval(*claimed), is_all_mine=True)
 
-    def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> Step:
+    def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
         """Cut this worker's share of an interval into micro-batches."""
         start, share = interval.start, interval.num_samples
         if not is_all_mine:
@@ -413,7 +413,7 @@ class Loader:
             parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
             counts.append(count)
             start += count
-        return Step(interval, parts, counts)
+        return StepReads(interval, parts, counts)
 
     def _count_micro_batches(self, position: int) -> int:
         """Return into how many parts a share of the step that begins at `position` is cut."""

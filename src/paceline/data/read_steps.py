@@ -25,7 +25,7 @@ from paceline.data.order import GlobalOrder, Indices, Interval
 
 
 @dataclass(frozen=True)
-class Step:
+class StepReads:
     """One step of one worker: which positions each micro-batch reads, and how many of them count."""
 
     interval: Interval
@@ -44,7 +44,7 @@ class Step:
 def read_in_processes(
     source: Source,
     order: GlobalOrder,
-    steps: Iterator[Step],
+    steps: Iterator[StepReads],
     device: torch.device,
     num_processes: int,
     prefetch_factor: int,
@@ -61,7 +61,7 @@ def read_in_processes(
         num_processes: How many there are.
         prefetch_factor: Micro-batches that each of them reads ahead.
     """
-    planned: queue.SimpleQueue[Step] = queue.SimpleQueue()
+    planned: queue.SimpleQueue[StepReads] = queue.SimpleQueue()
 
     def plan() -> Iterator[Indices]:
         for step in steps:

@@ -31,7 +31,7 @@ from paceline.monitor.events import (
     list_kinds,
 )
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import Records, Summary, follow, read_log, select, summarise
+from paceline.monitor.reader import Records, RunSummary, follow, read_log, select, summarise
 
 if TYPE_CHECKING:
     from paceline.monitor.live import LiveView
@@ -66,12 +66,12 @@ __all__ = [
     "Restarted",
     "RunFinished",
     "RunStarted",
+    "RunSummary",
     "SharesChanged",
     "Showcased",
     "SlowWorker",
     "StepFinished",
     "StepTimed",
-    "Summary",
     "UnusedParameters",
     "Warned",
     "export_tensorboard",

@@ -1,16 +1,28 @@
 """What a run says, as typed events."""
 
-import reprlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, dataclass_transform
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Generic, dataclass_transform
 
-from typing_extensions import (
-    TypeVar,
-)  # comes with pydantic; `typing` has defaults of type variables from 3.13 on
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypeVar  # comes with pydantic; `typing` has defaults from 3.13 on
 
 from paceline.errors import PacelineError, unknown_name
-from paceline.monitor.fields import find_problem
+from paceline.registry import explain
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _read_non_finite(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer of 64 bits."""
+Float = Annotated[float, BeforeValidator(_read_non_finite)]
+"""A float, or its name where JSON has none: nan, inf or -inf."""
 
 
 class EventError(PacelineError, ValueError):
@@ -24,37 +36,44 @@ class Event:
     kind: ClassVar[str]
     """The name the class is registered under, and that a line of the log carries."""
 
-    def __post_init__(self) -> None:
-        problem = find_problem(self)
-        if problem is not None:
-            raise EventError(f"{self.kind}.{problem}")
 
-
+T = TypeVar("T")
 E_co = TypeVar("E_co", bound=Event, covariant=True, default=Event)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _checked(fields_only: type[T]) -> type[T]:
+    """Make a dataclass that checks its fields, and raises an `EventError` where one is wrong."""
+    config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+    cls: Any = dataclass(frozen=True, slots=True, kw_only=True, config=config)(fields_only)
+    check = cls.__init__
+
+    def check_fields(self: T, /, **given: Any) -> None:
+        try:
+            check(self, **given)
+        except ValidationError as error:
+            raise EventError(f"{getattr(cls, 'kind', 'record')}: {explain(error)}") from error
+
+    cls.__init__ = check_fields
+    made: type[T] = cls
+    return made
+
+
+@_checked
 class Record(Generic[E_co]):
     """An event in its envelope: which run, rank and membership epoch said it, and when."""
 
     run: str
-    rank: int
+    rank: Int
     """-1 for the launcher, which is none of the workers."""
-    epoch: int
+    epoch: Int
     """Of the membership: it counts the groups that trained, not passes over the data."""
-    step: int
+    step: Int
     """-1 where no step is known."""
-    time_s: float
+    time_s: Float
     """Monotonic; comparable only within one process."""
-    unix_s: float
+    unix_s: Float
     event: E_co
-
-    def __post_init__(self) -> None:
-        problem = find_problem(self)
-        if problem is not None:
-            raise EventError(f"record.{problem}")
-        if not isinstance(self.event, Event):
-            raise EventError(f"record.event must be an event, but got {reprlib.repr(self.event)}")
 
 
 _KINDS: dict[str, type[Event]] = {}
@@ -63,12 +82,17 @@ _KINDS: dict[str, type[Event]] = {}
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _event(kind: str) -> Callable[[type[E_co]], type[E_co]]:
     def add(fields_only: type[E_co]) -> type[E_co]:
-        cls = dataclass(frozen=True, slots=True, kw_only=True)(fields_only)
+        cls = _checked(fields_only)
         cls.kind = kind
         _KINDS[kind] = cls
         return cls
 
     return add
+
+
+def list_fields(cls: Any) -> dict[str, Any]:
+    """Return the annotations of the fields of a kind of event, by name."""
+    return {field.name: field.type for field in fields(cls)}
 
 
 def list_kinds() -> dict[str, type[Event]]:
@@ -94,14 +118,14 @@ class RunStarted(Event):
     recipe: str
     settings: dict[str, Any]
     """The resolved run, as JSON."""
-    num_workers: int
+    num_workers: Int
     device: str
-    num_parameters: int
-    start_step: int
+    num_parameters: Int
+    start_step: Int
     """Steps that were done before this attempt."""
-    total_steps: int
-    global_batch: int
-    samples_per_epoch: int
+    total_steps: Int
+    global_batch: Int
+    samples_per_epoch: Int
     resumed_from: str | None = None
     """The checkpoint this attempt goes on from."""
 
@@ -110,19 +134,19 @@ class RunStarted(Event):
 class StepFinished(Event):
     """One optimizer update was made."""
 
-    loss: float
-    weight: float
+    loss: Float
+    weight: Float
     """Mass of the mean that `loss` is."""
-    num_samples: int
-    learning_rate: float
-    duration_s: float
-    communication_s: float
+    num_samples: Int
+    learning_rate: Float
+    duration_s: Float
+    communication_s: Float
     """Time the worker waited for the exchange, not hidden behind computing."""
-    position: int
+    position: Int
     """Samples used since the start of training."""
-    gradient_norm: float | None = None
-    loss_scale: float | None = None
-    wire_bytes: int | None = None
+    gradient_norm: Float | None = None
+    loss_scale: Float | None = None
+    wire_bytes: Int | None = None
     """What this worker put on the wire for the step; None where it was not counted."""
 
 
@@ -134,23 +158,23 @@ class BucketExchanged(Event):
     step's forward; where gradients land in the next forward, those of the step before are below 0.
     """
 
-    bucket: int
+    bucket: Int
     """Its number, in the order in which buckets leave."""
     first_parameter: str
-    num_parameters: int
-    num_bytes: int
+    num_parameters: Int
+    num_bytes: Int
     """Of its gradients, before any codec."""
-    wire_bytes: int
+    wire_bytes: Int
     """What this worker put on the wire for it."""
-    ready_s: float
+    ready_s: Float
     """Its last gradient was there."""
-    began_s: float
+    began_s: Float
     """Its exchange began; before that it stood in the queue."""
-    ended_s: float
+    ended_s: Float
     """Its exchange was done; where that cannot be seen, the moment at which waiting for it ended."""
-    landed_s: float
+    landed_s: Float
     """It was waited for and handed to the optimizer."""
-    waited_s: float
+    waited_s: Float
     """How long the worker stood still for it."""
 
 
@@ -162,18 +186,18 @@ class StepTimed(Event):
     are those of the last micro-batch, and all before it counts as forward.
     """
 
-    began_unix_s: float
+    began_unix_s: Float
     """The time of day at the begin of forward: it lines up the workers."""
-    forward_ended_s: float
-    backward_began_s: float
-    backward_ended_s: float
-    duration_s: float
+    forward_ended_s: Float
+    backward_began_s: Float
+    backward_ended_s: Float
+    duration_s: Float
     """Until the end of the update."""
-    waited_s: float
+    waited_s: Float
     """How long the worker stood still for the exchange of all buckets, and of the step's mass."""
-    optimizer_began_s: float | None = None
+    optimizer_began_s: Float | None = None
     """None where parameters were updated bucket by bucket, as these landed."""
-    optimizer_ended_s: float | None = None
+    optimizer_ended_s: Float | None = None
 
 
 @_event("pipeline_measured")
@@ -185,32 +209,32 @@ class PipelineMeasured(Event):
 
     order: str
     """In which the ranks work."""
-    ranks: list[int]
+    ranks: list[Int]
     """Those of the pipeline, from the first stage's on."""
-    num_micro_batches: int
-    stages_per_rank: int
-    formula: float | None
+    num_micro_batches: Int
+    stages_per_rank: Int
+    formula: Float | None
     """Idle part of the step by the order's own formula, for stages and passes of equal cost; None where none is
     known."""
-    began_unix_s: float
+    began_unix_s: Float
     """The time of day at the begin of the first: it lines up the ranks. Moments count from it."""
     works: list[str]
     """forward; backward; or where that is parted, inputs and weights."""
-    stages: list[int]
-    micro_batches: list[int]
-    began_s: list[float]
-    ended_s: list[float]
+    stages: list[Int]
+    micro_batches: list[Int]
+    began_s: list[Float]
+    ended_s: list[Float]
 
 
 @_event("memory_estimated")
 class MemoryEstimated(Event):
     """What a step needs on each rank, by a rehearsal before the run started; not said where it fits by far."""
 
-    peak_bytes: int
+    peak_bytes: Int
     """Of tensors, at the worst moment."""
-    bytes_of: dict[str, float]
+    bytes_of: dict[str, Float]
     """By what they are for."""
-    available_bytes: int
+    available_bytes: Int
     """What a rank may have."""
 
 
@@ -218,9 +242,9 @@ class MemoryEstimated(Event):
 class MemoryMeasured(Event):
     """What a step needed on rank 0."""
 
-    peak_bytes: int
+    peak_bytes: Int
     """Of tensors, at the worst moment."""
-    bytes_of: dict[str, float]
+    bytes_of: dict[str, Float]
     """By what they are for; empty where torch's allocator counted, which does not know it."""
 
 
@@ -228,23 +252,23 @@ class MemoryMeasured(Event):
 class SlowWorker(Event):
     """A worker computes much slower than the others; of each worker that is found slow it is said once a start."""
 
-    slow_rank: int
-    factor: float
+    slow_rank: Int
+    factor: Float
     """How many times longer it computes for a sample than the median of the others."""
-    samples_per_s: float
+    samples_per_s: Float
     """While it computes: waiting is not in it."""
-    others_samples_per_s: float
+    others_samples_per_s: Float
 
 
 @_event("shares_changed")
 class SharesChanged(Event):
     """The parts of a global batch that workers take follow their speed from a position on."""
 
-    shares: list[int]
+    shares: list[Int]
     """Samples of a whole global batch, by rank."""
-    start: int
+    start: Int
     """Samples used since the start of training, at which they come into force."""
-    samples_per_s: list[float]
+    samples_per_s: list[Float]
     """By rank, while they compute; NaN of one that computed nothing."""
 
 
@@ -252,13 +276,13 @@ class SharesChanged(Event):
 class GradientNoiseMeasured(Event):
     """How noisy gradients are: moving averages of what single steps say."""
 
-    noise_scale: float | None
+    noise_scale: Float | None
     """Samples at which a step's gradient is as much signal as noise; None where it is too large to be told."""
-    trace: float
+    trace: Float
     """Variance of a single sample's gradient, summed over all parameters."""
-    squared_norm: float
+    squared_norm: Float
     """Of the true gradient; an estimate, so that it may be negative where noise is all there is."""
-    num_steps: int
+    num_steps: Int
     """Since the measurement before."""
 
 
@@ -266,9 +290,9 @@ class GradientNoiseMeasured(Event):
 class BatchChanged(Event):
     """Steps take another number of samples from here on."""
 
-    global_batch: int
+    global_batch: Int
     """Over all workers."""
-    start: int
+    start: Int
     """Samples used since the start of training, at which it comes into force."""
 
 
@@ -276,8 +300,8 @@ class BatchChanged(Event):
 class ModelGrown(Event):
     """The model has become deeper."""
 
-    num_layers: int
-    num_parameters: int
+    num_layers: Int
+    num_parameters: Int
     method: str
     """What the new layers begin with."""
 
@@ -286,11 +310,11 @@ class ModelGrown(Event):
 class StalenessMeasured(Event):
     """How old the parameters were that workers computed their pushes from, since the run began."""
 
-    delays: list[int]
+    delays: list[Int]
     """In updates of others between a worker's pull and its push."""
-    counts: list[int]
+    counts: list[Int]
     """Pushes with each of these delays."""
-    num_dropped: int
+    num_dropped: Int
     """Pushes that came too late to count."""
 
 
@@ -298,10 +322,10 @@ class StalenessMeasured(Event):
 class Evaluated(Event):
     """The model was judged on the held-out data."""
 
-    loss: float
-    metrics: dict[str, float]
-    num_samples: int
-    duration_s: float
+    loss: Float
+    metrics: dict[str, Float]
+    num_samples: Int
+    duration_s: Float
 
 
 @_event("checkpoint_saved")
@@ -309,8 +333,8 @@ class CheckpointSaved(Event):
     """A checkpoint is whole on disk."""
 
     path: str
-    num_bytes: int
-    duration_s: float
+    num_bytes: Int
+    duration_s: Float
 
 
 @_event("checkpoint_skipped")
@@ -347,7 +371,7 @@ class Preempted(Event):
 class Restarted(Event):
     """The workers are started again after a failure."""
 
-    attempt: int
+    attempt: Int
     reason: str
 
 
@@ -374,7 +398,7 @@ class Showcased(Event):
 class RunFinished(Event):
     """All steps were made."""
 
-    held_out_loss: float | None
-    metrics: dict[str, float]
-    duration_s: float
-    samples_per_s: float
+    held_out_loss: Float | None
+    metrics: dict[str, Float]
+    duration_s: Float
+    samples_per_s: Float

@@ -12,7 +12,7 @@ from paceline.monitor.events import Record
 from paceline.monitor.formatting import describe, duration, number, share, size, workers
 from paceline.monitor.html_elements import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.pipeline import render_pipeline
-from paceline.monitor.reader import Summary
+from paceline.monitor.reader import RunSummary
 from paceline.monitor.report_sections import render_changes, render_memory, render_stragglers
 
 _PAGE = """<!doctype html>
@@ -36,7 +36,7 @@ _PAGE = """<!doctype html>
 
 
 def render_page(
-    summary: Summary, num_skipped: int, curves: Pictures, gantt: Pictures | None, pipeline: Pictures | None
+    summary: RunSummary, num_skipped: int, curves: Pictures, gantt: Pictures | None, pipeline: Pictures | None
 ) -> str:
     """Return the page.
 
@@ -70,7 +70,7 @@ def render_page(
     return _PAGE.format(title=safe(title), style=style, body="\n".join(part for part in parts if part))
 
 
-def _header(summary: Summary) -> str:
+def _header(summary: RunSummary) -> str:
     state = f'<span class="state {summary.state}">{summary.state}</span>'
     if not summary.starts:
         return f"<header><h1>A run {state}</h1><p class=facts>It has not said that it started.</p></header>"
@@ -92,7 +92,7 @@ def _when(record: Record) -> str:
         return "at an unknown time"
 
 
-def _tiles(summary: Summary) -> str:
+def _tiles(summary: RunSummary) -> str:
     last = summary.steps[-1].step if summary.steps else 0
     total = f"of {summary.starts[-1].event.total_steps:,}" if summary.starts else ""
     losses = [one.event.loss for one in summary.evaluations if isfinite(one.event.loss)]
@@ -121,7 +121,7 @@ def _known(value: float | None, formatter: Callable[[float], str]) -> str:
     return "–" if value is None else formatter(value)
 
 
-def _final_metrics(summary: Summary) -> dict[str, float]:
+def _final_metrics(summary: RunSummary) -> dict[str, float]:
     if summary.finish is not None and summary.finish.event.metrics:
         return summary.finish.event.metrics
     return summary.evaluations[-1].event.metrics if summary.evaluations else {}
@@ -132,7 +132,7 @@ def _curves(curves: Pictures) -> str:
     return f"<section class=curves>{picture(curves, shown)}</section>"
 
 
-def _failure(summary: Summary) -> str:
+def _failure(summary: RunSummary) -> str:
     if summary.state != "failed":
         return ""
     paragraphs = [
@@ -143,7 +143,7 @@ def _failure(summary: Summary) -> str:
     return section("Why it failed", "".join(paragraphs), "alarm")
 
 
-def _notices(summary: Summary, num_skipped: int) -> str:
+def _notices(summary: RunSummary, num_skipped: int) -> str:
     rows = [[_count(one.step), _count(one.rank), one.event.message] for one in summary.warnings]
     parts = [table(["step", "rank", "warning"], rows, num_numeric=2)] if rows else []
     if summary.unused_parameters:
@@ -153,13 +153,13 @@ def _notices(summary: Summary, num_skipped: int) -> str:
     return section("Warnings", "".join(parts), "notice") if parts else ""
 
 
-def _showcase(summary: Summary) -> str:
+def _showcase(summary: RunSummary) -> str:
     if summary.showcase is None:
         return ""
     return section("What it can do", f"<pre>{safe(summary.showcase.event.text)}</pre>")
 
 
-def _evaluations(summary: Summary) -> str:
+def _evaluations(summary: RunSummary) -> str:
     names = list(dict.fromkeys(name for one in summary.evaluations for name in one.event.metrics))
     rows = [
         [
@@ -175,7 +175,7 @@ def _evaluations(summary: Summary) -> str:
     return section("Evaluations", table(headings, rows, num_numeric=len(headings))) if rows else ""
 
 
-def _history(summary: Summary) -> str:
+def _history(summary: RunSummary) -> str:
     stops: list[Record] = [*summary.restarts, *summary.preemptions, *summary.failures]
     if len(summary.starts) < 2 and not stops and not any(start.event.resumed_from for start in summary.starts):
         return ""
@@ -185,7 +185,7 @@ def _history(summary: Summary) -> str:
     return section("Starts and stops", table(["step", "rank", "when", "what"], rows, num_numeric=2))
 
 
-def _checkpoints(summary: Summary) -> str:
+def _checkpoints(summary: RunSummary) -> str:
     rows = [
         (
             one.unix_s,
@@ -201,7 +201,7 @@ def _checkpoints(summary: Summary) -> str:
     return section("Checkpoints", table(["step", "size", "took", "path"], cells, num_numeric=3)) if cells else ""
 
 
-def _settings(summary: Summary) -> str:
+def _settings(summary: RunSummary) -> str:
     if not summary.starts:
         return ""
     rows = [[path, value] for path, value in _flatten(summary.starts[-1].event.settings)]

@@ -7,14 +7,14 @@ import numpy as np
 from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
 from paceline.monitor.formatting import number, one_line, printable, workers
 from paceline.monitor.plot_style import Palette, dress, make_figure, place_legend, to_png
-from paceline.monitor.reader import Summary
+from paceline.monitor.reader import RunSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def draw(summary: Summary, palette: Palette, *, titled: bool) -> bytes:
+def draw(summary: RunSummary, palette: Palette, *, titled: bool) -> bytes:
     """Return a PNG of the curves.
 
     Raises:
@@ -30,7 +30,7 @@ def draw(summary: Summary, palette: Palette, *, titled: bool) -> bytes:
     return to_png(figure)
 
 
-def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
+def _write_title(figure: "Figure", summary: RunSummary, palette: Palette) -> None:
     title, details = "a run", [str(summary.state)]
     if summary.starts:
         start = summary.starts[-1].event
@@ -44,7 +44,7 @@ def _write_title(figure: "Figure", summary: Summary, palette: Palette) -> None:
         figure.text(0.055, y, plain, size=size, weight=weight, color=color, parse_math=False)
 
 
-def _draw_panels(figure: "Figure", summary: Summary, palette: Palette, top: float) -> None:
+def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: float) -> None:
     grid = figure.add_gridspec(
         2,
         3,
@@ -75,7 +75,7 @@ def _draw_panels(figure: "Figure", summary: Summary, palette: Palette, top: floa
             one.axvline(resume, color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, zorder=1)
 
 
-def _resumes(summary: Summary) -> list[int]:
+def _resumes(summary: RunSummary) -> list[int]:
     """Return the steps at which training went on from a checkpoint, or began again."""
     later = {start.event.start_step for start in summary.starts[1:]}
     return sorted(later | {start.event.start_step for start in summary.starts if start.event.resumed_from})
@@ -89,7 +89,7 @@ def _count_steps(axes: "Axes", palette: Palette) -> None:
     axes.set_xlabel("step", color=palette.muted, fontsize=8.5, loc="right", labelpad=1)
 
 
-def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+def _draw_loss(axes: "Axes", steps: Floats, summary: RunSummary, palette: Palette) -> None:
     raw = as_floats([record.event.loss for record in summary.steps])
     smoothed = smooth(raw, max(1, len(raw) // 30))
     judged = as_floats([record.event.loss for record in summary.evaluations])
@@ -117,7 +117,7 @@ def _draw_loss(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) 
     place_legend(axes, palette, num_columns=4)
 
 
-def _draw_held_out(axes: "Axes", summary: Summary, palette: Palette) -> None:
+def _draw_held_out(axes: "Axes", summary: RunSummary, palette: Palette) -> None:
     steps = [record.step for record in summary.evaluations]
     losses = as_floats([record.event.loss for record in summary.evaluations])
     known = losses[np.isfinite(losses)]
@@ -152,7 +152,7 @@ def _fit(axes: "Axes", raw: Floats, shown: Floats) -> None:
     axes.set_ylim(lowest - pad, highest + pad)
 
 
-def _draw_learning_rate(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+def _draw_learning_rate(axes: "Axes", steps: Floats, summary: RunSummary, palette: Palette) -> None:
     from matplotlib.ticker import FuncFormatter
 
     rates = as_floats([record.event.learning_rate for record in summary.steps])
@@ -163,7 +163,7 @@ def _draw_learning_rate(axes: "Axes", steps: Floats, summary: Summary, palette: 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
 
 
-def _draw_speed(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+def _draw_speed(axes: "Axes", steps: Floats, summary: RunSummary, palette: Palette) -> None:
     from matplotlib.ticker import EngFormatter
 
     num_samples = as_floats([record.event.num_samples for record in summary.steps])
@@ -179,7 +179,7 @@ def _draw_speed(axes: "Axes", steps: Floats, summary: Summary, palette: Palette)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _draw_time(axes: "Axes", steps: Floats, summary: Summary, palette: Palette) -> None:
+def _draw_time(axes: "Axes", steps: Floats, summary: RunSummary, palette: Palette) -> None:
     from matplotlib.ticker import PercentFormatter
 
     duration_s = as_floats([record.event.duration_s for record in summary.steps])

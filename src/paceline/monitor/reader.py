@@ -112,7 +112,7 @@ State = Literal["empty", "unfinished", "finished", "failed", "preempted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class RunSummary:
     """What a log says about its run, all attempts taken together.
 
     An attempt that starts at an earlier step undoes the steps, evaluations and shares after it; of a step that was
@@ -195,13 +195,13 @@ class Summary:
         return typical_steps(self.timed_steps)
 
 
-def summarise(records: Iterable[Record]) -> Summary:
+def summarise(records: Iterable[Record]) -> RunSummary:
     """Return what `records`, in the order they were written, say about their run."""
     records = list(records)
     counting = _without_undone(records)
     steps = select(counting, StepFinished)
     finishes, showcases = select(counting, RunFinished), select(counting, Showcased)
-    return Summary(
+    return RunSummary(
         state=_state(records),
         starts=select(records, RunStarted),
         steps=steps,

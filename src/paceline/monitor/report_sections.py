@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from paceline.monitor.events import BatchChanged, Event, GradientNoiseMeasured, ModelGrown
 from paceline.monitor.formatting import describe_slow, number, size
 from paceline.monitor.html_elements import safe, section, table
-from paceline.monitor.reader import Summary
+from paceline.monitor.reader import RunSummary
 
 _MAX_ROWS = 20
 
 
-def render_memory(summary: Summary) -> str:
+def render_memory(summary: RunSummary) -> str:
     """Return the section on memory, estimated and measured; nothing where memory was neither estimated nor measured."""
     estimated = summary.memory_estimates[-1].event if summary.memory_estimates else None
     measured = summary.memory_measured[-1].event if summary.memory_measured else None
@@ -26,7 +26,7 @@ def render_memory(summary: Summary) -> str:
     return section("Memory", table(headings, rows))
 
 
-def describe_stragglers(summary: Summary) -> Iterator[str]:
+def describe_stragglers(summary: RunSummary) -> Iterator[str]:
     """Yield a sentence for each worker that was found slow; the newest of each rank counts."""
     is_following = bool(summary.starts) and summary.starts[-1].event.settings.get("shares") == "measured"
     for record in {one.event.slow_rank: one for one in summary.slow_workers}.values():
@@ -34,7 +34,7 @@ def describe_stragglers(summary: Summary) -> Iterator[str]:
         yield f"{describe_slow(record.event)} (found at step {record.step:,}; {cure})."
 
 
-def render_stragglers(summary: Summary) -> str:
+def render_stragglers(summary: RunSummary) -> str:
     """Return the section on workers; nothing where no worker was slow and no share changed."""
     parts = [f"<p>{safe(sentence)}</p>" for sentence in describe_stragglers(summary)]
     changes = summary.share_changes
@@ -56,7 +56,7 @@ def render_stragglers(summary: Summary) -> str:
     return section("Workers", "".join(parts)) if parts else ""
 
 
-def render_changes(summary: Summary) -> str:
+def render_changes(summary: RunSummary) -> str:
     """Return the section on batch and model; nothing where nothing changed or was measured."""
     if not summary.changes:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.errors import missing_extra
 from paceline.monitor.events import Record, StepFinished
 from paceline.monitor.formatting import printable
-from paceline.monitor.reader import Summary, read_log, summarise
+from paceline.monitor.reader import RunSummary, read_log, summarise
 
 _SUFFIX = ".paceline"
 
@@ -47,7 +47,7 @@ def export_tensorboard(run_dir: str | os.PathLike[str], out_dir: str | os.PathLi
     return num_scalars
 
 
-def _scalars(summary: Summary) -> Iterator[tuple[Record, str, float]]:
+def _scalars(summary: RunSummary) -> Iterator[tuple[Record, str, float]]:
     for step in summary.steps:
         for tag, value in _step_scalars(step.event).items():
             if value is not None:
@@ -71,7 +71,7 @@ def _step_scalars(step: StepFinished) -> dict[str, float | None]:
     }
 
 
-def _texts(summary: Summary) -> Iterator[tuple[Record, str, str]]:
+def _texts(summary: RunSummary) -> Iterator[tuple[Record, str, str]]:
     for start in summary.starts:
         yield start, "settings", json.dumps(start.event.settings, indent=2)
     if summary.showcase is not None:

@@ -6,14 +6,13 @@ from math import inf
 from statistics import median, median_low
 from typing import TypeVar
 
-from paceline.monitor.events import BucketExchanged, Event, Record, StepTimed
-from paceline.monitor.fields import list_fields
+from paceline.monitor.events import BucketExchanged, Event, Float, Int, Record, StepTimed, list_fields
 
 E = TypeVar("E", bound=Event)
 Span = tuple[float, float]
 """From a moment to a later one, in seconds."""
 
-_TIMES = (float, float | None)
+_TIMES = (Float, Float | None)
 _LARGEST_S = 1e12
 """A time beyond it is not one: no axis and no trace could hold it."""
 
@@ -128,15 +127,15 @@ def _layout(step: TimedStep) -> list[tuple[int, str, int, int]]:
 def _medians(events: Sequence[E]) -> E:
     """Return the last of `events` with the median of each number; of integers the lower one, which is one of them."""
     numbers: dict[str, float] = {}
-    for name, field in list_fields(type(events[-1])).items():
+    for name, annotation in list_fields(type(events[-1])).items():
         values = [getattr(event, name) for event in events]
-        if field.annotation is int:
+        if annotation is Int:
             numbers[name] = median_low(values)
-        elif field.annotation in _TIMES and None not in values:
+        elif annotation in _TIMES and None not in values:
             numbers[name] = median(values)
     return replace(events[-1], **numbers)  # type: ignore[type-var]
 
 
 def _is_sound(event: Event, least_s: float) -> bool:
-    times = [getattr(event, name) for name, field in list_fields(type(event)).items() if field.annotation in _TIMES]
+    times = [getattr(event, name) for name, annotation in list_fields(type(event)).items() if annotation in _TIMES]
     return all(time_s is None or least_s <= time_s < _LARGEST_S for time_s in times)

@@ -98,7 +98,7 @@ def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_bl
         kind: type[nn.Module] = type(module)
         module.__class__ = _with_views(kind, tuple(views))  # type: ignore[arg-type]  # classes can be hashed
     if style == "vocabulary" and isinstance(module, nn.Embedding):
-        _Rows(module, activations)
+        _EmbeddingRows(module, activations)
     elif style in ("columns", "gather", "vocabulary"):
         if not is_in_block:
             module.register_forward_pre_hook(_on_first_input(activations.gather), with_kwargs=True)
@@ -110,7 +110,7 @@ def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_bl
         module.register_forward_hook(lambda module, args, output: activations.cut(output))
 
 
-class _Rows:
+class _EmbeddingRows:
     """Some rows of an embedding's table: tokens of other ranks' rows give zeros here (Shoeybi 2019)."""
 
     def __init__(self, module: nn.Embedding, activations: Activations) -> None:

@@ -25,7 +25,7 @@ _MOST_WORDS = 1 << 23
 
 
 @dataclass(frozen=True)
-class Summary:
+class ProgramSummary:
     """What a proven program moves. Amounts are fractions of the buffer (all-to-all: of what one rank has for all)."""
 
     num_rounds: int
@@ -36,7 +36,7 @@ class Summary:
     """The most that one rank sends in one round."""
 
 
-def verify(program: Program) -> Summary:
+def verify(program: Program) -> ProgramSummary:
     """Prove `program` and return what it moves.
 
     It is wrong if one of these does not hold: sends match receives; no ranks wait for each other for ever; no chunk is
@@ -227,10 +227,10 @@ def _mix(values: Words) -> Words:
     return values ^ (values >> np.uint64(31))
 
 
-def _summarise(program: Program, rounds: Sequence[Round]) -> Summary:
+def _summarise(program: Program, rounds: Sequence[Round]) -> ProgramSummary:
     buffer = program.num_ranks if program.collective == Collective.ALL_TO_ALL else program.num_chunks
     chunks = [np.bincount(round_.sources, round_.counts, program.num_ranks) for round_ in rounds]
-    return Summary(
+    return ProgramSummary(
         num_rounds=len(rounds),
         num_transfers=sum(len(round_) for round_ in rounds),
         sent=np.sum([np.zeros(program.num_ranks), *chunks], axis=0) / buffer,

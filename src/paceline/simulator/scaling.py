@@ -7,12 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.errors import SettingsError
-from paceline.programs import Algorithm, Collective, Hierarchical, find_algorithm
-from paceline.programs import Torus as TorusAlgorithm
+from paceline.programs import Algorithm, Collective, Hierarchical, Torus, find_algorithm
 from paceline.registry import Settings
 from paceline.simulator.program import Cost, simulate
 from paceline.topology import Cluster, Switch
-from paceline.topology.torus import Torus
+from paceline.topology.torus import TorusCluster
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,6 @@ def fit_algorithm(name: str, cluster: Cluster, num_ranks: int) -> Algorithm:
     island = min(cluster.devices_per_island, num_ranks)
     if issubclass(variant, Hierarchical) and island > 1:
         return variant(ranks_per_host=island)
-    if issubclass(variant, TorusAlgorithm) and isinstance(cluster, Torus) and cluster.shape:
+    if issubclass(variant, Torus) and isinstance(cluster, TorusCluster) and cluster.shape:
         return variant(num_rows=cluster.shape[0])
     return variant()

@@ -13,7 +13,7 @@ from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import DPSGDSynchroniser, check_keeps_mean
-from paceline.sync.gossip import FlatParameters, GossipRule, Row
+from paceline.sync.gossip import FlatParameters, GossipRule, MixingRow
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 from paceline.topology.graph_choice import choose_edges
 from paceline.topology.graphs import CompleteGraph, Edges, Floats, Graph, mix_over
@@ -161,7 +161,7 @@ class AdaptiveSynchroniser(Synchroniser):
         self._use(mix_over(self._edges, self._site.group.size))
 
     def _use(self, mixing: Floats) -> None:
-        self._row = Row.of(mixing, self._site.group.rank)
+        self._row = MixingRow.of(mixing, self._site.group.rank)
 
 
 def sketch(model: Tensor, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ from paceline.compression.message import decode_blocks, encode_blocks, message_b
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import check_keeps_mean
-from paceline.sync.gossip import FlatParameters, GossipRule, Row, Swap
+from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 
 
@@ -79,14 +79,14 @@ class ChocoSynchroniser(Synchroniser):
     def __init__(self, site: Site, rule: ChocoSGD) -> None:
         self._site, self._codec, self._step_size = site, rule.codec, rule.step_size
         self._rank = site.group.rank
-        self._row = Row.of(rule.graph.mixing_matrix(site.group.size), self._rank)
+        self._row = MixingRow.of(rule.graph.mixing_matrix(site.group.size), self._rank)
         self._sources = [rank for rank in self._row.weights if rank != self._rank]
         self._flat = FlatParameters(site.parameters)
         self._shapes = {name: parameter.shape for name, parameter in site.parameters.items()}
         self._copies = {rank: self._flat.read() for rank in self._row.weights}
         """By rank, this worker's among them; all workers begin with the same parameters."""
         self._states: dict[str, State] = {}
-        self._swap = Swap(site.group, message_bytes(self._codec, self._shapes), torch.uint8)
+        self._swap = GossipMessages(site.group, message_bytes(self._codec, self._shapes), torch.uint8)
         self._sent_in: int | None = None
         """The step that the messages under way are of."""
 
@@ -139,7 +139,7 @@ class ChocoSynchroniser(Synchroniser):
                 prefix = f"{self._codec.name}/{name}/"
                 kept = {key.removeprefix(prefix): t.cpu() for key, t in mine.items() if key.startswith(prefix)}
                 self._states[name] = kept
-        swap = Swap(self._site.group, self._flat.num_elements, self._flat.dtype)
+        swap = GossipMessages(self._site.group, self._flat.num_elements, self._flat.dtype)
         swap.outgoing.copy_(self._copies[self._rank])
         swap.start(self._sources, self._row.destinations, "copies")
         self._copies |= swap.arrive()

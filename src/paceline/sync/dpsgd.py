@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.registry import register
-from paceline.sync.gossip import FlatParameters, GossipRule, Row, Rows, Swap
+from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 from paceline.topology.graphs import is_doubly_stochastic
 
@@ -34,7 +34,7 @@ class DPSGD(GossipRule):
             SettingsError: The graph cannot be of so many workers, or does not keep their mean.
         """
         check_keeps_mean(self, site.group)
-        return DPSGDSynchroniser(site, Rows(self.graph, site.group).at)
+        return DPSGDSynchroniser(site, MixingRows(self.graph, site.group).at)
 
 
 def check_keeps_mean(rule: GossipRule, group: Group) -> None:
@@ -58,11 +58,11 @@ class DPSGDSynchroniser(Synchroniser):
         choose: Returns this worker's part in the mixing of a step.
     """
 
-    def __init__(self, site: Site, choose: Callable[[int], Row]) -> None:
+    def __init__(self, site: Site, choose: Callable[[int], MixingRow]) -> None:
         self._site, self._choose = site, choose
         self._flat = FlatParameters(site.parameters)
-        self._swap = Swap(site.group, self._flat.num_elements, self._flat.dtype)
-        self._row: Row | None = None
+        self._swap = GossipMessages(site.group, self._flat.num_elements, self._flat.dtype)
+        self._row: MixingRow | None = None
         """Of the swap under way."""
 
     def before_update(self, step: LocalStep) -> None:
@@ -93,7 +93,7 @@ class DPSGDSynchroniser(Synchroniser):
         """Let connections go."""
         self._swap.close()
 
-    def _start(self, number: int) -> Row:
+    def _start(self, number: int) -> MixingRow:
         self._row = row = self._choose(number)
         self._flat.read(self._swap.outgoing)
         sources = [rank for rank in row.weights if rank != self._site.group.rank]

@@ -70,7 +70,7 @@ def count_messages(graph: Graph, num_workers: int) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class MixingRow:
     """One worker's part in a step of mixing.
 
     Args:
@@ -82,7 +82,7 @@ class Row:
     destinations: Sequence[int]
 
     @classmethod
-    def of(cls, mixing: Floats, rank: int) -> "Row":
+    def of(cls, mixing: Floats, rank: int) -> "MixingRow":
         """Return the part of `rank` in a mixing matrix."""
         weights = {source: weight for source, weight in enumerate(mixing[rank].tolist()) if weight or source == rank}
         destinations = [other for other, weight in enumerate(mixing[:, rank].tolist()) if weight and other != rank]
@@ -96,7 +96,7 @@ class Row:
         return mixed
 
 
-class Rows:
+class MixingRows:
     """This worker's part in each step of a graph's mixing.
 
     Args:
@@ -107,9 +107,9 @@ class Rows:
     def __init__(self, graph: Graph, group: Group) -> None:
         self._graph, self._rank, self._size = graph, group.rank, group.size
         self._num_phases = graph.num_phases(group.size)
-        self._known: dict[int, Row] = {}
+        self._known: dict[int, MixingRow] = {}
 
-    def at(self, step: int) -> Row:
+    def at(self, step: int) -> MixingRow:
         """Return it for a step."""
         if self._num_phases is None:
             return self._make(step)
@@ -118,8 +118,8 @@ class Rows:
             self._known[phase] = self._make(phase)
         return self._known[phase]
 
-    def _make(self, step: int) -> Row:
-        return Row.of(self._graph.mixing_matrix(self._size, step), self._rank)
+    def _make(self, step: int) -> MixingRow:
+        return MixingRow.of(self._graph.mixing_matrix(self._size, step), self._rank)
 
 
 class FlatParameters:
@@ -173,7 +173,7 @@ class FlatParameters:
                     parameter.copy_(value)
 
 
-class Swap:
+class GossipMessages:
     """Messages of one size to some workers and from some, over connections of their own.
 
     All receives are posted first, so that no order among workers is needed. The buffers stay from one swap to the next:

@@ -7,7 +7,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.registry import register
-from paceline.sync.gossip import FlatParameters, GossipRule, Row, Rows, Swap
+from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
 from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
 from paceline.topology.graphs import Graph, OnePeerExponentialGraph
 
@@ -61,13 +61,13 @@ class PushSumSynchroniser(Synchroniser):
 
     def __init__(self, site: Site, graph: Graph) -> None:
         self._site = site
-        self._rows = Rows(graph, site.group)
+        self._rows = MixingRows(graph, site.group)
         self._flat = FlatParameters(site.parameters)
         num_bytes = _WEIGHT_BYTES + self._flat.num_elements * self._flat.dtype.itemsize
-        self._swap = Swap(site.group, num_bytes, torch.uint8)
+        self._swap = GossipMessages(site.group, num_bytes, torch.uint8)
         self._weight, self._numerator = self._parts(self._swap.outgoing)
         self._has_begun = False
-        self._row: Row | None = None
+        self._row: MixingRow | None = None
         """Of the swap under way."""
 
     def before_update(self, step: LocalStep) -> None:
@@ -122,7 +122,7 @@ class PushSumSynchroniser(Synchroniser):
             self._weight.fill_(1)
         self._has_begun = True
 
-    def _start(self, number: int) -> Row:
+    def _start(self, number: int) -> MixingRow:
         self._row = row = self._rows.at(number)
         sources = [rank for rank in row.weights if rank != self._site.group.rank]
         self._swap.start(sources, row.destinations, f"push of step {number}")

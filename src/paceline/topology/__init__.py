@@ -5,7 +5,7 @@ from paceline.topology.graphs import Graph
 from paceline.topology.hosts import Hosts
 from paceline.topology.layout import AXES, Axes, Axis, Layout
 from paceline.topology.presets import DGXA100, DGXH100, FatTree, Loopback, Switch
-from paceline.topology.torus import Torus, squarest
+from paceline.topology.torus import TorusCluster, squarest
 from paceline.topology.units import BytesPerSecond, parse_size
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Loopback",
     "Network",
     "Switch",
-    "Torus",
+    "TorusCluster",
     "parse_size",
     "squarest",
 ]

@@ -72,7 +72,7 @@ class Hosts(Cluster):
             latencies_s=np.concatenate(
                 [np.full(2 * len(capacities), latency_s / 2) for capacities, latency_s in kinds]
             ),
-            route=_Routes(num_hosts, self.devices_per_host, self.nics_per_host, self.hosts_per_pod or num_hosts),
+            route=_HostRoutes(num_hosts, self.devices_per_host, self.nics_per_host, self.hosts_per_pod or num_hosts),
             reduce_bytes_per_s=self.reduce_speed,
             message_s=self.message_s,
         )
@@ -88,7 +88,7 @@ class Hosts(Cluster):
 
 
 @dataclass(frozen=True)
-class _Routes:
+class _HostRoutes:
     """The routes between devices: inside a host, under one switch, or over the uplinks of two pods."""
 
     num_hosts: int

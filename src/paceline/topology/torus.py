@@ -16,7 +16,7 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, m
 
 
 @register("torus")
-class Torus(Cluster):
+class TorusCluster(Cluster):
     """Devices on a ring, a 2-D or a 3-D torus (TPU pods, K computer), row by row.
 
     A message goes along the last dim first, then the one before, each the shorter way round: on every cable of the
@@ -42,7 +42,7 @@ class Torus(Cluster):
         return Network(
             capacities_bytes_per_s=np.full(num_links, float(self.bandwidth)),
             latencies_s=np.full(num_links, self.latency_s),
-            route=_Routes(shape),
+            route=_TorusRoutes(shape),
             reduce_bytes_per_s=self.reduce_speed,
             message_s=self.message_s,
         )
@@ -55,7 +55,7 @@ def squarest(num_ranks: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Routes:
+class _TorusRoutes:
     """Dimension-ordered routes. Link ``2 * (device * num_dims + dim)`` goes up the dim, the next one down it."""
 
     shape: tuple[int, ...]

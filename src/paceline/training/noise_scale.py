@@ -61,7 +61,7 @@ class Noise:
 
 
 @dataclass
-class Interval:
+class NoiseSums:
     """Sums over the steps since the last measurement."""
 
     own_squares: float = 0.0
@@ -108,7 +108,7 @@ class NoiseMeter:
             )
         self._group, self._interval = group, interval
         self._parts: list[_Part] = []
-        self._sums = Interval()
+        self._sums = NoiseSums()
         self._noise = Noise()
         self._hooks: list[RemovableHandle] = []
         self.use(module)
@@ -161,7 +161,7 @@ class NoiseMeter:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take on a saved state; with another number of workers rank 0 goes on with what all of them had summed."""
-        self._noise, self._sums = Noise(**state["noise"]), Interval(**state["sums"])
+        self._noise, self._sums = Noise(**state["noise"]), NoiseSums(**state["sums"])
         own, rank = state["own"], self._group.rank
         if len(own) != self._group.size:
             own = [[sum(column) for column in zip(*own, strict=True)], *([[0.0, 0]] * (self._group.size - 1))]
@@ -179,7 +179,7 @@ class NoiseMeter:
             self._parts[-1].norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
 
     def _measure(self) -> GradientNoiseMeasured | None:
-        sums, self._sums = self._sums, Interval()
+        sums, self._sums = self._sums, NoiseSums()
         totals = torch.tensor([sums.own_squares, sums.num_own_parts], dtype=torch.float64, device=self._group.device)
         self._group.all_reduce(totals, name="noise of parts").wait()
         squares, num_parts = totals.tolist()

@@ -19,7 +19,7 @@ from paceline.comm import join
 from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.worker import work
-from paceline.monitor.reader import Summary, read_log, summarise
+from paceline.monitor.reader import RunSummary, read_log, summarise
 from paceline.registry import Family
 from paceline.training.run import Run, RunFile
 
@@ -44,7 +44,7 @@ class Straggling:
     """That it sleeps then."""
 
 
-def train_once(run: Run, recipe: str, workers: Workers, straggling: Straggling | None = None) -> Summary:
+def train_once(run: Run, recipe: str, workers: Workers, straggling: Straggling | None = None) -> RunSummary:
     """Return how a run of a recipe went, with its workers where they were asked to be; nothing of it is kept.
 
     Args:

@@ -11,7 +11,7 @@ from paceline.benchmarks.reproductions.base import Reproduction, Straggling, tra
 from paceline.benchmarks.tables import TableRow
 from paceline.benchmarks.workers import Workers
 from paceline.compression import Codec, Int8
-from paceline.monitor.reader import Summary
+from paceline.monitor.reader import RunSummary
 from paceline.recipes import transformer_lm
 from paceline.registry import register
 from paceline.sync import ASGD, EveryStep, Rule
@@ -92,7 +92,7 @@ class LanguageModelSync(Reproduction):
 
     def reproduce(self) -> list[SyncRow]:
         """Train each way with each seed."""
-        summaries: dict[str, list[Summary]] = {way: [] for way in _PUBLISHED}
+        summaries: dict[str, list[RunSummary]] = {way: [] for way in _PUBLISHED}
         for seed in range(self.num_seeds):
             for way, of_way in summaries.items():
                 run = self.make_run(way, seed)
@@ -128,7 +128,7 @@ class LanguageModelSync(Reproduction):
         )
 
 
-def describe(way: str, ours: Sequence[Summary], reference: Sequence[Summary]) -> SyncRow:
+def describe(way: str, ours: Sequence[RunSummary], reference: Sequence[RunSummary]) -> SyncRow:
     """Return the row of a way from its runs and those of the synchronous one, by seed."""
     times, losses = _results(ours)
     reference_times, reference_losses = _results(reference)
@@ -148,7 +148,7 @@ def describe(way: str, ours: Sequence[Summary], reference: Sequence[Summary]) ->
     )
 
 
-def _results(summaries: Sequence[Summary]) -> tuple[list[float], list[float]]:
+def _results(summaries: Sequence[RunSummary]) -> tuple[list[float], list[float]]:
     """Return seconds of training and held-out losses."""
     finishes = [summary.finish.event for summary in summaries if summary.finish is not None]
     return [f.duration_s for f in finishes], [f.held_out_loss for f in finishes if f.held_out_loss is not None]

@@ -20,7 +20,7 @@ from paceline.data import Spec
 from paceline.data.images import Images
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.monitor.log import EventLog
-from paceline.monitor.reader import Summary, read_log, summarise
+from paceline.monitor.reader import RunSummary, read_log, summarise
 from paceline.optim import LAMB, LARS, SGD, Adam, Optimizer
 from paceline.registry import register
 from paceline.schedules import Linear
@@ -179,7 +179,9 @@ class LargeBatch(Reproduction):
             num_threads=1,
         )
 
-    def describe(self, way: Way, batch: int, ours: Sequence[Summary], reference: Sequence[Summary]) -> LargeBatchRow:
+    def describe(
+        self, way: Way, batch: int, ours: Sequence[RunSummary], reference: Sequence[RunSummary]
+    ) -> LargeBatchRow:
         """Return the row of a way with a batch, from its runs and those of SGD with the smallest batch, by seed."""
         pairs = [(_accuracy(a), _accuracy(b)) for a, b in zip(ours, reference, strict=True)]
         accuracies = [a for a, _ in pairs if a is not None]
@@ -198,7 +200,7 @@ class LargeBatch(Reproduction):
         )
 
 
-def _train(run: Run) -> Summary:
+def _train(run: Run) -> RunSummary:
     """Return how a run went, alone in this process; one that diverges ends early."""
     with tempfile.TemporaryDirectory(prefix="paceline-reproduce-") as folder:
         directory = Path(folder)
@@ -215,12 +217,12 @@ def _train(run: Run) -> Summary:
         return summarise(read_log(directory / "events.jsonl"))
 
 
-def _accuracy(summary: Summary) -> float | None:
+def _accuracy(summary: RunSummary) -> float | None:
     """Return the accuracy on held-out images; None where training diverged."""
     return None if summary.finish is None else summary.finish.event.metrics["accuracy"]
 
 
-def _curve(way: Way, summary: Summary, num_samples: int) -> Curve:
+def _curve(way: Way, summary: RunSummary, num_samples: int) -> Curve:
     """Return training losses over epochs, each point a mean over some steps."""
     losses = [step.event.loss for step in summary.steps]
     epochs = [step.event.position / num_samples for step in summary.steps]

@@ -140,7 +140,7 @@ class Copy(Transfer):
             ctypes.memmove(self._pointer + begin, lane.address(slot, self.source), end - begin)
 
 
-class Gather(Transfer):
+class AllGather(Transfer):
     """All-gather: all read all slots."""
 
     def __init__(self, output: Tensor, tensor: Tensor) -> None:
@@ -159,7 +159,7 @@ class Gather(Transfer):
             ctypes.memmove(self._to + rank * self.num_bytes + begin, lane.address(slot, rank), end - begin)
 
 
-class Swap(Transfer):
+class AllToAll(Transfer):
     """All-to-all: a slot holds the same columns of all rows, and each rank reads its row from all slots."""
 
     def __init__(self, output: Tensor, tensor: Tensor, rank: int) -> None:

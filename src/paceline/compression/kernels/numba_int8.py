@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.compression.kernels.torch_int8 import PART, SMALLEST_SCALE
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -24,7 +24,7 @@ _ROUND = np.float32(1.5 * 2**23)
 def encode(
     value: Tensor,
     residual: Tensor | None,
-    rows: Rows,
+    rows: RowLayout,
     payload: Tensor,
     new_residual: Tensor | None,
     *,
@@ -40,7 +40,7 @@ def encode(
     return bool(_encode(value.numpy(), old, *places, new, key is not None, np.uint32(key or 0), first_tile))
 
 
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
+def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
     """Do what the reference does."""
     flat = payload.view(-1).numpy()
     scales = flat.view(np.float32)

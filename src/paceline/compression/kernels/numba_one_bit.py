@@ -5,13 +5,15 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, new_residual: Tensor | None) -> bool:
+def encode(
+    value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
+) -> bool:
     """Do what the reference does."""
     assert (residual is None) == (new_residual is None)
     old = None if residual is None else residual.numpy()
@@ -21,7 +23,7 @@ def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, 
     return bool(_encode(value.numpy(), old, *places, new))
 
 
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
+def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
     """Do what the reference does."""
     flat = payload.view(-1).numpy()
     _decode(flat, flat.view(np.float32), rows.row_bytes, rows.tiles_per_row, rows.tile, output.numpy(), add)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from paceline.compression.kernels.torch_rows import cut_tiles, decode, fill_rows
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 __all__ = ["decode", "encode"]
 
@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 def encode(
     value: Tensor,
     residual: Tensor | None,
-    rows: Rows,
+    rows: RowLayout,
     payload: Tensor,
     new_residual: Tensor | None,
     *,

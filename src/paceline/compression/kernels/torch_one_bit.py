@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from paceline.compression.kernels.torch_rows import cut_tiles, decode, fill_rows
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 __all__ = ["decode", "encode"]
 
 
-def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, new_residual: Tensor | None) -> bool:
+def encode(
+    value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
+) -> bool:
     """Encode ``value + residual`` into `payload`, and what that left out into `new_residual`.
 
     Args:

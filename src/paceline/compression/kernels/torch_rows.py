@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 
 def cut_tiles(wanted: Tensor, tile: int) -> Tensor:
@@ -13,7 +13,7 @@ def cut_tiles(wanted: Tensor, tile: int) -> Tensor:
     return F.pad(wanted, (0, num_tiles * tile - len(wanted))).view(num_tiles, tile)
 
 
-def fill_rows(payload: Tensor, rows: Rows, scales: Tensor, codes: Tensor) -> None:
+def fill_rows(payload: Tensor, rows: RowLayout, scales: Tensor, codes: Tensor) -> None:
     """Write the scales of tiles, and the bytes of their codes, to the rows of a payload."""
     tile_bytes = rows.tile * rows.bits // 8
     for row in range(len(payload)):
@@ -24,7 +24,7 @@ def fill_rows(payload: Tensor, rows: Rows, scales: Tensor, codes: Tensor) -> Non
         payload[row, rows.codes_begin : rows.codes_begin + len(row_codes)] = row_codes
 
 
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
+def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
     """Fill `output`, flat, with what the rows of `payload` hold, or add that to it."""
     length = rows.tiles_per_row * rows.tile
     for row in range(len(payload)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.compression.kernels.torch_int8 import PART, SMALLEST_SCALE
 from paceline.compression.kernels.triton_rows import decode
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 __all__ = ["decode", "encode"]
 
@@ -23,7 +23,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added and taken away again, it rounds to n
 def encode(
     value: Tensor,
     residual: Tensor | None,
-    rows: Rows,
+    rows: RowLayout,
     payload: Tensor,
     new_residual: Tensor | None,
     *,

@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.compression.kernels.triton_rows import decode
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 __all__ = ["decode", "encode"]
 
 
-def encode(value: Tensor, residual: Tensor | None, rows: Rows, payload: Tensor, new_residual: Tensor | None) -> bool:
+def encode(
+    value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
+) -> bool:
     """Do what the reference does."""
     assert (residual is None) == (new_residual is None)
     is_finite = torch.ones(1, dtype=torch.int32, device=value.device)

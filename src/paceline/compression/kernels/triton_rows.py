@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.compression.rows import Rows
+from paceline.compression.rows import RowLayout
 
 
-def decode(payload: Tensor, rows: Rows, output: Tensor, *, add: bool = False) -> None:
+def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
     """Do what the reference does."""
     if len(output):
         _decode[(-(-len(output) // rows.tile),)](

@@ -97,7 +97,7 @@ class BidirectionalTransformer(Contextual):
         self.positions = nn.Embedding(num_positions, settings.width)
         self.embedding_norm = _norm(settings.width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(BertLayer(settings) for _ in range(settings.num_layers))
         self.transform = nn.Linear(settings.width, settings.width)
         self.transform_norm = _norm(settings.width)
         self.head = TiedHead(nn.Parameter(torch.zeros(vocab_size)))
@@ -140,14 +140,14 @@ class BidirectionalTransformer(Contextual):
         return logits_BTV
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """Attention, then an MLP, each added to what it reads, and the sum normalised."""
 
     def __init__(self, settings: Bert):
         super().__init__()
-        self.attention = Attention(settings.width, settings.num_heads)
+        self.attention = BertAttention(settings.width, settings.num_heads)
         self.attention_norm = _norm(settings.width)
-        self.mlp = MLP(settings.width, settings.width * settings.feedforward_multiple)
+        self.mlp = BertMLP(settings.width, settings.width * settings.feedforward_multiple)
         self.mlp_norm = _norm(settings.width)
         self.dropout = nn.Dropout(settings.dropout)
 
@@ -158,7 +158,7 @@ class Layer(nn.Module):
         return mapped_BTW
 
 
-class Attention(Contextual):
+class BertAttention(Contextual):
     """Attention of several heads in both directions, one matrix for queries, keys and values.
 
     Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
@@ -181,7 +181,7 @@ class Attention(Contextual):
         return projected_BTW
 
 
-class MLP(nn.Module):
+class BertMLP(nn.Module):
     """Two linear maps around GELU (Hendrycks and Gimpel 2016)."""
 
     def __init__(self, width: int, hidden: int):
@@ -218,10 +218,12 @@ register_styles(
         "transform_norm": "sequence",
     },
 )
-register_styles(Layer, {"attention": "gather", "attention_norm": "sequence", "mlp": "gather", "mlp_norm": "sequence"})
 register_styles(
-    Attention,
+    BertLayer, {"attention": "gather", "attention_norm": "sequence", "mlp": "gather", "mlp_norm": "sequence"}
+)
+register_styles(
+    BertAttention,
     {"query_key_value": "columns", "project": "rows"},
     counts=lambda attention: {"num_heads": attention.num_heads},
 )
-register_styles(MLP, {"expand": "columns", "project": "rows"})
+register_styles(BertMLP, {"expand": "columns", "project": "rows"})

@@ -84,7 +84,7 @@ class Transformer(Contextual):
         self.rotary_base = settings.rotary_base
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(settings) for _ in range(settings.num_layers))
         self.norm = nn.LayerNorm(settings.width, bias=False)
         self.head = TiedHead()
         self._initialise()
@@ -125,15 +125,15 @@ class Transformer(Contextual):
         return logits_BTV
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention, then an MLP, each added to the stream it reads through a norm."""
 
     def __init__(self, settings: TransformerLM):
         super().__init__()
         self.attention_norm = nn.LayerNorm(settings.width, bias=False)
-        self.attention = Attention(settings.width, settings.num_heads, settings.rotary_base)
+        self.attention = CausalAttention(settings.width, settings.num_heads, settings.rotary_base)
         self.mlp_norm = nn.LayerNorm(settings.width, bias=False)
-        self.mlp = MLP(settings.width, settings.feedforward_multiple)
+        self.mlp = GatedMLP(settings.width, settings.feedforward_multiple)
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -143,7 +143,7 @@ class Layer(nn.Module):
         return x_BTW + mapped_BTW
 
 
-class Attention(Contextual):
+class CausalAttention(Contextual):
     """Causal attention of several heads, one matrix for queries, keys and values.
 
     Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
@@ -171,7 +171,7 @@ class Attention(Contextual):
         return projected_BTW
 
 
-class MLP(nn.Module):
+class GatedMLP(nn.Module):
     """Three linear maps around a gate: SwiGLU (Shazeer 2020)."""
 
     def __init__(self, width: int, multiple: float):
@@ -206,10 +206,12 @@ def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 register_styles(Transformer, {"embedding": "vocabulary", "norm": "sequence"})
-register_styles(Layer, {"attention_norm": "sequence", "attention": "gather", "mlp_norm": "sequence", "mlp": "gather"})
 register_styles(
-    Attention,
+    DecoderLayer, {"attention_norm": "sequence", "attention": "gather", "mlp_norm": "sequence", "mlp": "gather"}
+)
+register_styles(
+    CausalAttention,
     {"query_key_value": "columns", "project": "rows"},
     counts=lambda attention: {"num_heads": attention.num_heads},
 )
-register_styles(MLP, {"gate": "columns", "expand": "columns", "project": "rows"})
+register_styles(GatedMLP, {"gate": "columns", "expand": "columns", "project": "rows"})

@@ -1,0 +1,51 @@
+"""A command that takes any setting of what it is about as an option, and lists them in its help."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from paceline.registry import Settings
+
+
+class OverridesCommand(TyperCommand):
+    """A command that takes any ``--field value`` beside its own options, and finds them in ``context.args``."""
+
+    find_settings: Callable[[Sequence[str]], Settings | None] | None = None
+    """Returns the settings that can be overridden, from the arguments that were given; None where these do not say."""
+
+    @classmethod
+    def of(cls, find_settings: Callable[[Sequence[str]], Settings | None]) -> "type[OverridesCommand]":
+        """Return a class of commands whose help lists the settings that `find_settings` finds."""
+        return type(cls.__name__, (cls,), {"find_settings": staticmethod(find_settings)})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the overrides out, each with its value, before the rest is parsed."""
+        own = {name for parameter in self.params for name in parameter.opts} | {"--help"}
+        flags = {name for parameter in self.params if getattr(parameter, "is_flag", False) for name in parameter.opts}
+        mine: list[str] = []
+        overrides: list[str] = []
+        arguments: list[str] = []
+        waiting = list(args)
+        while waiting:
+            word = waiting.pop(0)
+            is_override = word.startswith("--") and word.partition("=")[0] not in own
+            (overrides if is_override else mine).append(word)
+            if not word.startswith("-"):
+                arguments.append(word)
+            if "=" not in word and word.startswith("--") and word not in {*flags, "--help"} and waiting:
+                (overrides if is_override else mine).append(waiting.pop(0))
+        ctx.meta.update(arguments=arguments, overrides=overrides)
+        super().parse_args(ctx, mine)
+        ctx.args = overrides
+        return overrides
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, and after it the settings, with what is overridden on the command line."""
+        super().format_help(ctx, formatter)
+        settings = self.find_settings(ctx.meta["arguments"]) if self.find_settings is not None else None
+        if settings is not None:
+            from paceline.cli.describe import print_settings
+            from paceline.cli.overrides import apply_overrides, parse_pairs
+
+            print_settings(apply_overrides(settings, parse_pairs(ctx.meta["overrides"])))
