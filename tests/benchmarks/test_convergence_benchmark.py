@@ -90,5 +90,5 @@ def test_workers_train_with_every_rule_and_seed():
     assert len(set(every["loss"])) == 2, "seeds differ"
     assert all(4 < loss < 6 for loss in every["loss"]), "of random guesses, nearly"
     assert all(ours != theirs for ours, theirs in zip(local["loss"], every["loss"], strict=True))
-    # Two synchronous steps, and two meetings for the four others.
+    # Two synchronous steps, and two sync steps for the four others.
     assert statistics.mean(local["sent"]) == pytest.approx(4 / 6 * statistics.mean(every["sent"]), rel=1e-3)

@@ -18,7 +18,7 @@ app.command()(trace)
 app.command()(report)
 
 
-def tell_step(run: Path, rank: int) -> None:
+def log_step(run: Path, rank: int) -> None:
     with EventLog(run / "events.jsonl", run="mine", rank=rank) as log:
         log.write(
             BucketExchanged(
@@ -53,7 +53,7 @@ def tell_step(run: Path, rank: int) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for rank in (0, 1):
-        tell_step(tmp_path, rank)
+        log_step(tmp_path, rank)
     return tmp_path
 
 

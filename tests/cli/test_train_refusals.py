@@ -86,7 +86,7 @@ def refuse(monkeypatch, capsys, *arguments):
         ("train transformer_lm --layout.pipeline 50", "and the model has"),
         (
             'train transformer_lm --layout.pipeline 2 --pipeline.cuts ["nowhere"]',
-            "cuts must name pieces of the model that a stage can begin with, but got 'nowhere'",
+            "cuts must name layers of the model that a stage can begin with, but got 'nowhere'",
         ),
         ("train resnet --layout.context 2", "what looks at other tokens must do so through"),
         (

@@ -73,7 +73,7 @@ def test_who_waits_runs_jobs_where_that_is_asked_for(waiters_run):
 
 def test_a_wait_is_noted_while_it_lasts(channel):
     notes = []
-    channel._note_wait = notes.append
+    channel._on_wait = notes.append
     may_end = threading.Event()
     job = channel.submit(lambda: may_end.wait(20) and notes.append("job"), sequence=7)
     while job.began_s is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import SharedMemoryGroup, shared_memory
-from paceline.comm.shared_memory import control, segment, transfers
+from paceline.comm.shared_memory import control_segment, segment, transfers
 from paceline.comm.shared_memory import group as group_module
 from paceline.errors import SettingsError
 from paceline.testing import GROUP_CHECKS, check_group, check_words_of_failure, run_processes
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LARGE = 100_003
-"""Elements that take the way of large operations, the last slice and piece being shorter than the others."""
+"""Elements that take the way of large operations, the last slice and chunk being shorter than the others."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 
 
@@ -31,10 +31,10 @@ def open_group(name):
 
 
 def keep_contract(in_pieces):
-    """Keep it as it is; or with nothing small, in pieces of a few elements."""
+    """Keep it as it is; or with nothing small, in chunks of a few elements."""
     if in_pieces:
         group_module.SMALL_BYTES = -1
-        control._LARGE_BYTES = 64 * int(os.environ["WORLD_SIZE"])
+        control_segment._LARGE_BYTES = 64 * int(os.environ["WORLD_SIZE"])
     group = open_group("contract")
     names = check_group(group)
     check_words_of_failure(group)
@@ -111,7 +111,7 @@ def copy_large(group):
 
 
 def begin_many(group):
-    """Begin far more than rings and ledger hold: small ones, both, large ones; wait at the end. Rank 1 is late."""
+    """Begin far more than rings and recorder hold: small ones, both, large ones; wait at the end. Rank 1 is late."""
     tensors, works = [], []
     for number in range(900):
         time.sleep(0.2 if group.rank == 1 and number in (0, 100, 300) else 0)

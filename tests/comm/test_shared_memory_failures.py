@@ -40,7 +40,7 @@ def catch(function):
 WAYS = {
     "small sum": lambda group, buffer: group.all_reduce(torch.ones(3), name="small sum").wait(),
     "shared sum": lambda group, buffer: group.all_reduce(buffer, name="shared sum").wait(),
-    "sum in pieces": lambda group, buffer: group.all_reduce(torch.ones(LARGE), name="sum in pieces").wait(),
+    "sum in chunks": lambda group, buffer: group.all_reduce(torch.ones(LARGE), name="sum in chunks").wait(),
     "copy": lambda group, buffer: group.broadcast(torch.ones(LARGE), source=1, name="copy").wait(),
     "rows": lambda group, buffer: group.all_gather(torch.ones(3, LARGE), torch.ones(LARGE), name="rows").wait(),
     "allocation": lambda group, buffer: group.allocate(LARGE, torch.float32),

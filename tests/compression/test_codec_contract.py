@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.compression import Codec, Int8, NoCodec, OneBit
-from paceline.compression.codec import Algebra, Exchanged, Gather, Reduce, Scatter
+from paceline.compression.codec import Algebra, AllGather, AllReduce, AllToAll, Exchanged
 from paceline.registry import list_variants
 from paceline.testing import codec_contract
 from paceline.testing.codec_contract import CODEC_CHECKS, check_codec, every_codec, make_value
@@ -72,8 +72,8 @@ def test_blocks_of_any_shape_and_scale_arrive(name, shape, size, exponent, share
 class Deaf(OneBit):
     """Forgets what it kept."""
 
-    def exchange(self, value, state, place):
-        return super().exchange(value, {}, place)
+    def exchange(self, value, state, context):
+        return super().exchange(value, {}, context)
 
 
 class Identity(Codec):
@@ -84,18 +84,18 @@ class Identity(Codec):
     is_exact = True
     fault: str = ""
 
-    def exchange(self, value, state, place):
+    def exchange(self, value, state, context):
         payload = value.flatten().clone()
         if self.fault == "draws":
             payload += torch.rand(1) * 1e-8
         if self.fault == "writes to the value":
             value.mul_(1.0)
             value.view(-1)[:1] += 1
-        total = (yield Reduce(payload)).view(value.shape)
+        total = (yield AllReduce(payload)).view(value.shape)
         if self.fault == "another round":
-            yield Reduce(payload.clone())
+            yield AllReduce(payload.clone())
         if self.fault == "rank":
-            total += place.rank * 1e-3
+            total += context.rank * 1e-3
         if self.fault == "shape":
             total = total.view(-1)
         if self.fault == "loses":
@@ -109,7 +109,7 @@ class Identity(Codec):
         return Exchanged(total, {}, True if self.fault == "blind" else bool(value.isfinite().all()))
 
     def payloads(self, shape, num_workers):
-        return [(Reduce, 4 * shape.numel())]
+        return [(AllReduce, 4 * shape.numel())]
 
 
 class Forgetful(NoCodec):
@@ -118,10 +118,10 @@ class Forgetful(NoCodec):
     name = "forgetful"
     error_feedback: bool = True
 
-    def exchange(self, value, state, place):
+    def exchange(self, value, state, context):
         finite = bool(value.isfinite().all())
         wanted = value + state.get("worker", torch.zeros_like(value))
-        total = yield Reduce((wanted / 2).flatten())
+        total = yield AllReduce((wanted / 2).flatten())
         return Exchanged(total.view(value.shape), {"worker": wanted - wanted / 2}, finite)
 
     def resize(self, saved, shape, rank, num_workers):
@@ -155,8 +155,8 @@ def test_a_codec_that_breaks_the_contract_is_caught(codec, check):
 
 def test_a_residual_that_outlives_its_feedback_is_caught():
     class Clinging(OneBit):
-        def exchange(self, value, state, place):
-            result = yield from super().exchange(value, state, place)
+        def exchange(self, value, state, context):
+            result = yield from super().exchange(value, state, context)
             return dataclasses.replace(result, state={"worker": torch.zeros_like(value)})
 
     with pytest.raises(AssertionError, match="worker"):
@@ -175,8 +175,8 @@ class Talker(Codec):
     algebra = Algebra.GATHER
     make: object
 
-    def exchange(self, value, state, place):
-        request = self.make(place)
+    def exchange(self, value, state, context):
+        request = self.make(context)
         if request is not None:
             yield request
         return Exchanged(value)
@@ -188,11 +188,11 @@ class Talker(Codec):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda place: Gather(torch.zeros(place.rank + 1, dtype=torch.uint8)), "must ask for the same"),
-        (lambda place: Gather(torch.zeros(2)), "must be uint8"),
-        (lambda place: Reduce(torch.zeros(2, 2)), "must be 1-dim"),
-        (lambda place: Scatter(torch.zeros(3, 4, dtype=torch.uint8)), "a row for each of 2 workers"),
-        (lambda place: None if place.rank else Reduce(torch.zeros(2)), "are done while"),
+        (lambda context: AllGather(torch.zeros(context.rank + 1, dtype=torch.uint8)), "must ask for the same"),
+        (lambda context: AllGather(torch.zeros(2)), "must be uint8"),
+        (lambda context: AllReduce(torch.zeros(2, 2)), "must be 1-dim"),
+        (lambda context: AllToAll(torch.zeros(3, 4, dtype=torch.uint8)), "a row for each of 2 workers"),
+        (lambda context: None if context.rank else AllReduce(torch.zeros(2)), "are done while"),
     ],
     ids=["sizes", "dtype", "dimensions", "rows", "rounds"],
 )
@@ -208,7 +208,7 @@ def test_small_blocks_are_summed_as_they_are():
         requests = []
         results = exchange_all(whole, values, requests=requests)
         assert torch.equal(results[0].total, values[0] + values[1] + values[2]), name
-        assert [type(request) for request in requests] == [Reduce], name
+        assert [type(request) for request in requests] == [AllReduce], name
         assert whole.wire_bytes(torch.Size([2047]), 3) == NoCodec().wire_bytes(torch.Size([2047]), 3), name
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.compression import Int8, OneBit, kernels
-from paceline.compression.codec import Place
+from paceline.compression.codec import CodecContext
 from paceline.compression.kernels import find_kernels
 from paceline.compression.rows import RowLayout
 from paceline.testing.codec_contract import make_value
@@ -114,7 +114,7 @@ def test_rows_that_come_back_unaligned_are_understood(codec):
     value = make_value((5001,), 0, 0)
     totals = []
     for shift in (0, 1):
-        running = codec(dense_below=0).exchange(value, {}, Place("block", 0, 0, 1))
+        running = codec(dense_below=0).exchange(value, {}, CodecContext("block", 0, 0, 1))
         request = next(running)
         for _ in range(2):
             payload = request.payload.reshape(1, -1)

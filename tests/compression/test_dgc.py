@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from paceline.compression import DGC, TopK
-from paceline.compression.codec import Gather
+from paceline.compression.codec import AllGather
 from paceline.testing.lockstep import exchange_all
 
 Size = torch.Size
@@ -139,8 +139,8 @@ def test_the_density_falls_exponentially_over_the_warm_up():
         exchange_all(codec, [draw(10_000)], step=step, requests=requests)
     assert [request.payload.nbytes // 8 for request in requests] == [2560, 640, 160, 40, 10, 10]
     for step, request in enumerate(requests):
-        assert codec.payloads(shape, 2, step) == [(Gather, request.payload.nbytes)]
-    assert codec.payloads(shape, 2) == [(Gather, 80)]
+        assert codec.payloads(shape, 2, step) == [(AllGather, request.payload.nbytes)]
+    assert codec.payloads(shape, 2) == [(AllGather, 80)]
 
 
 def test_a_density_that_would_rise_is_refused():

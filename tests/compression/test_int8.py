@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.compression import Int8, NoCodec
-from paceline.compression.codec import Place
+from paceline.compression.codec import CodecContext
 from paceline.compression.kernels import torch_int8
 from paceline.compression.rows import RowLayout
 from paceline.testing.codec_contract import check_codec, make_value
@@ -63,7 +63,7 @@ def test_what_is_drawn_depends_on_seed_step_block_and_site():
     value = make_value((3000,), 0, 0)
 
     def first_payload(rank, step=0, block="a", seed=0):
-        return next(STOCHASTIC.exchange(value, {}, Place(block, step, rank, 2, seed))).payload
+        return next(STOCHASTIC.exchange(value, {}, CodecContext(block, step, rank, 2, seed))).payload
 
     first = first_payload(0)
     assert torch.equal(first, first_payload(0))

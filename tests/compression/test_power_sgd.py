@@ -3,7 +3,7 @@ import torch
 
 from paceline.comm import LocalGroup
 from paceline.compression import PowerSGD
-from paceline.compression.codec import Reduce
+from paceline.compression.codec import AllReduce
 from paceline.compression.exchange import exchange_blocks
 from paceline.testing.lockstep import exchange_all
 
@@ -124,16 +124,16 @@ def test_residuals_stay_bounded_where_workers_see_different_data(noise, num_step
 def test_what_a_product_would_not_make_smaller_is_summed_as_it_is():
     codec = PowerSGD(low_rank=4, dense_below=0)
     for shape in ((), (3,), (5000,), (8, 8), (4, 1000), (1, 5000), (0, 4), (3, 0)):
-        assert codec.payloads(Size(shape), 2) == [(Reduce, 4 * Size(shape).numel())], shape
-    assert codec.payloads(Size([9, 9]), 2) == [(Reduce, 144), (Reduce, 144)]
-    assert PowerSGD().payloads(Size([9, 9]), 2) == [(Reduce, 324)]
+        assert codec.payloads(Size(shape), 2) == [(AllReduce, 4 * Size(shape).numel())], shape
+    assert codec.payloads(Size([9, 9]), 2) == [(AllReduce, 144), (AllReduce, 144)]
+    assert PowerSGD().payloads(Size([9, 9]), 2) == [(AllReduce, 324)]
     values = [draw(5000, seed=rank) for rank in range(2)]
     assert torch.equal(exchange_all(codec, values)[0].total, sum(values))
 
 
 def test_kernels_of_convolutions_are_matrices_of_a_row_for_each_output():
     codec, value = PowerSGD(low_rank=2, dense_below=0), draw(32, 16, 3, 3)
-    assert codec.payloads(Size(value.shape), 2) == [(Reduce, 4 * 2 * 32), (Reduce, 4 * 2 * 144)]
+    assert codec.payloads(Size(value.shape), 2) == [(AllReduce, 4 * 2 * 32), (AllReduce, 4 * 2 * 144)]
     as_matrix = exchange_all(codec, [value.view(32, 144)])[0]
     as_kernel = exchange_all(codec, [value])[0]
     assert torch.equal(as_kernel.total.view(32, 144), as_matrix.total)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.compression import RandomK
-from paceline.compression.codec import Place, Reduce, shared_generator
+from paceline.compression.codec import AllReduce, CodecContext, shared_generator
 from paceline.compression.random_k import draw_indices
 from paceline.testing.lockstep import exchange_all
 
@@ -52,9 +52,9 @@ def test_the_draw_differs_with_step_block_and_seed(change):
 
 
 def test_the_generator_is_the_same_on_every_worker():
-    seeds = {shared_generator(Place("weight", 3, rank, 5, seed=2)).initial_seed() for rank in range(5)}
+    seeds = {shared_generator(CodecContext("weight", 3, rank, 5, seed=2)).initial_seed() for rank in range(5)}
     assert len(seeds) == 1
-    assert seeds != {shared_generator(Place("weight", 32, 0, 5)).initial_seed()}
+    assert seeds != {shared_generator(CodecContext("weight", 32, 0, 5)).initial_seed()}
 
 
 def test_all_elements_are_the_exact_sum():
@@ -66,7 +66,7 @@ def test_all_elements_are_the_exact_sum():
 def test_only_values_travel_and_only_once():
     requests = []
     results = exchange_all(RandomK(density=0.01), [draw(5000), draw(5000, seed=1)], requests=requests)
-    assert [(type(request), request.payload.numel()) for request in requests] == [(Reduce, 50)]
+    assert [(type(request), request.payload.numel()) for request in requests] == [(AllReduce, 50)]
     assert int((results[0].total != 0).sum()) == 50
 
 

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from paceline.compression import TopK, top_k
-from paceline.compression.codec import Gather, Reduce
+from paceline.compression.codec import AllGather, AllReduce
 from paceline.testing.lockstep import exchange_all
 
 Size = torch.Size
@@ -63,21 +63,21 @@ def test_nothing_is_lost_over_many_steps():
     steps = [[draw(60, 50, seed=100 * step + rank) for rank in range(3)] for step in range(40)]
     results = run(TopK(density=0.02), steps)
     given = sum(value.double() for values in steps for value in values)
-    landed = sum(result[0].total.double() for result in results)
+    received = sum(result[0].total.double() for result in results)
     kept = sum(result.state["worker"].double() for result in results[-1])
     # fp32 rounds each addition of a residual: 40 steps of 3 workers, of sums up to 40.
-    assert (given - landed - kept).abs().max() < 40 * 3 * 40 * 6e-8
+    assert (given - received - kept).abs().max() < 40 * 3 * 40 * 6e-8
 
 
 def test_feedback_sends_small_elements_in_the_end_and_without_it_they_never_arrive():
     value = torch.full((3000,), 0.01)
     value[:30] = 1
-    landed = {}
+    received = {}
     for feedback in (True, False):
         results = run(TopK(error_feedback=feedback), [[value]] * 400)
-        landed[feedback] = sum(result[0].total for result in results)
-    assert not landed[False][30:].any()
-    assert (landed[True][30:] > 0).all()
+        received[feedback] = sum(result[0].total for result in results)
+    assert not received[False][30:].any()
+    assert (received[True][30:] > 0).all()
 
 
 def test_equal_magnitudes_are_sent_from_the_first():
@@ -95,16 +95,16 @@ def test_workers_that_choose_the_same_elements_are_added():
 
 def test_a_payload_is_eight_bytes_an_element_and_grows_with_the_workers():
     codec, shape = TopK(density=0.01), Size([1000, 1000])
-    assert codec.payloads(shape, 4) == [(Gather, 80_000)]
+    assert codec.payloads(shape, 4) == [(AllGather, 80_000)]
     assert codec.wire_bytes(shape, 4) == 3 * 80_000
     assert codec.wire_bytes(shape, 8) == 7 * 80_000
-    assert codec.payloads(Size([2047]), 4) == [(Reduce, 4 * 2047)]
-    assert codec.payloads(Size([2048]), 4) == [(Gather, 21 * 8)]
+    assert codec.payloads(Size([2047]), 4) == [(AllReduce, 4 * 2047)]
+    assert codec.payloads(Size([2048]), 4) == [(AllGather, 21 * 8)]
 
 
 def test_huge_blocks_have_indices_of_eight_bytes(monkeypatch):
-    assert TopK(density=0.5).payloads(Size([2**31 - 2]), 2) == [(Gather, (2**30 - 1) * 8)]
-    assert TopK(density=0.5).payloads(Size([2, 2**30]), 2) == [(Gather, 2**30 * 12)]
+    assert TopK(density=0.5).payloads(Size([2**31 - 2]), 2) == [(AllGather, (2**30 - 1) * 8)]
+    assert TopK(density=0.5).payloads(Size([2, 2**30]), 2) == [(AllGather, 2**30 * 12)]
     values = [draw(4099, seed=rank) for rank in range(3)]
     usual = exchange_all(TopK(), values)
     monkeypatch.setattr(top_k, "INT64_ELEMENTS", 4099)

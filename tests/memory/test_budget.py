@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memory_models import compute_loss, make_transformer
 
 from paceline.errors import SettingsError
-from paceline.memory import Act, find_recomputable, plan, recompute, rehearse
+from paceline.memory import StepDescription, find_recomputable, plan, recompute, rehearse
 from paceline.memory.budget import Block, choose
 
 OPTIONS = ("none", "selective", "full")
@@ -61,19 +61,19 @@ def build(choices):
     return module, torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-ACT = Act(build, compute_loss, torch.device("cpu"))
+STEP = StepDescription(build, compute_loss, torch.device("cpu"))
 
 
 def test_a_budget_is_kept_and_as_little_as_can_be_recomputed():
     names = list(find_recomputable(build({})[0]))
-    whole = rehearse(ACT).most_activations
-    least = rehearse(ACT, dict.fromkeys(names, "full")).most_activations
-    assert plan(ACT, names, whole) == {}
+    whole = rehearse(STEP).peak_activation_bytes
+    least = rehearse(STEP, dict.fromkeys(names, "full")).peak_activation_bytes
+    assert plan(STEP, names, whole) == {}
     counts = []
     for budget in (int(0.9 * whole), int(0.6 * whole), least):
-        chosen = plan(ACT, names, budget)
-        assert rehearse(ACT, chosen).most_activations <= budget
+        chosen = plan(STEP, names, budget)
+        assert rehearse(STEP, chosen).peak_activation_bytes <= budget
         counts.append(sum({"selective": 1, "full": 2}[choice] for choice in chosen.values()))
     assert 0 < counts[0] < counts[1] <= counts[2]
     with pytest.raises(SettingsError, match=f"budget of at least {least} bytes"):
-        plan(ACT, names, least - 1)
+        plan(STEP, names, least - 1)

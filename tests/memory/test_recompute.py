@@ -8,11 +8,11 @@ from torch import nn
 from paceline.memory import counting, find_recomputable, recompute
 
 
-def most_activations(module):
+def peak_activation_bytes(module):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with counting(module, optimizer, "cpu") as tracker:
         compute_loss(module).backward()
-    return tracker.most_activations
+    return tracker.peak_activation_bytes
 
 
 def test_blocks_are_the_repeated_parts():
@@ -49,7 +49,7 @@ def test_each_keeps_less_than_the_one_before():
         module = make_transformer(width=64)
         if choice != "none":
             recompute(module, dict.fromkeys(find_recomputable(module), choice))
-        needed.append(most_activations(module))
+        needed.append(peak_activation_bytes(module))
     none, selective, full = needed
     assert full < 0.6 * none
     assert full < selective < 0.8 * none
@@ -57,11 +57,11 @@ def test_each_keeps_less_than_the_one_before():
 
 def test_a_block_that_is_left_out_keeps_all():
     module = make_transformer(width=64, num_layers=4)
-    whole = most_activations(module)
+    whole = peak_activation_bytes(module)
     recompute(module, {"layers.0": "full", "layers.1": "full"})
-    half = most_activations(module)
+    half = peak_activation_bytes(module)
     recompute(module, {"layers.2": "full", "layers.3": "full"})
-    assert most_activations(module) < half < whole
+    assert peak_activation_bytes(module) < half < whole
 
 
 def test_under_autocast():

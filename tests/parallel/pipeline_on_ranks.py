@@ -16,7 +16,7 @@ from paceline.errors import CommunicationError
 from paceline.monitor import Event, Record, from_json, to_json
 from paceline.monitor.pipeline import find_pipeline_steps
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline import ORDERS, Piece, Pipeline, PipelineSettings
+from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineLayer, PipelineSettings
 from paceline.recipes.resnet import ResNet
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.topology.layout import Layout
@@ -37,11 +37,11 @@ class TiedModel(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor(0.5))
 
-    def pieces(self) -> Sequence[Piece]:
+    def pipeline_layers(self) -> Sequence[PipelineLayer]:
         return [
-            Piece("embedding", ("embedding", "position"), self._embed),
-            *(Piece(f"layers.{i}", (f"layers.{i}", "scale"), self._layer(i)) for i in range(len(self.layers))),
-            Piece("head", ("norm", "head"), self._finish),
+            PipelineLayer("embedding", ("embedding", "position"), self._embed),
+            *(PipelineLayer(f"layers.{i}", (f"layers.{i}", "scale"), self._layer(i)) for i in range(len(self.layers))),
+            PipelineLayer("head", ("norm", "head"), self._finish),
         ]
 
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +60,8 @@ class TiedModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Any:
         value: Any = tokens
-        for piece in self.pieces():
-            value = piece.run(value)
+        for layer in self.pipeline_layers():
+            value = layer.run(value)
         return value
 
 
@@ -233,10 +233,10 @@ def check_models() -> list[list[str]]:
             pipeline = Pipeline(model, mesh, PipelineSettings(cuts=cuts), images.double())
             # In float64: groups of two values at its end make small differences large.
             compare(pipeline, whole, mesh, images.double(), classes, TOLERANCE)
-        first_pieces = [stage[0].name for stage in pipeline.pieces_of_stages]
+        first_layers = [stage[0].name for stage in pipeline.layers_of_stages]
         check_language_model(mesh)
         check_autocast(mesh)
-    return [first_pieces]
+    return [first_layers]
 
 
 def check_language_model(mesh: Mesh) -> None:
@@ -317,7 +317,7 @@ def measure_bubble(pipeline: Pipeline, mesh: Mesh, samples: Tensor) -> tuple[flo
     mesh.world.barrier()
     pipeline.run(samples, samples, lambda output, targets: (output - targets).square().sum(), timed=True)
     assert pipeline.times is not None
-    events = mesh.world.gather_documents(to_json(as_record(pipeline.times.tell(), mesh)), name="events")
+    events = mesh.world.gather_documents(to_json(as_record(pipeline.times.to_event(), mesh)), name="events")
     (step,) = find_pipeline_steps([from_json(line) for line in events])
     assert step.formula is not None
     return step.formula, step.bubble

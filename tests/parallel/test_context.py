@@ -13,15 +13,15 @@ from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
 from paceline.parallel.context import (
-    WHOLE,
-    Contextual,
+    FULL_CONTEXT,
+    ContextParallelModule,
     check_length,
-    cut_attention,
-    cut_sequences,
-    whole_sequences,
+    full_sequences,
+    split_attention,
+    split_sequences,
 )
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.tensor import split, whole
+from paceline.parallel.tensor import full_tensor, split
 from paceline.recipes.bert.model import Bert
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.testing import run_processes
@@ -36,7 +36,7 @@ IDS = [*(" ".join(f"{axis}{size}" for axis, size in sizes.items()) for sizes in 
 """Of the decoder under each, and of a model with biases, learned positions and attention in both directions."""
 
 
-class Attender(Contextual):
+class Attender(ContextParallelModule):
     """Attention alone, and positions."""
 
     def __init__(self, is_causal: bool) -> None:
@@ -55,15 +55,15 @@ def compare_attention(mesh: Mesh, *, is_causal: bool) -> list[float]:
     torch.manual_seed(2)
     one = Attender(is_causal)
     two = copy.deepcopy(one)
-    cut_attention(two, mesh)
+    split_attention(two, mesh)
     x = torch.randn(2, 16, 4, dtype=torch.float64)
     wanted = torch.randn(2, 16, 2, 2, dtype=torch.float64)
     expected = one(x).transpose(1, 2)
     (expected * wanted).sum().backward()
-    mine = two(cut_sequences(x, mesh)).transpose(1, 2)
-    (mine * cut_sequences(wanted, mesh)).sum().backward()
+    mine = two(split_sequences(x, mesh)).transpose(1, 2)
+    (mine * split_sequences(wanted, mesh)).sum().backward()
     return [
-        float((mine - cut_sequences(expected, mesh)).abs().max()),
+        float((mine - split_sequences(expected, mesh)).abs().max()),
         float((summed(two.project.weight.grad, mesh) - one.project.weight.grad).abs().max()),
     ]
 
@@ -81,20 +81,22 @@ def train(mesh: Mesh, settings: Model) -> dict[str, float]:
         nn.init.normal_(parameter, std=0.2)
     two = copy.deepcopy(one)
     made = split(two, mesh)
-    cut_attention(two, mesh)
+    split_attention(two, mesh)
     drawn = torch.randint(32, (3, 17), generator=torch.Generator().manual_seed(1))
     inputs, targets = drawn[:, :-1], drawn[:, 1:]
     expected = F.cross_entropy(one(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     expected.backward()
     with made.parallel_loss():
-        logits = two(cut_sequences(inputs, mesh))
-        loss = whole(F.cross_entropy(logits.flatten(0, 1), cut_sequences(targets, mesh).flatten(), reduction="sum"))
+        logits = two(split_sequences(inputs, mesh))
+        loss = full_tensor(
+            F.cross_entropy(logits.flatten(0, 1), split_sequences(targets, mesh).flatten(), reduction="sum")
+        )
         loss.backward()
     errors = [
-        (summed(whole(mine.grad), mesh) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        (summed(full_tensor(mine.grad), mesh) - parameter.grad).abs().max() / parameter.grad.abs().max()
         for parameter, mine in zip(one.parameters(), two.parameters(), strict=True)
     ]
-    with torch.no_grad(), whole_sequences(two):  # five tokens: neither axis could cut them
+    with torch.no_grad(), full_sequences(two):  # five tokens: neither axis could cut them
         whole_error = (two(inputs[:, :5]) - one(inputs[:, :5])).abs().max()
     return {
         "loss": abs(float(summed(loss, mesh) / expected.detach()) - 1),
@@ -149,18 +151,18 @@ def place_at(rank: int, size: int) -> Mesh:
 
 def test_every_token_is_on_one_rank_and_causal_work_is_even() -> None:
     tokens = torch.arange(24)[None]
-    parts = [cut_sequences(tokens, place_at(rank, 3))[0] for rank in range(3)]
+    parts = [split_sequences(tokens, place_at(rank, 3))[0] for rank in range(3)]
     assert parts[0].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
     assert torch.equal(torch.cat(parts).sort().values, tokens[0])
     assert len({int(part.sum()) for part in parts}) == 1  # pairs of a token are its position and one
-    assert torch.equal(cut_sequences(tokens, place_at(0, 1)), tokens)
+    assert torch.equal(split_sequences(tokens, place_at(0, 1)), tokens)
 
 
 def test_lengths_that_cannot_be_cut_are_refused_with_their_arithmetic() -> None:
     with pytest.raises(SettingsError, match=r"context\(2\) must be a multiple of 4 tokens, but got 30 = 4 \* 7 \+ 2"):
-        cut_sequences(torch.zeros(2, 30), place_at(0, 2))
+        split_sequences(torch.zeros(2, 30), place_at(0, 2))
     with pytest.raises(SettingsError, match="must have a token dim"):
-        cut_sequences(torch.zeros(2), place_at(0, 2))
+        split_sequences(torch.zeros(2), place_at(0, 2))
     with pytest.raises(
         SettingsError, match=r"context\(2\) and tensor\(3\) must be a multiple of 12 .* choose 24 or 36"
     ):
@@ -173,14 +175,16 @@ def test_lengths_that_cannot_be_cut_are_refused_with_their_arithmetic() -> None:
 
 
 def test_attention_that_would_not_look_at_other_ranks_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"Contextual for context\(2\), but no module of the Linear does"):
-        cut_attention(nn.Linear(2, 2), place_at(0, 2))
+    with pytest.raises(
+        SettingsError, match=r"ContextParallelModule for context\(2\), but no module of the Linear does"
+    ):
+        split_attention(nn.Linear(2, 2), place_at(0, 2))
     model = nn.Sequential(Attender(True), nn.MultiheadAttention(4, 2))
     with pytest.raises(SettingsError, match="but 1 does not"):
-        cut_attention(model, place_at(0, 2))
+        split_attention(model, place_at(0, 2))
 
 
 def test_one_rank_keeps_whole_sequences() -> None:
     model = Attender(is_causal=True)
-    cut_attention(model, place_at(0, 1))
-    assert model.context is WHOLE
+    split_attention(model, place_at(0, 1))
+    assert model.context is FULL_CONTEXT

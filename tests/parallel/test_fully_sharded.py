@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from paceline.comm import join
 from paceline.optim import SGD
-from paceline.parallel.fully_sharded import list_blocks, reshard, set_gradient_sync, shard
-from paceline.parallel.local import is_partial, local, part, wrap
+from paceline.parallel.fully_sharded import list_blocks, reshard, set_gradient_sync, shard_module
+from paceline.parallel.local import is_partial, local, local_slice, wrap
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.zero_redundancy import own_part, share_optimizer
+from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 
@@ -77,22 +77,22 @@ def weight_of(reader: int, micro: int) -> float:
     return 1.0 + reader + 0.5 * micro
 
 
-def train_alone(num_readers: int, num_micro: int) -> list[dict[str, Any]]:
-    """Return the loss, gradients and parameters of each step, of one process that reads what all readers do."""
+def train_alone(num_workers: int, num_micro: int) -> list[dict[str, Any]]:
+    """Return the loss, gradients and parameters of each step, of one process that reads what all workers do."""
     module = make_model()
     optimizer = make_optimizer(module)
-    shares = [(reader, micro) for reader in range(num_readers) for micro in range(num_micro)]
-    mass = sum(weight_of(*share) for share in shares)
+    shares = [(reader, micro) for reader in range(num_workers) for micro in range(num_micro)]
+    weight = sum(weight_of(*share) for share in shares)
     steps = []
     for step in range(NUM_STEPS):
         set_rate(optimizer, step)
         losses = [mean_loss(module, step, *share) * weight_of(*share) for share in shares]
-        (sum(losses) / mass).backward()
+        (sum(losses) / weight).backward()
         gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
-        steps.append({"loss": float(sum(losses).detach() / mass), "gradients": gradients, "parameters": parameters})
+        steps.append({"loss": float(sum(losses).detach() / weight), "gradients": gradients, "parameters": parameters})
     return steps
 
 
@@ -105,21 +105,21 @@ def train(mesh: Mesh, zero_stage: int, num_micro: int) -> list[dict[str, Any]]:
     """As `train_alone`, with each rank's own samples. What is not sharded is summed here by hand."""
     module = make_model()
     if zero_stage > 1:
-        module = shard(module, mesh, zero_stage=zero_stage)
+        module = shard_module(module, mesh, zero_stage=zero_stage)
     optimizer = make_optimizer(module)
     if zero_stage == 1:
-        optimizer = share_optimizer(optimizer, mesh)
+        optimizer = shard_optimizer(optimizer, mesh)
     parameters = dict(module.named_parameters())
-    readers = mesh.group("data", "sharded")
-    rest = mesh.group("data") if zero_stage > 1 else readers
-    mass = sum(weight_of(reader, micro) for reader in range(readers.size) for micro in range(num_micro))
+    workers = mesh.group("data", "sharded")
+    rest = mesh.group("data") if zero_stage > 1 else workers
+    weight = sum(weight_of(reader, micro) for reader in range(workers.size) for micro in range(num_micro))
     steps = []
     for step in range(NUM_STEPS):
         set_rate(optimizer, step)
         numerator = torch.zeros((), dtype=torch.float64)
         for micro in range(num_micro):
             set_gradient_sync(module, micro == num_micro - 1, keep_gathered=zero_stage == 2)
-            loss = mean_loss(module, step, readers.rank, micro) * weight_of(readers.rank, micro)
+            loss = mean_loss(module, step, workers.rank, micro) * weight_of(workers.rank, micro)
             loss.backward()
             numerator += loss.detach()
         for name, parameter in parameters.items():
@@ -128,14 +128,14 @@ def train(mesh: Mesh, zero_stage: int, num_micro: int) -> list[dict[str, Any]]:
                 gradient = local(parameter.grad) if parameter.grad is not None else torch.zeros_like(parameter)
                 if rest.size > 1:
                     rest.all_reduce(gradient, name=name).wait()
-                parameter.grad = wrap(parameter, gradient / mass)
-        readers.all_reduce(numerator, name="loss").wait()
+                parameter.grad = wrap(parameter, gradient / weight)
+        workers.all_reduce(numerator, name="loss").wait()
         gradients = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         steps.append(
             {
-                "loss": float(numerator / mass),
+                "loss": float(numerator / weight),
                 "gradients": gradients,
                 "parameters": {name: whole(p) for name, p in parameters.items()},
             }
@@ -169,7 +169,7 @@ def equal_one_process(world: Any) -> None:
 def gradients_stay_in_buffers(world: Any) -> None:
     """Hooks run once a step, and sums are added to views of a buffer that was there before."""
     mesh = Mesh(world, Layout(sharded=4).resolve(4))
-    module = shard(make_model(), mesh)
+    module = shard_module(make_model(), mesh)
     fired, views = [], {}
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), name
@@ -199,7 +199,7 @@ def gradients_stay_in_buffers(world: Any) -> None:
 def evaluation_sees_what_changed(world: Any) -> None:
     for zero_stage in (2, 3):
         mesh = Mesh(world, Layout(sharded=4).resolve(4))
-        module, expected = shard(make_model(), mesh, zero_stage=zero_stage), make_model()
+        module, expected = shard_module(make_model(), mesh, zero_stage=zero_stage), make_model()
         held = dict(module.named_parameters())
         for _ in range(2):
             with torch.no_grad():
@@ -218,7 +218,10 @@ def evaluation_sees_what_changed(world: Any) -> None:
 
 def bfloat16_is_gathered(world: Any) -> None:
     mesh = Mesh(world, Layout(sharded=4).resolve(4))
-    module, expected = shard(make_model(torch.float32), mesh, gather_dtype=torch.bfloat16), make_model(torch.float32)
+    module, expected = (
+        shard_module(make_model(torch.float32), mesh, gather_dtype=torch.bfloat16),
+        make_model(torch.float32),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         mean_loss(module, 0, 0, 0).backward()
         (4 * mean_loss(expected, 0, 0, 0)).backward()
@@ -238,13 +241,13 @@ def parts_are_those_of_torch(world: Any) -> None:
         layer = nn.Linear(2, size)
         layer.weight.data.copy_(full)
         parallelize_module(layer, mesh.device_mesh["tensor"], ColwiseParallel())
-        shard(layer, mesh)
-        assert torch.equal(part(full, layer.weight), local(layer.weight))
-        rebuilt = wrap(layer.weight, part(full, layer.weight).clone())
+        shard_module(layer, mesh)
+        assert torch.equal(local_slice(full, layer.weight), local(layer.weight))
+        rebuilt = wrap(layer.weight, local_slice(full, layer.weight).clone())
         assert torch.equal(whole(rebuilt), full)
         for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)]):
             like = distribute_tensor(full, mesh.device_mesh["sharded", "tensor"], placements)
-            assert torch.equal(part(full, like), local(like)), placements
+            assert torch.equal(local_slice(full, like), local(like)), placements
     assert not is_partial(layer.weight, "tensor")
     column = torch.ones(2, 1)
     vector = distribute_tensor(torch.ones(2, 4), mesh.device_mesh["tensor"], [Shard(1)])
@@ -262,7 +265,7 @@ def optimizer_state_is_shared_out(world: Any) -> None:
         saved: dict[str, dict[str, Any]] = {}
         for number, settings in enumerate(layouts):
             mesh = Mesh(world, Layout(**settings).resolve(4))
-            optimizer = share_optimizer(make_optimizer(module), mesh)
+            optimizer = shard_optimizer(make_optimizer(module), mesh)
             load(optimizer, module, saved)
             set_rate(optimizer, number)
             mean_loss(module, number, 0, 0).backward()
@@ -270,7 +273,7 @@ def optimizer_state_is_shared_out(world: Any) -> None:
             optimizer.zero_grad()
             saved = gather(optimizer, module, mesh)
             assert saved.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
-            sizes = [sum(p.numel() for g in own_part(optimizer).param_groups for p in g["params"])]
+            sizes = [sum(p.numel() for g in local_optimizer(optimizer).param_groups for p in g["params"])]
             sizes = world.gather_documents(sizes, name="sizes")
             assert max(sizes)[0] < 0.6 * sum(p.numel() for p in module.parameters())
         steps.append({name: p.detach() for name, p in module.named_parameters()})
@@ -279,7 +282,7 @@ def optimizer_state_is_shared_out(world: Any) -> None:
 
 def momentum_of_shared_parameters_may_begin_late(world: Any) -> None:
     mesh, module, alone = Mesh(world, Layout(data=2, sharded=2).resolve(4)), make_model(), make_model()
-    shared = share_optimizer(SGD().build(module), mesh)
+    shared = shard_optimizer(SGD().build(module), mesh)
     parameters = [parameter for parameter in alone.parameters() if parameter.requires_grad]
     plain = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
     for reader in (1, 0, 1):  # the first and the last leave `sometimes` unused
@@ -293,7 +296,7 @@ def momentum_of_shared_parameters_may_begin_late(world: Any) -> None:
 
 def gather(optimizer: torch.optim.Optimizer, module: nn.Module, mesh: Mesh) -> dict[str, dict[str, Any]]:
     names = {id(p): name for name, p in module.named_parameters()}
-    states = own_part(optimizer).state
+    states = local_optimizer(optimizer).state
     mine = {names[id(p)]: {k: v.tolist() for k, v in state.items()} for p, state in states.items()}
     everybody = mesh.group("sharded").gather_documents(mine, name="states")
     assert sum(len(theirs) for theirs in everybody) == len({name for theirs in everybody for name in theirs})
@@ -301,7 +304,7 @@ def gather(optimizer: torch.optim.Optimizer, module: nn.Module, mesh: Mesh) -> d
 
 
 def load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    names, inner = {id(p): name for name, p in module.named_parameters()}, own_part(optimizer)
+    names, inner = {id(p): name for name, p in module.named_parameters()}, local_optimizer(optimizer)
     held = [names[id(p)] for group in inner.param_groups for p in group["params"]]
     state = {
         index: {key: torch.tensor(value, dtype=torch.float64) for key, value in saved[name].items()}

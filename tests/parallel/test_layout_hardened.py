@@ -16,7 +16,7 @@ from paceline.compression.codec import Codec
 from paceline.data import Batch, Interval
 from paceline.errors import DivergenceError, NonFiniteError, SettingsError
 from paceline.optim import Optimizer
-from paceline.parallel.parallelize import check_sharing, parallelize
+from paceline.parallel.parallelize import check_sharding, parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.replica import Loss
 from paceline.replica.replica import Replica
@@ -30,11 +30,11 @@ NUM_SAMPLES = 8
 WIDTH = 8
 TOLERANCE = 1e-5
 STATES = ("lars", "lamb", "adafactor", "adamw_8bit")
-PIECES = ("embedding", "first", "act", "second", "head")
+LAYERS = ("embedding", "first", "act", "second", "head")
 
 
 class Tied(nn.Module):
-    """A model whose first and last piece are one matrix."""
+    """A model whose first and last layer are one matrix."""
 
     def __init__(self, *, is_frozen: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def make(
     model: nn.Module, group: Group, layout: Layout, *, optimizer: str = "sgd", cuts: Any = "estimated", **settings: Any
 ) -> Replica:
     sample = torch.zeros(1, dtype=torch.int64)
-    pipeline = PipelineSettings(order="gpipe", sequence=PIECES, cuts=cuts)
+    pipeline = PipelineSettings(order="gpipe", sequence=LAYERS, cuts=cuts)
     module = parallelize(model, layout, group=group, pipeline=pipeline, sample=sample)
     rule = Optimizer.model_validate({"name": optimizer, "learning_rate": 0.1}).build(module)
     return Replica(module, rule, group=group, **({"clip_norm": 0.5, "hash_interval": 1} | settings))
@@ -87,11 +87,11 @@ def loss_of(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, 
 def take_steps(replica: Replica, count: int) -> list[float]:
     """Return losses and norms of steps on the same samples, cut evenly among those that read."""
     tokens = torch.arange(NUM_SAMPLES) % WIDTH
-    readers = replica.part.readers
-    mine = tokens.chunk(readers.size)[readers.rank]
+    workers = replica.shard.data_parallel_group
+    mine = tokens.chunk(workers.size)[workers.rank]
     numbers = []
     for _ in range(count):
-        if replica.part.pipeline is not None:
+        if replica.shard.pipeline is not None:
             batch = Batch((mine, (mine + 1) % WIDTH), len(mine), Interval(0, NUM_SAMPLES))
             replica.backward_through(batch, lambda output, part: Loss(*loss_of(output, part.targets)))
         else:
@@ -132,7 +132,7 @@ def try_pipelines(group: Group) -> dict[str, Any]:
     result = {
         "frozen": distance(take_steps(frozen, 3), expected(is_frozen=True)),
         "fp16": [half_numbers, half.loss_scale],
-        "cuts": [cut_early.part.describe(), cut_late.part.describe()],
+        "cuts": [cut_early.shard.describe(), cut_late.shard.describe()],
         "untrained": refusal(lambda: make(seeded(Tied, is_frozen=True), group, two, cuts=("head",)), SettingsError),
         "diverged": refusal(lambda: take_steps(cut_late, 1), DivergenceError),
     }
@@ -183,7 +183,7 @@ def resume_diloco(group: Group, folder: str) -> list[float]:
 
 def save(replica: Replica, folder: str) -> Checkpoint | None:
     tensors, document = capture(replica)
-    if replica.part.world.rank:
+    if replica.shard.world.rank:
         return None
     return Checkpoint.open(CheckpointStore(Path(folder)).save(tensors, document, 1).path)
 
@@ -203,7 +203,7 @@ def pool(group: Group, folder: str) -> dict[str, Any]:
         found = (replica.module.norm.running_mean, replica.module.norm.running_var)  # type: ignore[union-attr]
         return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))  # type: ignore[operator]
 
-    with pooled_over_workers(sharded.module, sharded.part.observers):
+    with pooled_over_workers(sharded.module, sharded.shard.statistics_group):
         evaluated = off(sharded)
     alone = off(sharded)
     tensors, _ = capture(sharded)
@@ -255,15 +255,15 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
 def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts() -> None:
     codec = Codec.model_validate("top_k")
     ordinary, split = PipelineSettings(), PipelineSettings(order="zero_bubble")
-    check_sharing(Layout(sharded=2), codec, split)
-    check_sharing(Layout(sharded=2, tensor=2, pipeline=2), None, ordinary)
-    check_sharing(Layout(sharded=2, zero_stage=1, pipeline=2), None, split)
+    check_sharding(Layout(sharded=2), codec, split)
+    check_sharding(Layout(sharded=2, tensor=2, pipeline=2), None, ordinary)
+    check_sharding(Layout(sharded=2, zero_stage=1, pipeline=2), None, split)
     for layout, used, message in (
         (Layout(sharded=2, zero_stage=1, tensor=2), None, "give --layout.zero_stage 3"),
         (Layout(sharded=2, pipeline=2), codec, "no tensor or pipeline axis"),
         (Layout(tensor=2), codec, "sharded_codec must go with sharded ranks"),
     ):
         with pytest.raises(SettingsError, match=message):
-            check_sharing(layout, used, ordinary)
+            check_sharding(layout, used, ordinary)
     with pytest.raises(SettingsError, match=r"pipeline\.order must leave backward in one piece with zero_stage 2"):
-        check_sharing(Layout(sharded=2, zero_stage=2, pipeline=2), None, split)
+        check_sharding(Layout(sharded=2, zero_stage=2, pipeline=2), None, split)

@@ -23,8 +23,8 @@ from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import CheckpointError, DivergenceError, SettingsError
 from paceline.parallel.local import local, wrap
 from paceline.parallel.parallelize import parallelize
-from paceline.parallel.tensor import whole
-from paceline.parallel.zero_redundancy import own_part
+from paceline.parallel.tensor import full_tensor
+from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.named_tensors import model_tensors
 from paceline.replica.state import capture, restore
 from paceline.sync import DPSGD, EASGD, DiLoCo, EveryStep, LocalSGD, Rule, StreamingDiLoCo
@@ -45,7 +45,7 @@ CHAIN = [
 def difference(replica: Any, expected: dict[str, torch.Tensor]) -> float:
     """Return on rank 0 how far the whole model's parameters are from the expected ones."""
     tensors, _ = capture(replica)
-    if replica.part.world.rank:
+    if replica.shard.world.rank:
         return 0.0
     return max(float((tensors[name] - tensor).abs().max()) for name, tensor in expected.items())
 
@@ -121,7 +121,7 @@ INT8 = EveryStep(codec={"name": "int8", "dense_below": 0})  # type: ignore[arg-t
 
 def save(replica: Any, store: CheckpointStore) -> Checkpoint | None:
     tensors, document = capture(replica)
-    if replica.part.world.rank:
+    if replica.shard.world.rank:
         return None
     return Checkpoint.open(store.save(tensors, document, replica.num_updates).path)
 
@@ -137,7 +137,9 @@ def add_up_feedback(replica: Any) -> dict[str, torch.Tensor]:
             for theirs in everybody
         ]
         held_back = INT8.codec.held_back(states, local(parameter).shape)
-        found[name] = whole(wrap(parameter, torch.zeros_like(local(parameter)) if held_back is None else held_back))
+        found[name] = full_tensor(
+            wrap(parameter, torch.zeros_like(local(parameter)) if held_back is None else held_back)
+        )
     return found
 
 
@@ -172,10 +174,10 @@ def hand_on_sharded_feedback(group: Any, store: CheckpointStore) -> dict[str, An
     layout = {"data": 2, "sharded": 2}
     straight = make_replica(make_model(), group, layout, sharded_codec=codec)
     take_step(straight, 0, 1)
-    checkpoint, kept = save(straight, store), straight.part.coded.state()  # type: ignore[union-attr]
+    checkpoint, kept = save(straight, store), straight.shard.reduce_scatter.state()  # type: ignore[union-attr]
     resumed = make_replica(make_model(), group, layout, sharded_codec=codec)
     restore(checkpoint, resumed)
-    loaded = resumed.part.coded.state()  # type: ignore[union-attr]
+    loaded = resumed.shard.reduce_scatter.state()  # type: ignore[union-attr]
     assert kept
     assert kept.keys() == loaded.keys()
     is_same = all(torch.equal(tensor, loaded[name]) for name, tensor in kept.items())
@@ -198,10 +200,10 @@ def begin_anew(group: Any, store: CheckpointStore) -> dict[str, Any]:
     for name, parameter in replica.module.named_parameters():
         moment = local(replica.optimizer.state[parameter]["exp_avg"]).clone()
         replica.group.all_reduce(moment, name="moments").wait()
-        expected[name] = whole(wrap(parameter, moment / 2))
+        expected[name] = full_tensor(wrap(parameter, moment / 2))
     checkpoint = save(replica, store)
     with replica.consensus():
-        common = {name: whole(parameter).clone() for name, parameter in replica.module.named_parameters()}
+        common = {name: full_tensor(parameter).clone() for name, parameter in replica.module.named_parameters()}
     replica.close()
     other = make_replica(make_model(), group, {"data": 4}, sync=sync)
     with warnings.catch_warnings(record=True) as told:
@@ -246,7 +248,7 @@ def find_divergence(group: Any) -> str:
     replica = make_replica(make_model(), group, {"sharded": 2, "zero_stage": 1, "context": 2})
     take_step(replica, 0, 1)
     if group.rank == 3:
-        states = iter(own_part(replica.optimizer).state.values())
+        states = iter(local_optimizer(replica.optimizer).state.values())
         next(states)["exp_avg"].view(-1)[0] += 1
     try:
         replica.compare()

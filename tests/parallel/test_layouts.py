@@ -93,15 +93,17 @@ def samples_of(step: int, first: int, count: int) -> tuple[torch.Tensor, torch.T
 
 def take_step(replica: Replica, step: int, num_micro_batches: int, weights: list[float] | None = None) -> Any:
     """One step of this rank: uneven shares, cut into micro-batches."""
-    part, objective = replica.part, NextToken()
-    weights = weights or [1.0 + reader for reader in range(part.readers.size)]
+    shard, objective = replica.shard, NextToken()
+    weights = weights or [1.0 + reader for reader in range(shard.data_parallel_group.size)]
     shares = apportion(GLOBAL_BATCH, weights)
-    first = sum(shares[: part.readers.rank])
-    for number, count in enumerate(counts := apportion(shares[part.readers.rank], [1.0] * num_micro_batches)):
+    first = sum(shares[: shard.data_parallel_group.rank])
+    for number, count in enumerate(
+        counts := apportion(shares[shard.data_parallel_group.rank], [1.0] * num_micro_batches)
+    ):
         inputs, targets = samples_of(step, first + sum(counts[:number]), count)
         last = number == num_micro_batches - 1
-        batch = part.cut(Batch((inputs, targets), count, Interval(0, GLOBAL_BATCH), last))
-        if part.pipeline is not None:
+        batch = shard.split_context(Batch((inputs, targets), count, Interval(0, GLOBAL_BATCH), last))
+        if shard.pipeline is not None:
             replica.backward_through(batch, objective.loss_of_output, last=last)
         else:
             loss = objective.loss(replica, batch)

@@ -13,9 +13,9 @@ from torch.distributed.pipelining.schedules import _Action
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineSettings, list_pieces
+from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineSettings, list_layers
 from paceline.parallel.pipeline.costs import cut, estimate, measure
-from paceline.parallel.pipeline.pieces import Elsewhere, Piece, find_owned, keep_only
+from paceline.parallel.pipeline.layers import AbsentModule, PipelineLayer, find_owned, keep_only
 from paceline.registry import explain
 from paceline.topology.layout import Layout
 
@@ -65,7 +65,7 @@ def test_micro_batches_are_equal_and_as_many_as_may_be(
     assert PipelineSettings(order=order, num_micro_batches=most).count_micro_batches(num_samples, 2) == expected
 
 
-def test_a_model_with_too_few_pieces_is_refused_with_the_arithmetic() -> None:
+def test_a_model_with_too_few_layers_is_refused_with_the_arithmetic() -> None:
     settings = PipelineSettings(order="interleaved")
     with pytest.raises(SettingsError, match=r"pipeline\(4\) \* stages_per_rank\(2\) = 8 stages and the model has 6"):
         settings.count_stages(4, 6)
@@ -130,13 +130,13 @@ def needs(action: _Action, num_stages: int) -> set[tuple[int, str, int | None]]:
     return {(stage, "forward", micro_batch)} | after
 
 
-def test_pieces_of_models_that_are_sequences_by_themselves() -> None:
+def test_layers_of_models_that_are_sequences_by_themselves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2))), nn.Identity())
-    assert [piece.name for piece in list_pieces(model)] == ["0", "1.0", "1.1.0", "2"]
+    assert [layer.name for layer in list_layers(model)] == ["0", "1.0", "1.1.0", "2"]
     x = torch.randn(3, 2)
     y = x
-    for piece in list_pieces(model):
-        y = piece.run(y)
+    for layer in list_layers(model):
+        y = layer.run(y)
     assert torch.equal(y, model(x))
 
 
@@ -152,8 +152,8 @@ class Encoder(nn.Module):
         return torch.relu(self.norm(x))
 
 
-def test_pieces_of_other_models_are_named_in_the_settings() -> None:
-    assert [piece.name for piece in list_pieces(Encoder(), ("blocks.*", "norm"))] == [
+def test_layers_of_other_models_are_named_in_the_settings() -> None:
+    assert [layer.name for layer in list_layers(Encoder(), ("blocks.*", "norm"))] == [
         "blocks.0",
         "blocks.1",
         "blocks.2",
@@ -164,22 +164,22 @@ def test_pieces_of_other_models_are_named_in_the_settings() -> None:
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        ((), "must be a sequence of pieces.*has: norm, blocks"),
+        ((), "must be a sequence of layers.*has: norm, blocks"),
         (("blocks.*", "head"), "'head'; it has: norm, blocks"),
         (("blocks.*",), "must own all its parameters and buffers, but not norm.weight, norm.bias"),
         (("blocks.*", "norm", "norm"), "names of their own, but norm come twice"),
     ],
 )
-def test_models_whose_pieces_cannot_be_seen_are_refused(sequence: tuple[str, ...], message: str) -> None:
+def test_models_whose_layers_cannot_be_seen_are_refused(sequence: tuple[str, ...], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        list_pieces(Encoder(), sequence)
+        list_layers(Encoder(), sequence)
 
 
 def test_what_a_rank_does_not_hold_leaves_the_model_and_the_rest_keeps_its_names() -> None:
     model = TiedModel(num_layers=2)
-    pieces = list_pieces(model)
+    layers = list_layers(model)
     whole = dict(model.named_parameters())
-    keep_only(model, find_owned(model, pieces[2:]))
+    keep_only(model, find_owned(model, layers[2:]))
     assert [name for name, _ in model.named_parameters()] == [
         "embedding.weight",
         "layers.1.0.weight",
@@ -189,28 +189,28 @@ def test_what_a_rank_does_not_hold_leaves_the_model_and_the_rest_keeps_its_names
     ]
     assert all(parameter is whole[name] for name, parameter in model.named_parameters())
     assert model.head.weight is model.embedding.weight
-    assert isinstance(model.layers[0], Elsewhere)
+    assert isinstance(model.layers[0], AbsentModule)
     with pytest.raises(SettingsError, match="must be run by its pipeline"):
         model.layers[0](torch.zeros(1))
 
 
 def test_costs_put_the_cut_where_the_work_is() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    pieces, x = list_pieces(model), torch.randn(256, 64)
-    flops = estimate(model, pieces, (x,))
+    layers, x = list_layers(model), torch.randn(256, 64)
+    flops = estimate(model, layers, (x,))
     assert flops == [2 * 256 * a * b for a, b in ((64, 512), (0, 0), (512, 8), (8, 8), (8, 8))]
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert max(measure(model, pieces, (x,))[:3]) > max(measure(model, pieces, (x,))[3:])
+    assert max(measure(model, layers, (x,))[:3]) > max(measure(model, layers, (x,))[3:])
     with Mesh(LocalGroup(), Layout().resolve(1)).world as world:
         mesh = SimpleNamespace(size=lambda axis: 2, world=world)
-        assert cut(model, pieces, PipelineSettings(), mesh, x) == [range(1), range(1, 5)]  # type: ignore[arg-type]
+        assert cut(model, layers, PipelineSettings(), mesh, x) == [range(1), range(1, 5)]  # type: ignore[arg-type]
         named = PipelineSettings(cuts=("3",))
-        assert cut(model, pieces, named, mesh, x) == [range(3), range(3, 5)]  # type: ignore[arg-type]
+        assert cut(model, layers, named, mesh, x) == [range(3), range(3, 5)]  # type: ignore[arg-type]
         with pytest.raises(SettingsError, match="can begin with, but got '9'; they are: 1, 2, 3, 4"):
-            cut(model, pieces, PipelineSettings(cuts=("9",)), mesh, x)  # type: ignore[arg-type]
+            cut(model, layers, PipelineSettings(cuts=("9",)), mesh, x)  # type: ignore[arg-type]
         backwards = PipelineSettings(order="zbv", cuts=("3", "2", "1"))
-        with pytest.raises(SettingsError, match="in the order of the pieces"):
-            cut(model, pieces, backwards, mesh, x)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="in the order of the layers"):
+            cut(model, layers, backwards, mesh, x)  # type: ignore[arg-type]
 
 
 def test_costs_of_a_trial_leave_no_trace() -> None:
@@ -220,7 +220,7 @@ def test_costs_of_a_trial_leave_no_trace() -> None:
     mesh: Any = SimpleNamespace(size=lambda axis: 2, world=LocalGroup())
     cut(
         model,
-        list_pieces(model),
+        list_layers(model),
         PipelineSettings(cuts="measured"),
         mesh,
         torch.randn(4, 2, generator=torch.Generator()),
@@ -233,17 +233,17 @@ def test_a_model_without_values_cannot_be_measured() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
         sample = torch.randn(3, 2)
-    assert estimate(model, list_pieces(model), (sample,)) == [24, 48]
+    assert estimate(model, list_layers(model), (sample,)) == [24, 48]
     with pytest.raises(SettingsError, match="take cuts estimated"):
-        measure(model, list_pieces(model), (sample,))
+        measure(model, list_layers(model), (sample,))
 
 
-def test_a_piece_finds_its_submodule_also_when_that_was_wrapped() -> None:
+def test_a_layer_finds_its_submodule_also_when_that_was_wrapped() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    (piece,) = list_pieces(model)
+    (layer,) = list_layers(model)
     model[0] = nn.Sequential(model[0], nn.ReLU())
-    assert bool((piece.run(torch.randn(9, 2)) >= 0).all())
-    assert Piece.child(model, "0.0").owns == ("0.0",)
+    assert bool((layer.run(torch.randn(9, 2)) >= 0).all())
+    assert PipelineLayer.child(model, "0.0").owns == ("0.0",)
 
 
 def test_a_pipeline_of_one_rank_is_the_model() -> None:

@@ -10,7 +10,7 @@ from torch import Size, Tensor, nn
 from paceline.comm import LocalGroup, join
 from paceline.compression import Codec
 from paceline.errors import SettingsError
-from paceline.parallel.fully_sharded import shard
+from paceline.parallel.fully_sharded import shard_module
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.reduce_scatter import CodedReduceScatter
@@ -85,7 +85,7 @@ def held_back(coded: CodedReduceScatter, module: nn.Module, world: Any) -> dict[
 
 def lossless_codecs_are_exact(world: Any, mesh: Mesh) -> None:
     for codec in (make_codec("top_k", density=1.0), list_variants(Codec)["int8"](dense_below=10**6)):
-        module = shard(make_model(), mesh)
+        module = shard_module(make_model(), mesh)
         coded = CodedReduceScatter(module, mesh, codec)
         for step in range(2):
             coded.arm(lambda: 3.0, step, 4.0)
@@ -102,7 +102,7 @@ def feedback_loses_nothing(world: Any, mesh: Mesh) -> None:
     """All that arrived and all that is held back is all that there was, whatever it was divided by."""
     codecs = [make_codec("top_k", density=0.1), make_codec("int8")]
     for codec in [*codecs, make_codec("power_sgd", low_rank=1)]:
-        module = shard(make_model(), mesh)
+        module = shard_module(make_model(), mesh)
         coded = CodedReduceScatter(module, mesh, codec, seed=3)
         arrived = {n: torch.zeros(p.shape).double() for n, p in module.named_parameters() if p.requires_grad}
         given = {name: tensor.clone() for name, tensor in arrived.items()}
@@ -130,7 +130,7 @@ def feedback_loses_nothing(world: Any, mesh: Mesh) -> None:
 def a_step_can_be_taken_back(world: Any, mesh: Mesh) -> None:
     """What was rolled back leaves no trace, and what was saved goes on bit for bit."""
     codec = make_codec("top_k", density=0.2)
-    module = shard(make_model(), mesh)
+    module = shard_module(make_model(), mesh)
     coded = CodedReduceScatter(module, mesh, codec)
     runs = []
     for has_failure in (False, True):
@@ -148,7 +148,7 @@ def a_step_can_be_taken_back(world: Any, mesh: Mesh) -> None:
     for step, (first, second) in enumerate(zip(*runs, strict=True)):
         assert all(torch.equal(first[name], second[name]) for name in first), step
 
-    fresh = shard(make_model(), mesh)
+    fresh = shard_module(make_model(), mesh)
     other = CodedReduceScatter(fresh, mesh, codec)
     other.load_state({name: tensor.clone() for name, tensor in coded.state().items()})
     for sums in (coded, other):
@@ -163,7 +163,7 @@ def a_step_can_be_taken_back(world: Any, mesh: Mesh) -> None:
 
 
 def what_is_not_finite_is_seen(world: Any, mesh: Mesh) -> None:
-    module = shard(make_model(), mesh)
+    module = shard_module(make_model(), mesh)
     coded = CodedReduceScatter(module, mesh, make_codec("one_bit"))
     coded.arm(lambda: 1.0, 0)
     gradients = backward(module, 0, world.rank, math.inf if world.rank == 1 else 1.0)
@@ -176,7 +176,7 @@ def what_is_not_finite_is_seen(world: Any, mesh: Mesh) -> None:
 
 def the_price_is_what_is_sent(world: Any, mesh: Mesh) -> None:
     for codec in (make_codec("int8"), make_codec("top_k", density=0.05)):
-        module = shard(make_model(), mesh)
+        module = shard_module(make_model(), mesh)
         coded = CodedReduceScatter(module, mesh, codec)
         sent = []
         group = coded._group

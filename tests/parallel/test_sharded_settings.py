@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
-from paceline.parallel.fully_sharded import find_blocks, reshard, set_gradient_sync, shard
-from paceline.parallel.local import local, part, wrap
+from paceline.parallel.fully_sharded import find_blocks, reshard, set_gradient_sync, shard_module
+from paceline.parallel.local import local, local_slice, wrap
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.zero_redundancy import own_part, share_optimizer
+from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.topology.layout import Axes, Layout
 
 
@@ -65,26 +65,26 @@ def test_what_cannot_be_sharded_is_refused(lone_mesh: Mesh) -> None:
     model = nn.Linear(2, 2)
     model.gain = nn.Parameter(torch.ones(()))
     with pytest.raises(SettingsError, match=r"at least one dim, but gain has none; give it the shape \(1,\)"):
-        shard(model, lone_mesh)
+        shard_module(model, lone_mesh)
     with pytest.raises(SettingsError, match="must be contiguous, but weight has strides"):
-        shard(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), lone_mesh)
+        shard_module(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), lone_mesh)
     with pytest.raises(SettingsError, match="module inside the model, but got 'layers'; there are: 0, 1"):
-        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lone_mesh, blocks=["layers"])
+        shard_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lone_mesh, blocks=["layers"])
     with pytest.raises(SettingsError, match=r"one dtype, but there are 0\.bias of torch\.float32, 1\.bias of"):
-        shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), lone_mesh)
+        shard_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), lone_mesh)
 
 
 def test_one_rank_is_plain_training() -> None:
     mesh = Mesh(LocalGroup(), Layout(zero_stage=1).resolve(1))
     model = make_model()
     optimizer = make_optimizer(model)
-    assert shard(model, mesh) is model
-    assert share_optimizer(optimizer, mesh) is optimizer is own_part(optimizer)
+    assert shard_module(model, mesh) is model
+    assert shard_optimizer(optimizer, mesh) is optimizer is local_optimizer(optimizer)
     set_gradient_sync(model, False)
     reshard(model)
     model.loss().backward()
     weight = model.get_parameter("scale")
-    assert local(weight) is weight is part(weight, weight) is wrap(weight, weight)
+    assert local(weight) is weight is local_slice(weight, weight) is wrap(weight, weight)
 
 
 def test_an_optimizer_with_state_is_not_shared(lone_mesh: Mesh) -> None:
@@ -93,4 +93,4 @@ def test_an_optimizer_with_state_is_not_shared(lone_mesh: Mesh) -> None:
     model.loss().backward()
     optimizer.step()
     with pytest.raises(SettingsError, match="must be new, but got one that keeps state of"):
-        share_optimizer(optimizer, lone_mesh)
+        shard_optimizer(optimizer, lone_mesh)

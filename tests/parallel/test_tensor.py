@@ -15,7 +15,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Spec
 from paceline.errors import GradientError, PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.tensor import TiedHead, split, whole
+from paceline.parallel.tensor import TiedHead, full_tensor, split
 from paceline.recipes.transformer_lm.model import Transformer, TransformerLM
 from paceline.testing import run_processes
 from paceline.topology.layout import Layout
@@ -45,7 +45,7 @@ def difference(one: nn.Module, other: nn.Module) -> float:
         assert isinstance(other_parameter, DTensor)
         assert parameter.grad is not None
         assert other_parameter.grad is not None
-        error = (whole(other_parameter.grad) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        error = (full_tensor(other_parameter.grad) - parameter.grad).abs().max() / parameter.grad.abs().max()
         worst = max(worst, float(error))
     return worst
 
@@ -63,7 +63,7 @@ def train_transformer(mesh: Mesh) -> dict[str, Any]:
             for rows in (slice(0, 2), slice(2, 3)):
                 logits = model(inputs[rows])
                 assert isinstance(logits, DTensor) == (kind == "cut")
-                loss = whole(F.cross_entropy(logits.flatten(0, -2), targets[rows].flatten(), reduction="sum"))
+                loss = full_tensor(F.cross_entropy(logits.flatten(0, -2), targets[rows].flatten(), reduction="sum"))
                 loss.backward()
         if kind is None:
             expected = float(loss)
@@ -96,7 +96,7 @@ def autocast(mesh: Mesh) -> list[float]:
         with made.parallel_loss() if model is two else nullcontext():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logits = model(inputs).float()
-            loss = whole(F.cross_entropy(logits.flatten(0, -2), targets.flatten()))
+            loss = full_tensor(F.cross_entropy(logits.flatten(0, -2), targets.flatten()))
             loss.backward()
         losses.append(float(loss))
     assert all(parameter.grad.dtype == torch.float32 for parameter in two.parameters())
@@ -115,7 +115,7 @@ def split_embedding_alone(mesh: Mesh) -> dict[str, Any]:
         for _ in range(3):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-            seen.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+            seen.append(float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
             optimizer.step()
     return {"styles": dict(made.styles), "norms": norms, "gradient": difference(one, two)}
 
@@ -158,7 +158,7 @@ def split_perceptron(mesh: Mesh) -> float:
     for model in (one, two):
         with made.parallel_loss() if model is two else nullcontext():
             logits = model(inputs)
-            loss = whole(F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=3))
+            loss = full_tensor(F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=3))
             loss.backward()
     return difference(one, two)
 

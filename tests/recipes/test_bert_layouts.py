@@ -39,11 +39,13 @@ def make_batch(step: int, first: int, count: int) -> Batch:
 
 
 def take_step(replica: Replica, step: int) -> tuple[float, float, float]:
-    part = replica.part
-    shares = apportion(GLOBAL_BATCH, [1.0 + reader for reader in range(part.readers.size)])
-    batch = part.cut(make_batch(step, sum(shares[: part.readers.rank]), shares[part.readers.rank]))
-    with part.computing():
-        if part.pipeline is not None:
+    shard = replica.shard
+    shares = apportion(GLOBAL_BATCH, [1.0 + reader for reader in range(shard.data_parallel_group.size)])
+    batch = shard.split_context(
+        make_batch(step, sum(shares[: shard.data_parallel_group.rank]), shares[shard.data_parallel_group.rank])
+    )
+    with shard.forward_context():
+        if shard.pipeline is not None:
             replica.backward_through(batch, MaskedLM().loss_of_output)
         else:
             loss = MaskedLM().loss(replica, batch)

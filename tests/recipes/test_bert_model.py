@@ -107,13 +107,13 @@ def test_the_state_is_its_weights_and_nothing_else() -> None:
     assert torch.equal(copy.deepcopy(model)(tokens()), model(tokens()))
 
 
-def test_its_pieces_are_the_model() -> None:
+def test_its_layers_are_the_model() -> None:
     model = build()
     x = tokens()
-    for piece in model.pieces():
-        x = piece.run(x)
+    for layer in model.pipeline_layers():
+        x = layer.run(x)
     assert torch.equal(x, model(tokens()))
-    owned = {name for piece in model.pieces() for name in piece.owns}
+    owned = {name for layer in model.pipeline_layers() for name in layer.owns}
     assert all(any(name.startswith(f"{owner}.") for owner in owned) for name, _ in model.named_parameters())
 
 

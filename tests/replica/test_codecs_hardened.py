@@ -106,7 +106,7 @@ def test_an_overflow_is_skipped_where_the_first_parameter_of_its_bucket_is_unuse
             before = replica.module.first.weight.detach().clone()
             replica.backward(replica(torch.ones(2, 8), step < 2).float().square().mean(), weight=1.0)
             skipped.append(replica.update().skipped)
-        assert replica._sum.gradients.layout == [["last.weight", "first.weight"]]
+        assert replica._reduction.gradients.layout == [["last.weight", "first.weight"]]
         replica.close()
         return skipped, torch.equal(before, replica.module.first.weight)
 

@@ -109,7 +109,7 @@ def test_what_has_landed_and_what_is_held_back_are_the_gradients(name):
         replica.optimizer = optimizer
         given = torch.zeros(30, 40, dtype=torch.float64)
         for step in range(12):
-            weights = [1.0, 3.0, 0.5 if step % 2 else 2.0]  # the mass changes from step to step
+            weights = [1.0, 3.0, 0.5 if step % 2 else 2.0]  # the weight changes from step to step
             gradients = [torch.randn(30, 40, generator=torch.Generator().manual_seed(step * 3 + r)) for r in range(3)]
             mean = sum(w * g.double() for w, g in zip(weights, gradients, strict=True)) / sum(weights)
             given += mean

@@ -84,7 +84,7 @@ def test_a_worker_without_data_at_first_learns_at_the_same_steps():
             else:
                 _step(replica)
         replica.close()
-        return replica._sum.landing.is_ready
+        return replica._reduction.landing.is_ready
 
     assert LocalGroup.run(2, worker, timeout_s=10) == [True, True]
 
@@ -143,7 +143,7 @@ def test_evaluation_is_not_taken_for_the_path_of_training():
             replica.flush()
             assert torch.equal(in_landing, replica.module(torch.ones(2, 4)))
         replica.close()
-        return list(replica._sum.landing.needed)
+        return list(replica._reduction.landing.needed)
 
     names = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
     assert LocalGroup.run(2, worker) == [names] * 2
@@ -202,6 +202,6 @@ def test_a_forward_that_fails_while_it_is_watched_leaves_no_hook():
         for _ in range(6):
             _step(replica)
         replica.close()
-        return list(replica._sum.landing.needed)
+        return list(replica._reduction.landing.needed)
 
     assert LocalGroup.run(2, worker)[0] == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -231,7 +231,7 @@ def test_zero_grad_of_the_user_is_harmless(set_to_none, num_workers):
 
 
 def test_weights_that_change_from_step_to_step_stay_exact():
-    """The mass is counted in units of the last step's: the unit must not show in the result."""
+    """The weight is counted in units of the last step's: the unit must not show in the result."""
 
     def worker(group, weights):
         replica = make_replica(make_module(), group)
@@ -243,7 +243,7 @@ def test_weights_that_change_from_step_to_step_stay_exact():
     torch.testing.assert_close(odd[0][1], even[0][1], atol=1e-6, rtol=0)
 
 
-def test_a_sum_with_its_mass_equals_the_mean():
+def test_a_sum_with_its_weight_equals_the_mean():
     inputs, targets = make_batch()
 
     def worker(group, reduction):

@@ -64,7 +64,7 @@ def test_an_optimizer_of_another_module_is_refused():
         Replica(module, optimizer)
 
 
-def test_a_failed_backward_while_accumulating_leaves_no_mass():
+def test_a_failed_backward_while_accumulating_leaves_no_weight():
     def worker(group, fail):
         replica = make_replica(make_module(), group)
         inputs, targets = make_batch()
@@ -96,7 +96,7 @@ def test_a_loss_of_no_weight_may_be_nan():
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_no_mass_is_refused(weight):
+def test_a_weight_that_is_negative_or_not_finite_is_refused(weight):
     with pytest.raises(GradientError, match="weight must be a number of at least 0"):
         run_one_step(make_replica(make_module()), weight=weight)
 

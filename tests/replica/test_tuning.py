@@ -73,6 +73,6 @@ def test_what_is_learnt_of_a_step_does_not_grow_from_step_to_step():
         replica = make_replica(make_module(), group)
         for _ in range(5):
             run_one_step(replica)
-        return len(replica._sum.gradients._reducer.ready_order)
+        return len(replica._reduction.gradients._launcher.ready_order)
 
     assert LocalGroup.run(2, worker) == [len([p for p in make_module().parameters() if p.requires_grad])] * 2

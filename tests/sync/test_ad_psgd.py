@@ -42,7 +42,7 @@ def test_averages_are_atomic_so_that_the_mean_is_kept(graph, num_workers):
 
 
 def test_no_step_of_an_optimizer_is_lost_among_averages():
-    """Each worker's gradient is a number of its own; where all steps landed, the mean has moved by their sum."""
+    """Each worker's gradient is a number of its own; where all steps were applied, the mean has moved by their sum."""
     num_workers, num_steps, lr = 5, 60, 0.01
 
     def run(group):

@@ -13,13 +13,13 @@ from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_
 
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
-from paceline.comm.exchange import NOTHING, Header
+from paceline.comm.rpc import NOTHING, RpcHeader
 from paceline.errors import CommunicationError, SettingsError
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.sync import ASGD
-from paceline.sync.parameter_server.pieces import Pack, copy_all
-from paceline.sync.parameter_server.server import Kind
+from paceline.sync.parameter_server.blocks import PackedTensors, copy_all
+from paceline.sync.parameter_server.server import RequestKind
 
 MITIGATED = {
     "plain": ASGD(),
@@ -62,7 +62,7 @@ def test_a_push_without_samples_changes_nothing():
     by_hand = ByHand(ASGD(), momentum=0.9)
     by_hand.swap(0, [1.0, 1.0])
     before = by_hand.x.clone()
-    by_hand.swap(1, [5.0, 5.0], mass=0.0)
+    by_hand.swap(1, [5.0, 5.0], weight=0.0)
     assert torch.equal(by_hand.x, before)
     assert torch.equal(by_hand.have[1], before)
     assert by_hand.shard.version == 1
@@ -113,7 +113,7 @@ def test_what_waits_for_more_pushes_is_not_lost_when_no_more_can_come():
     by_hand.swap(1, [3.0, 4.0])
     for worker in (0, 1):
         assert torch.equal(by_hand.x, torch.zeros(2, dtype=torch.float64))
-        by_hand.server.take(worker, Header(Kind.AWAY), NOTHING)()
+        by_hand.server.handle(worker, RpcHeader(RequestKind.AWAY), NOTHING)()
     torch.testing.assert_close(by_hand.x, torch.tensor([-1.0, -1.5], dtype=torch.float64))
 
 
@@ -158,13 +158,13 @@ def test_a_server_goes_on_with_the_mean_squares_it_saved():
     straight, resumed = start(), start()
     for by_hand in (straight, resumed):
         by_hand.swap(0, [1.0, -3.0])
-    _, saved = resumed.server.take(0, Header(Kind.SAVE), NOTHING)()
+    _, saved = resumed.server.handle(0, RpcHeader(RequestKind.SAVE), NOTHING)()
     old, resumed = resumed, start()
-    resumed.server.take(0, Header(Kind.LOAD), saved)
+    resumed.server.handle(0, RpcHeader(RequestKind.LOAD), saved)
     for worker, tensor in enumerate(old.have):
-        pack = Pack(old.shard.pieces)
-        copy_all(pack.tensors, [tensor])
-        resumed.server.take(worker, Header(Kind.TELL), pack.bytes)
+        packed = PackedTensors(old.shard.blocks)
+        copy_all(packed.tensors, [tensor])
+        resumed.server.handle(worker, RpcHeader(RequestKind.REPORT), packed.bytes)
     resumed.clocks, resumed.versions = old.clocks, old.versions
     for by_hand in (straight, resumed):
         by_hand.swap(1, [2.0, 0.5])
@@ -249,9 +249,9 @@ def test_what_a_codec_holds_back_of_a_push_comes_later(name):
             replica.update()
         held_back = replica.sync_state()[0]
         with replica.consensus():
-            landed = -module.weight.detach().clone()
+            arrived = -module.weight.detach().clone()
         replica.close()
-        return total, landed, sum(tensor.reshape(30, 40) for name, tensor in held_back.items() if "worker" in name)
+        return total, arrived, sum(tensor.reshape(30, 40) for name, tensor in held_back.items() if "worker" in name)
 
     results = LocalGroup.run(2, work)
     gradients, held_back = sum(result[0] for result in results), sum(result[2] for result in results)
@@ -267,7 +267,7 @@ def test_pulled_differences_lead_to_the_servers_parameters(name):
     start = by_hand.have[1]
     by_hand.swap(0, torch.randn(3000, generator=_seeded()))
     for _ in range(60):
-        by_hand.swap(1, torch.zeros(3000), mass=0.0)
+        by_hand.swap(1, torch.zeros(3000), weight=0.0)
     mirror = by_hand.server._mirrors[1].known.tensors[0]
     assert torch.equal(mirror, by_hand.have[1]), "the server must know what the worker has, to the last bit"
     assert (by_hand.x - by_hand.have[1]).norm() < 0.1 * (by_hand.x - start).norm()
@@ -285,13 +285,15 @@ def test_a_slow_worker_holds_up_nobody_and_the_fast_one_does_more():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync="asgd")
-        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
-        replica.desk.set_boundary(100)
-        while (interval := replica.desk.claim(4)) is not None:
+        replica.dispatcher.set_source(
+            lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
+        )
+        replica.dispatcher.set_boundary(100)
+        while (interval := replica.dispatcher.claim(4)) is not None:
             if group.rank == 1:
                 time.sleep(0.1)
             run_step(replica, interval[0])
-            used[group.rank] += replica.desk.ack(interval)
+            used[group.rank] += replica.dispatcher.ack(interval)
         replica.close()
 
     LocalGroup.run(2, work, timeout_s=10)
@@ -307,16 +309,18 @@ def test_a_dead_workers_samples_are_handed_out_again():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync="asgd")
-        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
-        replica.desk.set_boundary(40)
+        replica.dispatcher.set_source(
+            lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
+        )
+        replica.dispatcher.set_boundary(40)
         if group.rank == 2:
-            replica.desk.claim(4)
+            replica.dispatcher.claim(4)
             claimed.set()
             raise RuntimeError("struck by lightning")
         claimed.wait()
-        while (interval := replica.desk.claim(4)) is not None:
+        while (interval := replica.dispatcher.claim(4)) is not None:
             run_step(replica, interval[0])
-            replica.desk.ack(interval)
+            replica.dispatcher.ack(interval)
 
     with pytest.raises(RuntimeError, match="lightning"):
         LocalGroup.run(3, work, timeout_s=10)
@@ -354,14 +358,16 @@ def test_a_request_to_stop_reaches_all_and_leaves_no_sample_out():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync="asgd")
-        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
-        replica.desk.set_boundary(10**5)
-        while (interval := replica.desk.claim(4)) is not None:
+        replica.dispatcher.set_source(
+            lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
+        )
+        replica.dispatcher.set_boundary(10**5)
+        while (interval := replica.dispatcher.claim(4)) is not None:
             if group.rank == 1 and interval[0] > 40:
                 replica.membership.request_stop("a test")
             run_step(replica, interval[0])
-            replica.desk.ack(interval)
-        stopping = replica.desk.is_stopping
+            replica.dispatcher.ack(interval)
+        stopping = replica.dispatcher.is_stopping
         replica.close()
         return stopping
 

@@ -110,7 +110,7 @@ def test_workers_do_not_all_draw_the_same():
 
 @pytest.mark.parametrize("codec", [TOP_K, PowerSGD(dense_below=0)], ids=["top_k", "power_sgd"])
 def test_a_saved_state_is_the_same_on_both_sides_of_an_edge(codec):
-    """What is on the wire has landed, and neighbours' copies come from the neighbours."""
+    """What is on the wire has arrived, and neighbours' copies come from the neighbours."""
     rule = ChocoSGD(codec=codec, graph="star")
 
     def begin(group):

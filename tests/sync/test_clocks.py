@@ -148,14 +148,14 @@ class TwoServers(RuleBasedStateMachine):
     """Workers that push to two servers, the second of which follows the first; everything on its way may be late.
 
     On its way is, by receiver and sender, a list of: a worker's clock, pushed with or without a gradient; its death,
-    its leave, and its return with the clock that the first server gave it; and from the first server the verdicts.
+    its leave, and its return with the clock that the first server gave it; and from the first server the announcements.
     """
 
     @initialize(num_workers=st.integers(1, 5), num_backups=st.integers(0, 3))
     def begin(self, num_workers, num_backups):
         self.servers = [Quorum(min(num_backups, num_workers - 1)), FollowedQuorum()]
         self.sent = {(server, worker): [] for server in range(2) for worker in range(num_workers)}
-        self.verdicts, self.taken = [], {}
+        self.announcements, self.taken = [], {}
         self.computing, self.away, self.dead = set(range(num_workers)), set(), set()
         self.clocks = {}  # of each worker at each server; None while it waits for a reply from there
         self.asking = set()  # pairs of server and worker whose push has come and has no reply
@@ -172,7 +172,7 @@ class TwoServers(RuleBasedStateMachine):
             taken, step = server.advance(), server.step - 1
             if number == 0:
                 self.taken[step] = taken
-                self.verdicts.append((step, taken))
+                self.announcements.append((step, taken))
             assert all((worker, step) in self.gradients[number] for worker in taken)
             assert taken <= self.taken[step]
             assert self.taken[step] - taken <= self.dead, "the servers take the gradients of others"
@@ -251,10 +251,10 @@ class TwoServers(RuleBasedStateMachine):
         clock = self.servers[0].join(worker, max(self.clocks[number, worker] for number in range(2)))
         self.sent[1, worker].append((clock, "comes"))
 
-    @precondition(lambda self: self.verdicts)
+    @precondition(lambda self: self.announcements)
     @rule()
-    def hear(self):
-        self.servers[1].hear(*self.verdicts.pop(0))
+    def follow(self):
+        self.servers[1].follow(*self.announcements.pop(0))
         self.settle(1)
 
     @precondition(lambda self: len(self.live()) > 1)
@@ -275,12 +275,12 @@ class TwoServers(RuleBasedStateMachine):
         if not hasattr(self, "servers"):
             return
         for _ in range(3):
-            while self.verdicts or any(self.sent.values()):
+            while self.announcements or any(self.sent.values()):
                 for number, worker in self.sent:
                     while self.sent[number, worker]:
                         self.deliver(number, worker)
-                if self.verdicts:
-                    self.hear()
+                if self.announcements:
+                    self.follow()
             assert self.computing or self.away == self.live(), "who waits, waits for ever"
             assert self.servers[0].step == self.servers[1].step
             for worker in sorted(self.away):

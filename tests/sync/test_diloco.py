@@ -21,7 +21,7 @@ def test_with_a_rate_of_one_and_no_momentum_it_is_local_sgd(size):
     local = train(size, LocalSGD(period=3), 8, uneven)
     if size > 1:
         assert torch.equal(outer, local)
-    else:  # local SGD leaves a worker alone as it is; the anchor less the difference from it is rounded
+    else:  # local SGD leaves a worker alone as it is; the outer parameters less the difference from them are rounded
         torch.testing.assert_close(outer, local, rtol=1e-14, atol=1e-15)
 
 
@@ -33,9 +33,9 @@ def test_its_outer_steps_are_those_of_torch(nesterov):
     outer = torch.optim.SGD([common], lr=0.7, momentum=0.9, nesterov=nesterov)
     for first in range(0, 12, 3):
         steps = range(first, first + 3)
-        masses = [sum(uneven(rank, step) for step in steps) for rank in range(2)]
+        weights = [sum(uneven(rank, step) for step in steps) for rank in range(2)]
         ends = [descend(common.detach(), rank, steps) for rank in range(2)]
-        mean = sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+        mean = sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
         before = common.detach().clone()
         common.grad = before - mean
         outer.step()
@@ -82,12 +82,12 @@ def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
         # The model is saved in its own dtype; the mean of equal parameters is rounded once more.
         torch.testing.assert_close(begun, saved[0][2], rtol=1e-14, atol=1e-15)
         torch.testing.assert_close(consensus, begun, rtol=1e-14, atol=1e-15)
-    anchor = torch.cat([saved[0][1][f"parameters/{name}"].flatten() for name in ("weight", "bias")])
+    outer = torch.cat([saved[0][1][f"parameters/{name}"].flatten() for name in ("weight", "bias")])
     velocity = torch.cat([saved[0][1][f"velocity/{name}"].flatten() for name in ("weight", "bias")])
-    masses = [sum(uneven(rank, step) for step in (7, 8)) for rank in range(5)]
+    weights = [sum(uneven(rank, step) for step in (7, 8)) for rank in range(5)]
     ends = [descend(joined[0][0], rank, (7, 8)) for rank in range(5)]
-    difference = anchor - sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+    difference = outer - sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
     velocity = 0.9 * velocity + difference
-    expected = anchor - 0.7 * (difference + 0.9 * velocity)
+    expected = outer - 0.7 * (difference + 0.9 * velocity)
     for *_, after in joined:
         torch.testing.assert_close(after, expected, rtol=1e-11, atol=1e-12)

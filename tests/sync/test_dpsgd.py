@@ -20,7 +20,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.registry import list_variants
 from paceline.sync.dpsgd import DPSGD
-from paceline.sync.synchroniser import LocalStep, Site
+from paceline.sync.synchroniser import LocalStep, WorkerContext
 from paceline.topology.graphs import EdgeListGraph, Graph, RingGraph
 
 NAMED = sorted(set(list_variants(Graph)) - {"edge_list"})
@@ -190,7 +190,7 @@ def test_parameters_of_several_dtypes_are_mixed_each_in_its_own():
     def run(group):
         module = torch.nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64)})
         synchroniser = DPSGD(graph="complete").start_synchroniser(
-            Site(module, torch.optim.SGD(module.parameters(), lr=0.1), group)
+            WorkerContext(module, torch.optim.SGD(module.parameters(), lr=0.1), group)
         )
         with torch.no_grad():
             module["a"].fill_(group.rank)

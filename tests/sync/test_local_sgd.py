@@ -1,4 +1,4 @@
-"""Local SGD: averages by mass, what codecs hold back, BatchNorm, loss scaling, and what is refused."""
+"""Local SGD: averages by weight, what codecs hold back, BatchNorm, loss scaling, and what is refused."""
 
 import copy
 
@@ -27,7 +27,7 @@ def uneven(rank, step):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_with_a_period_of_one_it_is_every_step(size, momentum):
     def weigh(rank, step):
-        return 1.0 + rank  # momentum averages like parameters only where masses stay the same
+        return 1.0 + rank  # momentum averages like parameters only where weights stay the same
 
     def optimizer(module):
         return make_sgd(module, momentum)
@@ -48,7 +48,7 @@ def test_with_adam_a_period_of_one_is_not_every_step():
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_it_lands_at_the_mean_by_the_samples_that_each_has_used(size):
+def test_it_ends_at_the_mean_by_the_samples_that_each_has_used(size):
     """Also where a worker has none in a step, or none in a whole period."""
 
     def weigh(rank, step):
@@ -58,9 +58,9 @@ def test_it_lands_at_the_mean_by_the_samples_that_each_has_used(size):
     common = flatten(make_linear())
     for first in (0, 3, 6):
         steps = range(first, first + 3)
-        masses = [sum(weigh(rank, step) for step in steps) for rank in range(size)]
+        weights = [sum(weigh(rank, step) for step in steps) for rank in range(size)]
         ends = [descend(common, rank, steps, weigh) for rank in range(size)]
-        common = sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+        common = sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
         for rank in range(size):
             torch.testing.assert_close(seen[rank, first + 2], common, rtol=1e-12, atol=1e-13)
             assert torch.equal(seen[rank, first + 2], seen[0, first + 2]), "the same bits on every worker"
@@ -80,7 +80,7 @@ def test_a_worker_alone_does_what_a_plain_loop_does():
 
 @pytest.mark.parametrize("codec", ["int8", "top_k", "one_bit", "power_sgd"])
 @pytest.mark.parametrize("period", [1, 4])
-def test_what_has_landed_and_what_is_held_back_are_the_differences(codec, period):
+def test_what_has_arrived_and_what_is_held_back_are_the_differences(codec, period):
     """With gradients that do not depend on parameters, workers go as far together as the gradients say."""
     settings = {"top_k": {"density": 0.1}, "power_sgd": {"low_rank": 1}}.get(codec, {})
     rule = LocalSGD(period=period, codec={"name": codec, "dense_below": 0, **settings})
@@ -91,34 +91,36 @@ def test_what_has_landed_and_what_is_held_back_are_the_differences(codec, period
         replica = Replica(module, make_sgd(module, learning_rate=1.0), group=group, sync=rule)
         given = torch.zeros(30, 40, dtype=torch.float64)
         for first in range(0, 12, period):
-            gone, masses = [0, 0, 0], [0.0, 0.0, 0.0]
+            gone, weights = [0, 0, 0], [0.0, 0.0, 0.0]
             for step in range(first, first + period):
                 gradients = [
                     torch.randn(30, 40, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(3)
                 ]
-                weights = [1.0, 3.0, 2.0 if step < 8 else 0.0]
+                given_weights = [1.0, 3.0, 2.0 if step < 8 else 0.0]
                 for rank in range(3):
-                    masses[rank] += weights[rank]
-                    gone[rank] = gone[rank] - (gradients[rank] if weights[rank] else 0)
-                replica.backward((replica(torch.eye(40)).T * gradients[group.rank]).sum(), weight=weights[group.rank])
+                    weights[rank] += given_weights[rank]
+                    gone[rank] = gone[rank] - (gradients[rank] if given_weights[rank] else 0)
+                replica.backward(
+                    (replica(torch.eye(40)).T * gradients[group.rank]).sum(), weight=given_weights[group.rank]
+                )
                 replica.update()
-            given += sum(mass * where for mass, where in zip(masses, gone, strict=True)) / sum(masses)
+            given += sum(weight * where for weight, where in zip(weights, gone, strict=True)) / sum(weights)
         state, _ = replica.sync_state()
         replica.close()
         return module.weight.detach().double(), given, {name.split("/")[-1]: kept for name, kept in state.items()}
 
     results = LocalGroup.run(3, work)
-    landed, given, _ = results[0]
-    assert all(torch.equal(landed, other) for other, *_ in results)
+    arrived, given, _ = results[0]
+    assert all(torch.equal(arrived, other) for other, *_ in results)
     held_back = sum(state["worker"].double().reshape(30, 40) for *_, state in results)
     if owners := [state["owner"].double().flatten() for *_, state in results if "owner" in state]:
         held_back += torch.cat(owners).view(30, 40)
     assert held_back.abs().max() > 0.01
     # What is held back of differences x_before - x is subtracted; float32 rounds each of a few additions a step.
-    assert (landed - held_back - given).abs().max() < 3e-5 * given.abs().max()
+    assert (arrived - held_back - given).abs().max() < 3e-5 * given.abs().max()
 
 
-def test_the_consensus_inside_a_period_is_the_mean_by_mass():
+def test_the_consensus_inside_a_period_is_the_mean_by_weight():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync=LocalSGD(period=4))
@@ -135,7 +137,7 @@ def test_the_consensus_inside_a_period_is_the_mean_by_mass():
         return own, inside, uneven(group.rank, 4) + uneven(group.rank, 5)
 
     results = LocalGroup.run(3, work)
-    mean = sum(mass * own for own, _, mass in results) / sum(mass for *_, mass in results)
+    mean = sum(weight * own for own, _, weight in results) / sum(weight for *_, weight in results)
     for own, inside, _ in results:
         torch.testing.assert_close(inside, mean, rtol=1e-13, atol=1e-14)
         assert not torch.equal(own, inside)
@@ -163,19 +165,19 @@ def test_statistics_of_batches_are_pooled_where_workers_meet_and_counts_are_not(
 
     own = LocalGroup.run(3, lambda group: work(group, 4))
     pooled = LocalGroup.run(3, lambda group: work(group, 3))
-    masses = [sum(uneven(rank, step) for step in range(3)) for rank in range(3)]
-    masses[2] -= uneven(2, 0)
-    mean, variance = pool_moments([(mean, variance) for mean, variance, _ in own], masses)
+    weights = [sum(uneven(rank, step) for step in range(3)) for rank in range(3)]
+    weights[2] -= uneven(2, 0)
+    mean, variance = pool_moments([(mean, variance) for mean, variance, _ in own], weights)
     for got_mean, got_variance, _ in pooled:
         assert torch.equal(got_mean, mean.float())
         assert torch.equal(got_variance, variance.float())
     assert [count for *_, count in pooled] == [3, 3, 2]
-    average = sum(m * v for m, (_, v, _) in zip(masses, own, strict=True)) / sum(masses)
+    average = sum(m * v for m, (_, v, _) in zip(weights, own, strict=True)) / sum(weights)
     assert (variance.float() > 1.3 * average).any(), "averaged variances would be too small"
 
 
 def test_an_overflow_on_one_worker_skips_its_step_and_no_other():
-    """Its period counts with its samples, as it was: masses stay those that all have agreed on."""
+    """Its period counts with its samples, as it was: weights stay those that all have agreed on."""
 
     def work(group):
         module = make_linear(dtype=torch.float32)
@@ -206,7 +208,7 @@ def test_an_overflow_on_one_worker_skips_its_step_and_no_other():
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_parameters_that_are_not_finite_are_refused_by_all_and_land_on_none(codec):
+def test_parameters_that_are_not_finite_are_refused_by_all_and_arrive_on_none(codec):
     def work(group):
         module = make_linear(dtype=torch.float32)
         rule = LocalSGD(period=2, codec={"name": codec, "dense_below": 0})

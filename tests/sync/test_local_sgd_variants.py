@@ -12,7 +12,7 @@ from paceline.comm.hosts import find_hosts
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.sync import AdaptiveLocalSGD, EveryStep, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
-from paceline.sync.adaptive_local_sgd import MeasuredCalendar
+from paceline.sync.adaptive_local_sgd import MeasuredSyncSchedule
 
 
 def uneven(rank, step):
@@ -31,9 +31,9 @@ def test_post_local_changes_over_at_its_start():
     common = seen[0, 4]
     for first in (5, 8):
         steps = range(first, first + 3)
-        masses = [sum(uneven(rank, step) for step in steps) for rank in range(3)]
+        weights = [sum(uneven(rank, step) for step in steps) for rank in range(3)]
         ends = [descend(common, rank, steps) for rank in range(3)]
-        common = sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+        common = sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
         assert not torch.equal(seen[0, first + 1], seen[1, first + 1])
         for rank in range(3):
             torch.testing.assert_close(seen[rank, first + 2], common, rtol=1e-12, atol=1e-13)
@@ -93,11 +93,11 @@ def test_workers_of_a_host_are_one_worker_with_the_samples_of_all():
     for ranks in hosts:
         where = flatten(make_linear())
         for step in range(3):  # SGD is linear in the gradients
-            masses = [uneven(rank, step) for rank in ranks]
+            weights = [uneven(rank, step) for rank in ranks]
             ends = [descend(where, rank, [step]) for rank in ranks]
-            where = sum(mass * end for mass, end in zip(masses, ends, strict=True)) / sum(masses)
+            where = sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
         means.append((sum(uneven(rank, step) for rank in ranks for step in range(3)), where))
-    common = sum(mass * where for mass, where in means) / sum(mass for mass, _ in means)
+    common = sum(weight * where for weight, where in means) / sum(weight for weight, _ in means)
     for rank in range(5):
         torch.testing.assert_close(seen[rank, 2], common, rtol=1e-12, atol=1e-13)
 
@@ -127,24 +127,24 @@ def test_all_workers_decide_by_the_slowest_step_and_the_shortest_wait():
 
     def work(group):
         now_s = [100.0 * group.rank]
-        calendar = MeasuredCalendar(rule, clock=lambda: now_s[0])
-        meetings = []
+        schedule = MeasuredSyncSchedule(rule, clock=lambda: now_s[0])
+        sync_steps = []
         for number in range(30):
             now_s[0] += 3.0 if group.rank == 1 else 1.0
-            if calendar.is_due(number):
-                waited_s = 2.0 + (0.0 if group.rank == 1 else 2.0 * calendar.period)
+            if schedule.is_due(number):
+                waited_s = 2.0 + (0.0 if group.rank == 1 else 2.0 * schedule.period)
                 now_s[0] += waited_s
-                calendar.note(number, waited_s, group)
-                meetings.append(number)
+                schedule.record(number, waited_s, group)
+                sync_steps.append(number)
                 if number == 5:  # a new start goes on with what was decided
-                    state = calendar.state()
-                    calendar = MeasuredCalendar(rule, clock=lambda: now_s[0])
-                    calendar.load_state(state)
-        return meetings
+                    state = schedule.state()
+                    schedule = MeasuredSyncSchedule(rule, clock=lambda: now_s[0])
+                    schedule.load_state(state)
+        return sync_steps
 
-    meetings = LocalGroup.run(3, work)
+    sync_steps = LocalGroup.run(3, work)
     # 2 / (2 + 2 * 3) is a quarter: from 4 the period becomes 2.
-    assert meetings == [list(range(3, 30, 2))] * 3
+    assert sync_steps == [list(range(3, 30, 2))] * 3
 
 
 def test_a_slow_network_makes_the_period_longer(monkeypatch):
@@ -164,12 +164,12 @@ def test_a_slow_network_makes_the_period_longer(monkeypatch):
         sent = [run_step(replica, step).wire_bytes > 0 for step in range(12)]
         _, shared = replica.sync_state()
         replica.close()
-        return sent, shared["calendar"].tolist()
+        return sent, shared["sync_schedule"].tolist()
 
-    (sent, calendar), other = LocalGroup.run(2, work)
-    assert other == (sent, calendar)
+    (sent, schedule), other = LocalGroup.run(2, work)
+    assert other == (sent, schedule)
     assert sent[:3] == [True, False, True]
-    assert calendar[0] > 2
+    assert schedule[0] > 2
 
 
 def test_a_period_that_is_never_changed_is_local_sgd():

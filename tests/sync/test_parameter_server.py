@@ -15,11 +15,11 @@ from paceline.errors import CommunicationError, SettingsError
 from paceline.optim import SGD
 from paceline.replica.replica import Replica
 from paceline.sync import ASGD, ParameterServer
-from paceline.sync.parameter_server.pieces import Pack, copy_all, share_out
+from paceline.sync.parameter_server.blocks import PackedTensors, copy_all, partition_parameters
+from paceline.sync.parameter_server.placement import serve
 from paceline.sync.parameter_server.shard import Shard
-from paceline.sync.parameter_server.stage import serve
-from paceline.sync.parameter_server.state import cut_pieces, join_pieces, pack_state, unpack_state
-from paceline.sync.synchroniser import LocalStep, Site
+from paceline.sync.parameter_server.state import cut_blocks, join_blocks, pack_state, unpack_state
+from paceline.sync.synchroniser import LocalStep, WorkerContext
 
 
 def _uneven(rank, step):
@@ -71,7 +71,7 @@ def test_parameters_that_nobody_used_stay_as_they_are():
 
 def test_with_backups_a_step_is_of_those_that_came_first():
     by_hand = ByHand(ParameterServer(num_backups=1), num_workers=3, learning_rate=1.0, start=(0.0, 0.0))
-    pulls = [by_hand.push(0, [4.0, 0.0], mass=3.0), by_hand.push(2, [0.0, 4.0], mass=1.0)]
+    pulls = [by_hand.push(0, [4.0, 0.0], weight=3.0), by_hand.push(2, [0.0, 4.0], weight=1.0)]
     torch.testing.assert_close(by_hand.x, torch.tensor([-3.0, -1.0], dtype=torch.float64))
     for pull in pulls:
         pull()
@@ -89,14 +89,16 @@ def test_a_straggler_is_left_behind_and_its_samples_are_not_lost():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync=ParameterServer(num_backups=1))
-        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
-        replica.desk.set_boundary(120)
+        replica.dispatcher.set_source(
+            lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
+        )
+        replica.dispatcher.set_boundary(120)
         group.barrier()
-        while (interval := replica.desk.claim(4)) is not None:
+        while (interval := replica.dispatcher.claim(4)) is not None:
             if group.rank == 2:
                 time.sleep(0.05)
             run_step(replica, interval[0])
-            steps[group.rank] += replica.desk.ack(interval)
+            steps[group.rank] += replica.dispatcher.ack(interval)
         with replica.consensus():
             parameters = flatten(module)
         dropped = replica._synchroniser.count_delays().num_dropped if group.rank == 0 else None
@@ -120,14 +122,16 @@ def test_with_backups_all_servers_take_the_gradients_of_the_same_workers(num_ser
         module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(3)])
         rule = ParameterServer(num_servers=num_servers, num_backups=num_workers // 2)
         replica = Replica(module, make_sgd(module), group=group, sync=rule)
-        replica.desk.hand_out(lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval))
-        replica.desk.set_boundary(240)
+        replica.dispatcher.set_source(
+            lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
+        )
+        replica.dispatcher.set_boundary(240)
         group.barrier()
-        while (interval := replica.desk.claim(4)) is not None:
+        while (interval := replica.dispatcher.claim(4)) is not None:
             time.sleep(random.Random(interval[0]).random() * 0.01 + 0.03 * (group.rank == num_workers - 1))
             replica.backward(sum((parameter * math.sin(interval[0])).sum() for parameter in module), weight=4)
             replica.update()
-            steps[group.rank] += replica.desk.ack(interval)
+            steps[group.rank] += replica.dispatcher.ack(interval)
             assert len({link.clock for link in replica._synchroniser._links}) == 1
         with replica.consensus():
             values = [parameter.detach().clone() for parameter in module]
@@ -185,10 +189,10 @@ def _serve_beside(world, rule, num_workers, num_steps):
     module = make_linear(seed=world.rank if world.rank >= num_workers else 0)  # a server's own start is of no account
     optimizer = _adamw(module)
     if world.rank >= num_workers:
-        serve(rule, Site(module, optimizer, world, world=world), num_workers)
+        serve(rule, WorkerContext(module, optimizer, world, world=world), num_workers)
         return None
     group = world.subgroup(range(num_workers), "workers")
-    synchroniser = rule.start_synchroniser(Site(module, optimizer, group, world=world))
+    synchroniser = rule.start_synchroniser(WorkerContext(module, optimizer, group, world=world))
     for step in range(num_steps):
         inputs, targets = make_samples(group.rank, step)
         optimizer.zero_grad()
@@ -213,14 +217,14 @@ def test_servers_with_processes_of_their_own_are_every_step(servers):
 
 
 def test_a_server_of_its_own_says_which_workers_it_lost():
-    said = []
+    announced = []
 
     def work(world):
         rule = ASGD(placement="own")
         if world.rank == 2:
             with pytest.raises(CommunicationError, match=r"server 0 lost workers: .*rank 1: .*lightning"):
                 _serve_beside(world, rule, 2, 3)
-            said.append(True)
+            announced.append(True)
         elif world.rank == 1:
             _die(world, rule)
         else:
@@ -228,13 +232,13 @@ def test_a_server_of_its_own_says_which_workers_it_lost():
 
     with pytest.raises((RuntimeError, CommunicationError)):
         LocalGroup.run(3, work, timeout_s=10)
-    assert said == [True]
+    assert announced == [True]
 
 
 def _die(world, rule):
     module = make_linear()
     group = world.subgroup(range(2), "workers")
-    rule.start_synchroniser(Site(module, _adamw(module), group, world=world))
+    rule.start_synchroniser(WorkerContext(module, _adamw(module), group, world=world))
     raise RuntimeError("struck by lightning")
 
 
@@ -253,45 +257,45 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.parametrize("may_cut", [True, False])
 @pytest.mark.parametrize("num_servers", [1, 2, 3, 5])
-def test_pieces_are_all_parameters_and_even(num_servers, may_cut):
+def test_blocks_are_all_parameters_and_even(num_servers, may_cut):
     generator = torch.Generator().manual_seed(num_servers)
     shapes = {"large": (100, 30), "wide": (1, 500), "vector": (70,), "scalar": (), "empty": (0, 4), "cube": (9, 4, 4)}
     parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    shares = share_out(parameters, num_servers, may_cut=may_cut)
+    blocks_by_server = partition_parameters(parameters, num_servers, may_cut=may_cut)
     rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in parameters.items()}
-    for pieces in shares:
-        pack = Pack(pieces)
-        copy_all(pack.tensors, [piece.of(parameters[piece.parameter]) for piece in pieces])
-        assert sum(piece.num_bytes for piece in pieces) <= len(pack.bytes)
-        for piece, tensor in zip(pieces, pack.tensors, strict=True):
-            assert piece.of(rebuilt[piece.parameter]).isnan().all(), "no element may be in two pieces"
-            piece.of(rebuilt[piece.parameter]).copy_(tensor)
+    for blocks in blocks_by_server:
+        packed = PackedTensors(blocks)
+        copy_all(packed.tensors, [block.of(parameters[block.parameter]) for block in blocks])
+        assert sum(block.num_bytes for block in blocks) <= len(packed.bytes)
+        for block, tensor in zip(blocks, packed.tensors, strict=True):
+            assert block.of(rebuilt[block.parameter]).isnan().all(), "no element may be in two blocks"
+            block.of(rebuilt[block.parameter]).copy_(tensor)
     for name, tensor in parameters.items():
         assert torch.equal(rebuilt[name], tensor)
-    loads = [sum(piece.num_bytes for piece in pieces) for pieces in shares]
+    loads = [sum(block.num_bytes for block in blocks) for blocks in blocks_by_server]
     if may_cut:
         assert max(loads) <= 1.2 * sum(loads) / num_servers + 2000
     else:
-        assert all(piece.stop == 0 for pieces in shares for piece in pieces)
+        assert all(block.stop == 0 for blocks in blocks_by_server for block in blocks)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_state_of_some_servers_is_that_of_another_number(num_servers):
     parameters = {"a": torch.arange(24.0).view(12, 2), "b/c": torch.arange(5.0), "s": torch.tensor(3.0)}
-    of_three = [piece for pieces in share_out(parameters, 3, may_cut=True) for piece in pieces]
-    of_some = [piece for pieces in share_out(parameters, num_servers, may_cut=True) for piece in pieces]
+    of_three = [block for blocks in partition_parameters(parameters, 3, may_cut=True) for block in blocks]
+    of_some = [block for blocks in partition_parameters(parameters, num_servers, may_cut=True) for block in blocks]
 
-    def state_of(pieces):
+    def state_of(blocks):
         state = {}
-        for piece in pieces:
-            state[f"parameter/{piece.name}"] = piece.of(parameters[piece.parameter])
-            state[f"optimizer/{piece.name}/exp_avg"] = piece.of(parameters[piece.parameter]) + 1
-            state[f"optimizer/{piece.name}/step"] = torch.tensor(7.0)
+        for block in blocks:
+            state[f"parameter/{block.name}"] = block.of(parameters[block.parameter])
+            state[f"optimizer/{block.name}/exp_avg"] = block.of(parameters[block.parameter]) + 1
+            state[f"optimizer/{block.name}/step"] = torch.tensor(7.0)
         return state
 
-    whole = join_pieces(state_of(of_three), of_three)
+    whole = join_blocks(state_of(of_three), of_three)
     assert whole.keys() == {f"{k}/{n}{e}" for n in parameters for k, e in _KEYS}
-    body = pack_state(cut_pieces(whole, of_some), {"said": [1, "ü"]})
+    body = pack_state(cut_blocks(whole, of_some), {"said": [1, "ü"]})
     tensors, document = unpack_state(body)
     assert document == {"said": [1, "ü"]}
     expected = state_of(of_some)
@@ -363,15 +367,15 @@ def test_asynchronous_workers_push_nothing_of_an_overflow():
 def test_momentum_of_a_servers_parameter_may_begin_late():
     module = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2)).double()
     parameters = dict(module.named_parameters())
-    [pieces] = share_out(parameters, 1, may_cut=False)
-    shard = Shard(pieces, parameters, SGD().build(module))
+    [blocks] = partition_parameters(parameters, 1, may_cut=False)
+    shard = Shard(blocks, parameters, SGD().build(module))
     plain = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
     for used in ([True, False], [True, True], [False, True]):
         gradients = [torch.ones_like(tensor) for tensor in shard.values.tensors]
         shard.step(gradients, used, [0.1])
-        for piece, is_used in zip(pieces, used, strict=True):
-            parameter = parameters[piece.parameter]
+        for block, is_used in zip(blocks, used, strict=True):
+            parameter = parameters[block.parameter]
             parameter.grad = torch.ones_like(parameter) if is_used else None
         plain.step()
-    for piece, tensor in zip(pieces, shard.values.tensors, strict=True):
-        torch.testing.assert_close(tensor, parameters[piece.parameter].detach(), rtol=1e-12, atol=1e-12)
+    for block, tensor in zip(blocks, shard.values.tensors, strict=True):
+        torch.testing.assert_close(tensor, parameters[block.parameter].detach(), rtol=1e-12, atol=1e-12)

@@ -58,13 +58,13 @@ def test_a_read_sees_what_it_must_and_its_own():
     assert by_hand.have[1].tolist() == [1.0, 0.5], "later updates are seen as they have come"
 
 
-def test_parts_are_of_the_mass_of_a_complete_step():
+def test_parts_are_of_the_weight_of_a_complete_step():
     by_hand = ByHand(SSP(staleness=2), num_workers=2, start=(0.0, 0.0))
-    by_hand.swap(0, [1.0, 0.0], mass=3.0)
-    by_hand.swap(1, [0.0, 1.0], mass=1.0)  # step 0 is complete: its mass is 4
+    by_hand.swap(0, [1.0, 0.0], weight=3.0)
+    by_hand.swap(1, [0.0, 1.0], weight=1.0)  # step 0 is complete: its weight is 4
     before = by_hand.x.clone()
-    by_hand.swap(0, [1.0, 0.0], mass=3.0)
-    by_hand.swap(1, [0.0, 1.0], mass=1.0)
+    by_hand.swap(0, [1.0, 0.0], weight=3.0)
+    by_hand.swap(1, [0.0, 1.0], weight=1.0)
     torch.testing.assert_close(by_hand.x - before, torch.tensor([0.75, 0.25], dtype=torch.float64))
 
 
@@ -121,12 +121,12 @@ def test_a_worker_without_samples_is_waited_for_by_nobody():
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync=SSP(staleness=0))
-        replica.desk.hand_out(take, lambda *interval: noted.append(interval))
+        replica.dispatcher.set_source(take, lambda *interval: noted.append(interval))
         for boundary in (40, 60):  # 10 intervals, and then 5, for 3 workers
-            replica.desk.set_boundary(boundary)
-            while (interval := replica.desk.claim(4)) is not None:
+            replica.dispatcher.set_boundary(boundary)
+            while (interval := replica.dispatcher.claim(4)) is not None:
                 run_step(replica, interval[0])
-                replica.desk.ack(interval)
+                replica.dispatcher.ack(interval)
             with replica.consensus():
                 pass
         replica.close()
@@ -135,7 +135,7 @@ def test_a_worker_without_samples_is_waited_for_by_nobody():
     assert sorted(noted)[:10] == [(start, start + 4) for start in range(0, 40, 4)]
 
 
-def test_after_a_meeting_all_step_together_again():
+def test_after_a_barrier_all_step_together_again():
     ours, synchronous = [], []
 
     def work(group, sync, seen):

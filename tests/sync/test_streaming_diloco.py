@@ -84,17 +84,17 @@ def _stream(num_steps, rule, size):
     fragments = [torch.cat([view.flatten() for view in fragment.values()]).long() for fragment in cut]
     workers = [start.clone() for _ in range(size)]
     common, velocity = start.clone(), torch.zeros_like(start)
-    masses = torch.zeros(rule.num_fragments, size, dtype=torch.float64)
+    weights = torch.zeros(rule.num_fragments, size, dtype=torch.float64)
     sent, seen = {}, []
     for step in range(num_steps):
         workers = [descend(where, rank, [step]) for rank, where in enumerate(workers)]
-        masses += torch.tensor([uneven(rank, step) for rank in range(size)])
+        weights += torch.tensor([uneven(rank, step) for rank in range(size)])
         for number, (fragment, turn) in enumerate(zip(fragments, rule.turns, strict=True)):
             if (step + 1) % rule.period == turn:
-                shares = masses[number] / masses[number].sum()
+                shares = weights[number] / weights[number].sum()
                 gone = [share * (common - where)[fragment] for share, where in zip(shares, workers, strict=True)]
                 sent[step + rule.delay] = number, sum(gone)
-                masses[number] = 0
+                weights[number] = 0
         if step in sent:
             number, difference = sent.pop(step)
             fragment = fragments[number]
@@ -113,7 +113,7 @@ def test_it_is_the_papers_algorithm(delay, mixing):
     torch.testing.assert_close(train(3, rule, 20, uneven), _stream(20, rule, 3), rtol=1e-10, atol=1e-11)
 
 
-def test_an_exchange_is_waited_for_only_where_it_lands(monkeypatch):
+def test_an_exchange_is_waited_for_only_where_it_is_applied(monkeypatch):
     """Or where the next fragment leaves: one is on the wire at a time."""
     waits = []
     wait = LocalGroup._wait
@@ -144,7 +144,7 @@ def test_an_exchange_is_waited_for_only_where_it_lands(monkeypatch):
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("stop_at", [3, 4, 5, 7])
 def test_what_is_on_the_wire_is_in_the_checkpoint(codec, stop_at, tmp_path):
-    """A fragment that was sent before and lands after lands all the same, bit for bit, also among more workers."""
+    """A fragment that was sent before is applied after all the same, bit for bit, also among more workers."""
     rule = StreamingDiLoCo(period=4, num_fragments=2, delay=2, codec={"name": codec, "dense_below": 0})
 
     def fail(path, reason):

@@ -44,7 +44,7 @@ def test_without_an_end_they_are_every_step(rule, optimizer):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("num_synchronous", [1, 3, 6])
 def test_after_them_the_rule_begins_as_from_scratch(rule, num_synchronous, size):
-    """Parameters and the optimizer's momentum are what every_step left; turns and masses count from there."""
+    """Parameters and the optimizer's momentum are what every_step left; turns and weights count from there."""
 
     def work(group):
         module = make_linear()
@@ -63,7 +63,7 @@ def test_after_them_the_rule_begins_as_from_scratch(rule, num_synchronous, size)
         return make_sgd(module, 0.9)
 
     in_one = train(size, after(rule, num_synchronous), num_synchronous + 10, uneven, make_optimizer)
-    # A replica counts masses in units of its first one, which rounds gradients otherwise; int8 rounds the more.
+    # A replica counts weights in units of its first one, which rounds gradients otherwise; int8 rounds the more.
     tolerance = 1e-5 if rule.codec.name == "int8" else 1e-11
     torch.testing.assert_close(in_one, torch.stack(LocalGroup.run(size, work)), rtol=tolerance, atol=tolerance)
 

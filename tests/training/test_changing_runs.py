@@ -155,7 +155,7 @@ def test_a_growing_batch_goes_on_with_other_workers_and_micro_batches(tmp_path):
         assert steps_of(resumed)[step] == (pytest.approx(loss, abs=1e-4), num_samples, rate)
 
 
-def test_workers_that_seldom_meet_take_a_growing_batch(tmp_path):
+def test_workers_that_seldom_synchronise_take_a_growing_batch(tmp_path):
     run = make_run(batch_schedule=SteppedBatch(steps=((3, 15),)), sync=LocalSGD(period=2))
     straight = train_here(run, tmp_path / "straight", 2)
     assert [event.num_samples for event in told(straight, StepFinished).values()][:6] == [6, 6, 6, 15, 15, 12]

@@ -9,7 +9,7 @@ from paceline.data import Spec
 from paceline.errors import SettingsError
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.training.growth import Growth, find_origin, grow_module, grow_optimizer
-from paceline.training.model import Depth
+from paceline.training.model import LayerStack
 
 SMALL = TransformerLM(width=8, num_layers=2, num_heads=2)
 SPEC = Spec(num_classes=11, input_shape=(6,))
@@ -87,7 +87,7 @@ def test_optimizer_state_is_carried_over(method):
     ],
 )
 def test_where_tensors_come_from(name, expected):
-    assert find_origin(name, Depth(3, "body.layers", ())) == expected
+    assert find_origin(name, LayerStack(3, "body.layers", ())) == expected
 
 
 def test_depths_by_step():

@@ -24,12 +24,12 @@ class Quadratic(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.near = nn.Parameter(torch.full((NUM_DIMS // 2,), TRUE_GRADIENT, dtype=torch.float64))
+        self.reduce_group = nn.Parameter(torch.full((NUM_DIMS // 2,), TRUE_GRADIENT, dtype=torch.float64))
         self.far = nn.Parameter(torch.full((NUM_DIMS // 2,), TRUE_GRADIENT, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
 
     def forward(self, noise):
-        return (torch.cat([self.near, self.far]) - noise).square().sum(-1) / 2
+        return (torch.cat([self.reduce_group, self.far]) - noise).square().sum(-1) / 2
 
 
 def make_noise(num_samples=5000):
@@ -51,7 +51,7 @@ def measure(
         num_micro_batches=num_micro_batches,
     )
     module = Quadratic()
-    optimizer = torch.optim.SGD([module.near, module.far], lr=1e-12)
+    optimizer = torch.optim.SGD([module.reduce_group, module.far], lr=1e-12)
     replica = Replica(module, optimizer, group=group, clip_norm=NO_CLIPPING, hash_interval=0, **options)
     meter = NoiseMeter(module, group, interval=interval, num_parts=num_micro_batches)
     events, parts, step = [], [], 0
@@ -114,8 +114,8 @@ def test_it_is_the_formula_of_all_parts(num_workers, options):
         measured = (trace, sum(squares) / 5 - trace / 12)
         expected = [MEMORY * old + (1 - MEMORY) * new for old, new in zip(expected, measured, strict=True)]
     event = results[0][0][-1]
-    mass = 1 - MEMORY**2
-    assert (event.trace, event.squared_norm) == pytest.approx([value / mass for value in expected], rel=1e-9)
+    weight = 1 - MEMORY**2
+    assert (event.trace, event.squared_norm) == pytest.approx([value / weight for value in expected], rel=1e-9)
 
 
 def test_with_equal_parts_it_is_the_estimate_of_two_batch_sizes():
@@ -146,7 +146,7 @@ def test_another_number_of_workers_goes_on_with_all_that_was_summed():
         meter.load(state)
         return meter.state()
 
-    noise, common = {"trace": 1.0, "squared_norm": 2.0, "mass": 0.5}, {"num_steps": 3, "squares": 1.5}
+    noise, common = {"trace": 1.0, "squared_norm": 2.0, "weight": 0.5}, {"num_steps": 3, "squares": 1.5}
     rest = {"own_squares": 4.0, "num_own_parts": 2, "weighted_squares": 2.0, "inverse_samples": 0.25}
     state = {"noise": noise, "sums": common | rest, "own": [[4.0, 2], [3.0, 1], [2.0, 1]]}
     for saved in LocalGroup.run(2, lambda group: sums(group, state)):
@@ -161,7 +161,7 @@ def test_noise_that_hides_the_gradient_has_no_finite_scale():
     for sign in (1.0, -1.0):
         loss = (module(torch.full((1, 1), sign, dtype=torch.float64))).mean()
         meter.watch(loss, 1)
-        (loss * 8.0).backward()  # scaled, as fp16 and the mass scale it
+        (loss * 8.0).backward()  # scaled, as fp16 and the weight scale it
     result = StepResult(0.0, 2.0, 0.0, 0.0, skipped=False, stop=False, newly_unused=[])
     event = meter.end_step(1, result, 2)
     assert (event.noise_scale, event.trace, event.squared_norm) == (None, 2.0, -1.0)

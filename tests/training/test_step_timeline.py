@@ -8,7 +8,7 @@ import torch
 from paceline.comm import LocalGroup
 from paceline.monitor.events import BucketExchanged, StepTimed
 from paceline.sync import EveryStep
-from paceline.training.tell import tell_timeline
+from paceline.training.log_events import timeline_events
 from training_models import make_module, make_replica, run_one_step
 
 
@@ -19,7 +19,7 @@ def test_buckets_are_ready_then_exchanged_then_landed(codec):
         replica = make_replica(make_module(), group, sync=EveryStep(codec=codec), bucket_bytes=300)
         for _ in range(3):
             result = run_one_step(replica)
-        events = list(tell_timeline(result))
+        events = list(timeline_events(result))
         replica.close()
         return events, replica.wire_bytes
 

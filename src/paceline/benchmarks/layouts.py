@@ -22,8 +22,8 @@ from paceline.data.order import Interval
 from paceline.errors import SettingsError
 from paceline.monitor.events import PipelineMeasured
 from paceline.monitor.pipeline import PipelineStep
+from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parallelize import parallelize
-from paceline.parallel.part import Part
 from paceline.parallel.pipeline import OrderName, PipelineSettings
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
@@ -164,8 +164,8 @@ def _measure_case(settings: LayoutsBenchmark, name: CaseName, group: Group) -> M
         problem.module, case.layout, group=group, pipeline=PipelineSettings(order=case.order), sample=problem.inputs[:1]
     )
     replica = Replica(module, make_optimizer(module), group=group, hash_interval=0)
-    part = replica.part
-    steps = {"ours": _make_our_step(replica, problem), "reference": _make_reference_step(name, other, part)}
+    shard = replica.shard
+    steps = {"ours": _make_our_step(replica, problem), "reference": _make_reference_step(name, other, shard)}
     for pair in range(-settings.num_warm_up, settings.num_pairs):
         for side in ("ours", "reference") if pair % 2 else ("reference", "ours"):
             group.barrier()
@@ -174,7 +174,7 @@ def _measure_case(settings: LayoutsBenchmark, name: CaseName, group: Group) -> M
             if pair >= 0:
                 found.times[side].append(time.perf_counter() - began_s)
             found.losses[side] = None if loss is None else float(loss)
-    if part.pipeline is not None:
+    if shard.pipeline is not None:
         found.pipeline = [_measure_bubble(replica, problem) for _ in range(settings.num_bubbles)]
     group.barrier()  # nobody lets go of what another still waits for
     del steps
@@ -183,12 +183,12 @@ def _measure_case(settings: LayoutsBenchmark, name: CaseName, group: Group) -> M
 
 
 def _make_our_step(replica: Replica, problem: Problem) -> Callable[[], float]:
-    part, objective = replica.part, NextToken()
-    batch = part.cut(_make_batch(problem))
+    shard, objective = replica.shard, NextToken()
+    batch = shard.split_context(_make_batch(problem))
 
     def step() -> float:
-        with part.computing():
-            if part.pipeline is not None:
+        with shard.forward_context():
+            if shard.pipeline is not None:
                 replica.backward_through(batch, objective.loss_of_output)
             else:
                 loss = objective.loss(replica, batch)
@@ -198,35 +198,35 @@ def _make_our_step(replica: Replica, problem: Problem) -> Callable[[], float]:
     return step
 
 
-def _make_reference_step(name: CaseName, problem: Problem, part: Part) -> Callable[[], Tensor | None]:
-    mesh = part.mesh
+def _make_reference_step(name: CaseName, problem: Problem, shard: ModelShard) -> Callable[[], Tensor | None]:
+    mesh = shard.mesh
     assert mesh is not None
-    if part.pipeline is not None:
-        names = [piece.name for piece in part.pipeline.pieces_of_stages[0]]
+    if shard.pipeline is not None:
+        names = [layer.name for layer in shard.pipeline.layers_of_stages[0]]
         return by_hand.make_pipeline_step(
             problem,
             mesh,
-            order=part.pipeline.settings.order,
+            order=shard.pipeline.settings.order,
             num_first_layers=sum(name.startswith("layers.") for name in names),
-            num_micro_batches=part.pipeline.settings.count_micro_batches(len(problem.inputs), mesh.size("pipeline")),
+            num_micro_batches=shard.pipeline.settings.count_micro_batches(len(problem.inputs), mesh.size("pipeline")),
         )
     if name == "context":
         return by_hand.make_single_step(problem, mesh)
     if name == "zero_1":
         return by_hand.make_shared_optimizer_step(problem, mesh)
-    if part.layout.shares_parameters:
-        return by_hand.make_sharded_step(problem, mesh, zero_stage=part.layout.zero_stage)
+    if shard.layout.shards_parameters:
+        return by_hand.make_sharded_step(problem, mesh, zero_stage=shard.layout.zero_stage)
     return by_hand.make_tensor_step(problem, mesh)
 
 
 def _measure_bubble(replica: Replica, problem: Problem) -> PipelineMeasured:
     batch = _make_batch(problem)
-    pipeline = replica.part.pipeline
+    pipeline = replica.shard.pipeline
     assert pipeline is not None
     replica.backward_through(batch, NextToken().loss_of_output, timed=True)
     replica.update()
     assert pipeline.times is not None
-    return pipeline.times.tell()
+    return pipeline.times.to_event()
 
 
 def _make_batch(problem: Problem) -> Batch:

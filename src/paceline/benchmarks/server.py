@@ -17,7 +17,7 @@ from paceline.data import Spec
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
 from paceline.sync import ASGD, Rule
-from paceline.sync.synchroniser import LocalStep, Site
+from paceline.sync.synchroniser import LocalStep, WorkerContext
 
 Swap = Callable[[int], None]
 """Pushes and pulls so many times, on a worker; serves them, on rank 0."""
@@ -73,7 +73,7 @@ def time_rounds(rule: dict[str, Any], width: int, num_layers: int, num_pushes: i
         module = TransformerLM(width=width, num_layers=num_layers, num_heads=2).build(Spec(256, (128,)))
         num_elements = sum(parameter.numel() for parameter in module.parameters())
         synchroniser = Rule.model_validate(rule).start_synchroniser(
-            Site(module, torch.optim.SGD(module.parameters(), lr=1e-6), group)
+            WorkerContext(module, torch.optim.SGD(module.parameters(), lr=1e-6), group)
         )
         assert synchroniser is not None
         for parameter in module.parameters():
@@ -83,7 +83,7 @@ def time_rounds(rule: dict[str, Any], width: int, num_layers: int, num_pushes: i
         def ours(count: int) -> None:
             nonlocal number
             for _ in range(count if group.rank else 0):
-                step = LocalStep(number, mass=1.0)
+                step = LocalStep(number, weight=1.0)
                 synchroniser.before_update(step)
                 synchroniser.after_update(step)
                 number += 1

@@ -21,7 +21,7 @@ from paceline.registry import Settings, register
 from paceline.replica.replica import Replica
 from paceline.schedules import Constant
 from paceline.sync import ASGD, SSP, EveryStep, ParameterServer, Rule
-from paceline.training.shares import Pacing
+from paceline.training.load_balancing import LoadBalancer
 
 Scene = Literal["healthy", "transient", "permanent"]
 SideName = Literal["alone", "every_step", "shares", "backups", "ssp", "asgd"]
@@ -222,14 +222,14 @@ def _run_trial(
     replica = Replica(module, optimizer, group=mine, sync=rule, clip_norm=task.clip_norm, hash_interval=0)
     # Without claims: a worker that is ahead takes its part of later global batches, and no two take the same samples.
     loader = task.load(splits, group)
-    pacing = Pacing(loader, group if name == "shares" else None, interval=5, is_following=True)
+    load_balancer = LoadBalancer(loader, group if name == "shares" else None, interval=5, is_following=True)
     end_s = benchmark.settle_s + benchmark.duration_s
     steps: list[Step] = []
     group.barrier()
     began_s = time.perf_counter()
     for batch in loader:
         task.set_rate(optimizer, len(steps))
-        with pacing.computing(batch.num_samples):
+        with load_balancer.computing(batch.num_samples):
             loss = task.loss(replica, batch)
             factor = script.factor(scene, group.rank, group.size, len(steps), seed)
             time.sleep(factor * script.sample_s * batch.num_samples)
@@ -237,7 +237,7 @@ def _run_trial(
         result = replica.update()
         loader.ack(batch)
         steps.append((time.perf_counter() - began_s, float(loss.detach()), batch.num_samples))
-        pacing.end_step(len(steps), result.times)
+        load_balancer.end_step(len(steps), result.times)
         is_over = steps[-1][0] >= end_s
         if is_over:
             replica.membership.request_stop("time is up")

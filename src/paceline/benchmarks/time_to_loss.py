@@ -112,7 +112,7 @@ class TimeToLossBenchmark(Benchmark):
     target_losses: tuple[Annotated[float, Field(gt=0)], ...] = (2.8, 2.6, 2.4)
     """Held out; nats a byte. At random it is 5.5."""
     judge_interval: int = Field(default=2, ge=1)
-    """Steps from one judgement to the next; sides whose workers differ between meetings are judged at meetings."""
+    """Steps from one judgement to the next; sides whose workers differ between sync steps are judged at sync steps."""
     num_judged_steps: int | None = Field(default=None, ge=1)
     """Steps of `task.num_steps` that sides are judged in; by default all. Learning rates are those of the whole
     training."""

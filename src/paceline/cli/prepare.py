@@ -21,7 +21,7 @@ from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
 from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
-from paceline.training.rehearsal import check_parts
+from paceline.training.rehearsal import check_shards
 from paceline.training.run import Run, RunFile
 
 
@@ -68,7 +68,7 @@ def check_workers(run: Run, num_workers: int) -> Splits:
     check_shares(run.fixed_shares, num_workers)
     check_compiler(run.compiler, guess_device(num_workers * layout.ranks_of_worker))
     splits = run.data.open()
-    check_parts(run, splits)
+    check_shards(run, splits)
     return splits
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from paceline.comm.group import Work
 from paceline.errors import CommunicationError
 
-NoteWait = Callable[[int], None]
+OnWait = Callable[[int], None]
 """Told the number of an operation when a wait for it begins, and 0 when the wait ends."""
 
 
@@ -24,14 +24,14 @@ class Channel:
 
     Args:
         name: Of the thread.
-        note_wait: Told which job is waited for.
+        on_wait: Told which job is waited for.
         waiters_run: Whether a thread that waits for a job runs it, and those before it, unless jobs are being run: it
             saves two changes of threads. For jobs that do the same in any thread, under autocast too.
     """
 
-    def __init__(self, name: str, *, note_wait: NoteWait = lambda sequence: None, waiters_run: bool = False) -> None:
+    def __init__(self, name: str, *, on_wait: OnWait = lambda sequence: None, waiters_run: bool = False) -> None:
         self._name = name
-        self._note_wait = note_wait
+        self._on_wait = on_wait
         self._waiters_run = waiters_run
         self._queue = _Queue()
         # The thread knows the queue only, or it would keep a channel alive that was forgotten.
@@ -43,14 +43,14 @@ class Channel:
 
         Args:
             job: What is to be done.
-            sequence: Its number for `note_wait`.
+            sequence: Its number for `on_wait`.
 
         Raises:
             CommunicationError: The channel was closed.
         """
         if not self._end.alive:
             raise CommunicationError(f"channel {self._name!r} must be open, but was closed; close its owner later")
-        submitted = Job(job, sequence, self._note_wait, self._queue if self._waiters_run else None)
+        submitted = Job(job, sequence, self._on_wait, self._queue if self._waiters_run else None)
         self._queue.jobs.append(submitted)
         self._queue.wake_ups.put(True)
         return submitted
@@ -65,14 +65,12 @@ class Channel:
 class Job(Work):
     """A job of a channel."""
 
-    def __init__(
-        self, function: Callable[[], object], sequence: int, note_wait: NoteWait, queue: "_Queue | None"
-    ) -> None:
+    def __init__(self, function: Callable[[], object], sequence: int, on_wait: OnWait, queue: "_Queue | None") -> None:
         self.is_done = False
         self.error: BaseException | None = None
         self._function = function
         self._sequence = sequence
-        self._note_wait = note_wait
+        self._on_wait = on_wait
         self._queue = queue
         self._under_way = threading.Lock()
         self._under_way.acquire()
@@ -80,13 +78,13 @@ class Job(Work):
     def wait(self) -> None:
         """Block until it has ended, or run it; raise what it raised, or what one before it raised."""
         if not self.is_done:
-            self._note_wait(self._sequence)
+            self._on_wait(self._sequence)
             try:
                 if self._queue is not None:
                     self._queue.run_until(self)
                 self.ends_within(-1)
             finally:
-                self._note_wait(0)
+                self._on_wait(0)
         if self.error is not None:
             raise self.error
 

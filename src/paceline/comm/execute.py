@@ -24,7 +24,7 @@ AHEAD_SEGMENTS = 1
 """What may still be on its way when sends of a later round begin: enough to keep a link busy as ranks take turns."""
 
 _HAVE_OUTPUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
-Memory = Callable[[int, int], Tensor]
+BufferView = Callable[[int, int], Tensor]
 """Returns the elements from one place to another of the buffer that a program runs on."""
 
 
@@ -92,7 +92,7 @@ def execute(
     order = _order(program, group.rank, target.numel(), row, segment_bytes, target.element_size())
     if program.collective == Collective.ALL_TO_ALL:
         assert output is not None
-        memory: Memory = _AllToAllRows(tensor, output, group.rank).span
+        memory: BufferView = _AllToAllRows(tensor, output, group.rank).span
     else:
         if output is not None:
             output[group.rank].copy_(tensor)
@@ -193,7 +193,7 @@ class _Execution:
     def __init__(
         self,
         order: MessageOrder,
-        memory: Memory,
+        memory: BufferView,
         group: Group,
         name: str,
         first_tag: int,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
+from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.local_group import LocalGroup
-from paceline.comm.positions import PositionBoard
 from paceline.comm.program_group import ProgramGroup
 from paceline.comm.shared_memory import (
     SharedMemoryError,
@@ -18,7 +18,7 @@ from paceline.comm.shared_memory import (
     host_key,
     raise_together,
 )
-from paceline.comm.shared_memory.control import SMALL_BYTES
+from paceline.comm.shared_memory.control_segment import SMALL_BYTES
 from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
 from paceline.comm.torch_group import TorchGroup
 from paceline.errors import CommunicationError, PeerTimeoutError
@@ -78,9 +78,9 @@ class HostGroup(Group):
             links = self._open_network("leaders", [ranks[0] for ranks in self._hosts])
             self._leaders = ProgramGroup(links, self._algorithm)
             self._parts = [self._neighbours, self._leaders, links, self._everyone]
-        self._board = PositionBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
         self._sequence = 0
-        self._channel = Channel("paceline-hosts", note_wait=self._board.wait_in, waiters_run=True)
+        self._channel = Channel("paceline-hosts", on_wait=self._board.wait_in, waiters_run=True)
         self._duplicates: list[Group] = []
         self._subgroups: list[Group] = []
 

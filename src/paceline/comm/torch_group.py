@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
-from paceline.comm.positions import PositionBoard
+from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
@@ -62,7 +62,7 @@ class TorchGroup(Group):
         # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
-        self._board = PositionBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum by the backend's own all-reduce."""
@@ -198,7 +198,7 @@ class TorchGroup(Group):
 
     def _explain(self, error: RuntimeError, where: str, sequence: int, began_s: float) -> PacelineError:
         waited_s = time.monotonic() - began_s
-        if not tells_of_lost_peer(error):
+        if not is_lost_peer(error):
             return SettingsError(
                 f"{where} must be one that the backend can do, but it says {_first_line(error)!r}; "
                 "use another dtype or device"
@@ -243,7 +243,7 @@ class _TorchWork(Work):
 _NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
 
 
-def tells_of_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: RuntimeError) -> bool:
     """Whether torch raised the error because a peer died or stopped answering."""
     return any(word in str(error).lower() for word in _NETWORK_WORDS)
 

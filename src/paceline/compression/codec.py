@@ -1,9 +1,9 @@
 """What a codec is: how a worker's part of a sum is made smaller for the wire, and what is sent in its place.
 
-A codec works on semantic blocks: one parameter's gradient, never a flat bucket, so that results do not depend on
-how parameters are bucketed. It never communicates: `Codec.exchange` is a generator that yields what must be
-exchanged (`Reduce`, `Gather`, `Scatter`) and gets the result back, for as many rounds as it needs. Whoever runs it
-packs the requests of many blocks into one message.
+A codec works on semantic blocks: one parameter's gradient, never a flat bucket, so that results do not depend on how
+parameters are bucketed. It never communicates: `Codec.exchange` is a generator that yields what must be exchanged
+(`AllReduce`, `AllGather`, `AllToAll`) and gets the result back, for as many rounds as it needs. Whoever runs it packs
+the requests of many blocks into one message.
 
 Error feedback belongs to the codec's state. It is transactional: `exchange` reads the state and returns a
 new one, which takes the old one's place only when the exchange has succeeded on all workers.
@@ -35,7 +35,7 @@ class Algebra(StrEnum):
 
 
 @dataclass(frozen=True)
-class Reduce:
+class AllReduce:
     """Ask for the sum of the payloads of all workers; the tensor sent is given up and may be what comes back.
 
     Args:
@@ -46,7 +46,7 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGather:
     """Ask for the payloads of all workers: uint8, shape ``(num_workers, num_bytes)``, by rank.
 
     Args:
@@ -57,7 +57,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Scatter:
+class AllToAll:
     """Ask for the row that each worker has for this one: uint8, shape ``(num_workers, num_bytes)``, by sender.
 
     Args:
@@ -67,7 +67,7 @@ class Scatter:
     payload: Tensor
 
 
-Request = Reduce | Gather | Scatter
+Request = AllReduce | AllGather | AllToAll
 State = Mapping[str, Tensor]
 """What a codec keeps of one block, by site. Empty at first.
 
@@ -84,8 +84,8 @@ class FeedbackDroppedWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a block is encoded.
+class CodecContext:
+    """What tells one encoding from another: block, step, rank and seed.
 
     Args:
         block: The parameter's name; with `step` and `seed` it seeds what is random.
@@ -128,8 +128,8 @@ class Codec(Family):
     Attributes:
         algebra: What may be done to its payloads.
         bucket_bytes: Size of what is best exchanged together; None where the device's default is.
-        num_lanes: Exchanges that are best under way at a time: while one is encoded, or waits for a round's last byte,
-            others keep the wire busy.
+        max_in_flight: Buckets that are best under way at a time: while one is encoded, or waits for a round's last
+            byte, others keep the wire busy.
         is_exact: Whether sums are what they would be without it.
         conserves: Whether, with error feedback, what was sent and what is kept add up to what came in (up to
             rounding). Momentum inside a codec breaks it.
@@ -138,7 +138,7 @@ class Codec(Family):
     family = "codec"
     algebra: ClassVar[Algebra]
     bucket_bytes: ClassVar[int | None] = None
-    num_lanes: ClassVar[int] = 2
+    max_in_flight: ClassVar[int] = 2
     is_exact: ClassVar[bool] = False
     conserves: ClassVar[bool] = True
 
@@ -151,20 +151,20 @@ class Codec(Family):
         return False
 
     @abstractmethod
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Exchange one block.
 
         Args:
             value: This worker's part of the sum: fp32, contiguous, any shape, on any device; left as it is.
             state: What was kept of the block; empty at first.
-            place: Where it is.
+            context: Block, step, rank and seed of the exchange.
         """
 
     @abstractmethod
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """Return the rounds of a block's exchange: what is asked for, and how many bytes.
 
-        Those of a `Scatter` are of all its rows. A test holds this to the payloads really yielded.
+        Those of an `AllToAll` are of all its rows. A test holds this to the payloads really yielded.
         """
 
     def held_back(self, states: Sequence[State], shape: Size) -> Tensor | None:
@@ -183,7 +183,7 @@ class Codec(Family):
 
     def wire_bytes(self, shape: Size, num_workers: int) -> int:
         """Return the bytes a worker sends for a block of `shape`, by collectives that send as little as can be."""
-        copies = {Reduce: 2 / num_workers, Gather: 1, Scatter: 1 / num_workers}
+        copies = {AllReduce: 2 / num_workers, AllGather: 1, AllToAll: 1 / num_workers}
         others = num_workers - 1
         return round(sum(others * copies[kind] * size for kind, size in self.payloads(shape, num_workers)))
 
@@ -212,13 +212,13 @@ def merge_states(states: Sequence[State], shape: Size) -> State:
 def exchange_dense(value: Tensor) -> Exchange:
     """Exchange a block as it is."""
     finite = is_finite(value)
-    total = yield Reduce(value.flatten().clone())
+    total = yield AllReduce(value.flatten().clone())
     return Exchanged(total.reshape(value.shape), is_finite=finite)
 
 
 def dense_payloads(shape: Size) -> list[tuple[type[Request], int]]:
     """Return the rounds of `exchange_dense`."""
-    return [(Reduce, 4 * shape.numel())]
+    return [(AllReduce, 4 * shape.numel())]
 
 
 def is_finite(value: Tensor) -> bool:
@@ -227,11 +227,11 @@ def is_finite(value: Tensor) -> bool:
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
-def shared_generator(place: Place) -> torch.Generator:
+def shared_generator(context: CodecContext) -> torch.Generator:
     """Return a CPU generator that all workers seed alike: with the run's seed, the step and the block.
 
     torch's global generator is neither read nor changed. It is the CPU's for a block on a GPU too: the two kinds
     draw different numbers from one seed.
     """
-    key = f"{place.seed} {place.step} {place.block}".encode()
+    key = f"{context.seed} {context.step} {context.block}".encode()
     return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))

@@ -9,11 +9,11 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllGather,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Gather,
-    Place,
     Request,
     State,
     dense_payloads,
@@ -54,7 +54,7 @@ class DGC(Codec):
     masking: bool = True
     """Whether momentum starts anew where an element was sent."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Largest norm of a block of the sum over workers (before it is divided by their mass, where that is not 1). Each
+    """Largest norm of a block of the sum over workers (before it is divided by their weight, where that is not 1). Each
     of n workers clips its part to this over sqrt(n): independent parts add up to it. None for no clipping."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps until the density is reached."""
@@ -82,14 +82,14 @@ class DGC(Codec):
         fall = self.density / self.first_density
         return float(self.first_density * fall ** (step / self.warmup_steps))
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Gather everybody's largest velocities; each worker adds them up, by rank."""
-        momentum = self._accumulate(self._clip(value, place.num_workers), state)
+        momentum = self._accumulate(self._clip(value, context.num_workers), state)
         kept = {"momentum": momentum} if self.momentum else {}
         if self.is_dense(value.shape):
             summed = yield from exchange_dense(momentum)
             return Exchanged(summed.total, kept, summed.is_finite)
-        num_kept = count_kept(value.shape, self.density_at(place.step))
+        num_kept = count_kept(value.shape, self.density_at(context.step))
         sent = yield from exchange_largest(momentum, state.get("worker"), num_kept)
         if kept and self.masking:
             momentum.view(-1).index_fill_(0, sent.indices.long(), 0)
@@ -100,7 +100,7 @@ class DGC(Codec):
         if self.is_dense(shape):
             return dense_payloads(shape)
         density = self.density if step is None else self.density_at(step)
-        return [(Gather, largest_bytes(shape, count_kept(shape, density)))]
+        return [(AllGather, largest_bytes(shape, count_kept(shape, density)))]
 
     def _clip(self, value: Tensor, num_workers: int) -> Tensor:
         if self.clip_norm is None:

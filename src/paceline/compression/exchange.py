@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.compression.codec import Codec, Exchange, Exchanged, Gather, Place, Reduce, Request, Scatter, State
+from paceline.compression.codec import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Codec,
+    CodecContext,
+    Exchange,
+    Exchanged,
+    Request,
+    State,
+)
 
 
 def exchange_blocks(
@@ -34,8 +44,8 @@ def exchange_blocks(
     under_way: dict[str, Exchange] = {}
     requests: dict[str, Request] = {}
     for block, value in values.items():
-        place = Place(block, step, group.rank, group.size, seed)
-        under_way[block] = codec.exchange(value, states.get(block, {}), place)
+        context = CodecContext(block, step, group.rank, group.size, seed)
+        under_way[block] = codec.exchange(value, states.get(block, {}), context)
         requests[block] = next(under_way[block])
     done: dict[str, Exchanged] = {}
     while requests:
@@ -52,11 +62,11 @@ def exchange_blocks(
 def _answer(requests: Mapping[str, Request], group: Group, name: str) -> dict[str, Tensor]:
     """Run one round: at most one collective of each kind and dtype, the same on every rank."""
     answers: dict[str, Tensor] = {}
-    reduced = {block: request for block, request in requests.items() if isinstance(request, Reduce)}
+    reduced = {block: request for block, request in requests.items() if isinstance(request, AllReduce)}
     for dtype in sorted({request.payload.dtype for request in reduced.values()}, key=str):
         answers |= _reduce({b: r.payload for b, r in reduced.items() if r.payload.dtype == dtype}, group, name)
-    answers |= _gather({b: r.payload for b, r in requests.items() if isinstance(r, Gather)}, group, name)
-    answers |= _scatter({b: r.payload for b, r in requests.items() if isinstance(r, Scatter)}, group, name)
+    answers |= _gather({b: r.payload for b, r in requests.items() if isinstance(r, AllGather)}, group, name)
+    answers |= _scatter({b: r.payload for b, r in requests.items() if isinstance(r, AllToAll)}, group, name)
     return answers
 
 

@@ -8,11 +8,11 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllReduce,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Place,
-    Reduce,
     Request,
     State,
     dense_payloads,
@@ -34,27 +34,27 @@ class _Half(Codec):
     """
 
     algebra = Algebra.LINEAR
-    bucket_bytes = 2**20  # measured at 100 Mbit/s, as are the lanes: much is still sent, so the wire must never idle
-    num_lanes = 4
+    bucket_bytes = 2**20  # measured at 100 Mbit/s, as is max_in_flight: much is still sent, so the wire must never idle
+    max_in_flight = 4
     dtype: ClassVar[torch.dtype]
 
     error_feedback: bool = True
     """Whether what rounding takes is added to the next gradient."""
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Round, sum, and widen again."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         payload = torch.empty(value.numel(), dtype=self.dtype, device=value.device)
         residual = torch.empty_like(value) if self.error_feedback else None
-        limit = largest_payload(self.dtype, place.num_workers)
+        limit = largest_payload(self.dtype, context.num_workers)
         finite = round_to_half(value, state.get("worker"), limit, payload, residual)
-        total = yield Reduce(payload)
+        total = yield AllReduce(payload)
         return Exchanged(total.float().view(value.shape), {} if residual is None else {"worker": residual}, finite)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """One round."""
-        return dense_payloads(shape) if self.is_dense(shape) else [(Reduce, 2 * shape.numel())]
+        return dense_payloads(shape) if self.is_dense(shape) else [(AllReduce, 2 * shape.numel())]
 
 
 @register("fp16")

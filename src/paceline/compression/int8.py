@@ -3,7 +3,7 @@
 import hashlib
 from typing import Literal
 
-from paceline.compression.codec import Place
+from paceline.compression.codec import CodecContext
 from paceline.compression.requantise import Requantise
 from paceline.compression.rows import RowLayout
 from paceline.registry import register
@@ -28,10 +28,10 @@ class Int8(Requantise):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """With feedback nearest loses less; without it only stochastic rounding is right on average."""
 
-    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, context: CodecContext) -> dict[str, int | None]:
         if self.rounding == "nearest":
             return {"key": None}
         # Owners draw by the place of a tile in the block, so that it does not matter who owns it.
-        who, first_tile = (place.rank, 0) if site == "worker" else ("owner", place.rank * rows.tiles_per_row)
-        text = f"{place.seed} {place.step} {place.block} {who}".encode()
+        who, first_tile = (context.rank, 0) if site == "worker" else ("owner", context.rank * rows.tiles_per_row)
+        text = f"{context.seed} {context.step} {context.block} {who}".encode()
         return {"key": int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()), "first_tile": first_tile}

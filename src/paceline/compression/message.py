@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Size, Tensor
 
-from paceline.compression.codec import Codec, Exchange, Exchanged, Place, Reduce, Request, Scatter, State
+from paceline.compression.codec import AllReduce, AllToAll, Codec, CodecContext, Exchange, Exchanged, Request, State
 
 
 def encode_blocks(
@@ -30,7 +30,7 @@ def encode_blocks(
     payloads: list[Tensor] = []
     done = {}
     for block, value in values.items():
-        exchange = codec.exchange(value.contiguous(), states.get(block, {}), _place(block, step, seed))
+        exchange = codec.exchange(value.contiguous(), states.get(block, {}), _make_context(block, step, seed))
         done[block] = _run(exchange, payloads, None)
     return (torch.cat(payloads) if payloads else torch.zeros(0, dtype=torch.uint8)), done
 
@@ -52,7 +52,7 @@ def decode_blocks(
     decoded = {}
     for block, shape in shapes.items():
         nothing = torch.zeros(shape, dtype=torch.float32, device=message.device)
-        exchange = codec.exchange(nothing, {}, _place(block, step, seed))
+        exchange = codec.exchange(nothing, {}, _make_context(block, step, seed))
         num_sent = len(_sent_bytes(codec, shape))
         mine, payloads = payloads[:num_sent], payloads[num_sent:]
         decoded[block] = _run(exchange, [], mine).total
@@ -78,18 +78,18 @@ def _run(exchange: Exchange, sent: list[Tensor], received: list[Tensor] | None) 
 
 def _answer(request: Request, sent: list[Tensor], received: list[Tensor] | None) -> Tensor:
     payload = request.payload
-    if isinstance(request, Scatter):  # what an owner makes of these parts is encoded again: only that is sent
+    if isinstance(request, AllToAll):  # what an owner makes of these parts is encoded again: only that is sent
         return payload
     if received is None:
         sent.append(payload.clone().view(-1).view(torch.uint8))
     else:
         payload = received.pop(0).clone().view(payload.dtype).view(payload.shape)
-    return payload if isinstance(request, Reduce) else payload.unsqueeze(0)
+    return payload if isinstance(request, AllReduce) else payload.unsqueeze(0)
 
 
 def _sent_bytes(codec: Codec, shape: Size) -> list[int]:
-    return [size for kind, size in codec.payloads(shape, 1) if kind is not Scatter]
+    return [size for kind, size in codec.payloads(shape, 1) if kind is not AllToAll]
 
 
-def _place(block: str, step: int, seed: int) -> Place:
-    return Place(block, step, rank=0, num_workers=1, seed=seed)
+def _make_context(block: str, step: int, seed: int) -> CodecContext:
+    return CodecContext(block, step, rank=0, num_workers=1, seed=seed)

@@ -5,8 +5,8 @@ from torch import Size, Tensor
 from paceline.compression.codec import (
     Algebra,
     Codec,
+    CodecContext,
     Exchange,
-    Place,
     Request,
     State,
     dense_payloads,
@@ -25,7 +25,7 @@ class NoCodec(Codec):
     algebra = Algebra.LINEAR
     is_exact = True
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Sum as it is."""
         return exchange_dense(value)
 

@@ -1,6 +1,6 @@
 """One bit an element: its sign."""
 
-from paceline.compression.codec import Place
+from paceline.compression.codec import CodecContext
 from paceline.compression.requantise import Requantise
 from paceline.compression.rows import RowLayout
 from paceline.registry import register
@@ -23,5 +23,5 @@ class OneBit(Requantise):
     tile = 2048
     bits = 1
 
-    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, context: CodecContext) -> dict[str, int | None]:
         return {}

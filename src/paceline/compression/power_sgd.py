@@ -13,11 +13,11 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllReduce,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Place,
-    Reduce,
     Request,
     State,
     dense_payloads,
@@ -56,20 +56,20 @@ class PowerSGD(Codec):
     error_feedback: bool = True
     """Whether what was not sent is added to the next step's value."""
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Sum P, then Q."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         x_NM = value.view(_matrix_shape(value.shape))
         if self.error_feedback:
             x_NM = x_NM + state["worker"].view_as(x_NM) if "worker" in state else x_NM.clone()
-        p_NR = x_NM @ self._start(x_NM, state, place).t()
+        p_NR = x_NM @ self._start(x_NM, state, context).t()
         finite = bool(p_NR.isfinite().all())
-        p_NR = _orthonormalise(_own((yield Reduce(p_NR.view(-1))), p_NR), place)
+        p_NR = _orthonormalise(_own((yield AllReduce(p_NR.view(-1))), p_NR), context)
         q_RM = p_NR.t() @ x_NM
         if self.error_feedback:
             _subtract_product(x_NM, p_NR, q_RM)
-        q_RM = _own((yield Reduce(q_RM.view(-1))), q_RM)
+        q_RM = _own((yield AllReduce(q_RM.view(-1))), q_RM)
         total = _multiply(p_NR, q_RM).view_as(value)
         kept = {"q": q_RM, "worker": x_NM.view_as(value)} if self.error_feedback else {"q": q_RM}
         return Exchanged(total, kept, finite)
@@ -78,24 +78,24 @@ class PowerSGD(Codec):
         """Two rounds, P and Q."""
         if self.is_dense(shape):
             return dense_payloads(shape)
-        return [(Reduce, 4 * self.low_rank * size) for size in _matrix_shape(shape)]
+        return [(AllReduce, 4 * self.low_rank * size) for size in _matrix_shape(shape)]
 
     def is_dense(self, shape: Size) -> bool:
         """Whether P and Q would be no smaller than a block of `shape`, or it is small."""
         num_rows, num_columns = _matrix_shape(shape)
         return super().is_dense(shape) or self.low_rank * (num_rows + num_columns) >= num_rows * num_columns
 
-    def _start(self, x_NM: Tensor, state: State, place: Place) -> Tensor:
+    def _start(self, x_NM: Tensor, state: State, context: CodecContext) -> Tensor:
         """Return what Q was after the last step, with columns of length 1; random ones for those that are zero."""
         if "q" not in state or len(state["q"]) != self.low_rank:
-            return self._draw(x_NM, place)
+            return self._draw(x_NM, context)
         lengths = _measure(state["q"], 1).unsqueeze(1)
         scaled = (state["q"] / lengths).float()
-        return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, place))
+        return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, context))
 
-    def _draw(self, x_NM: Tensor, place: Place) -> Tensor:
+    def _draw(self, x_NM: Tensor, context: CodecContext) -> Tensor:
         size = (self.low_rank, x_NM.shape[1])
-        return torch.randn(size, dtype=torch.float32, generator=shared_generator(place)).to(x_NM.device)
+        return torch.randn(size, dtype=torch.float32, generator=shared_generator(context)).to(x_NM.device)
 
 
 def _matrix_shape(shape: Size) -> tuple[int, int]:
@@ -117,12 +117,12 @@ def _measure(tensor: Tensor, dim: int) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float64))
 
 
-def _orthonormalise(p_NR: Tensor, place: Place) -> Tensor:
+def _orthonormalise(p_NR: Tensor, context: CodecContext) -> Tensor:
     """Return orthonormal columns that span those of `p_NR`; random ones for those that depend on others before them."""
     columns, factors_RR = torch.linalg.qr(p_NR)
     dependent = factors_RR.diagonal().abs() <= _ROUNDING * _measure(factors_RR, 0)
     if dependent.any():
-        drawn_NR = torch.randn(p_NR.shape, dtype=torch.float32, generator=shared_generator(place)).to(p_NR.device)
+        drawn_NR = torch.randn(p_NR.shape, dtype=torch.float32, generator=shared_generator(context)).to(p_NR.device)
         columns, _ = torch.linalg.qr(torch.where(dependent, drawn_NR, p_NR))
     return cast(Tensor, columns)
 

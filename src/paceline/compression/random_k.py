@@ -8,11 +8,11 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllReduce,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Place,
-    Reduce,
     Request,
     State,
     dense_payloads,
@@ -55,17 +55,17 @@ class RandomK(Codec):
             )
         return self
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Sum the drawn elements."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         num_kept = count_kept(value.shape, self.density)
-        indices = draw_indices(value.numel(), num_kept, shared_generator(place)).to(value.device)
+        indices = draw_indices(value.numel(), num_kept, shared_generator(context)).to(value.device)
         remainder = value + state["worker"] if "worker" in state else value.clone()
         finite = is_finite(remainder)
         payload = remainder.view(-1)[indices]
         remainder.view(-1).index_fill_(0, indices, 0)
-        summed = yield Reduce(payload)
+        summed = yield AllReduce(payload)
         total = torch.zeros_like(value)
         total.view(-1).index_copy_(0, indices, summed * (value.numel() / num_kept) if self.scaled else summed)
         return Exchanged(total, {"worker": remainder} if self.error_feedback else {}, finite)
@@ -74,7 +74,7 @@ class RandomK(Codec):
         """One round."""
         if self.is_dense(shape):
             return dense_payloads(shape)
-        return [(Reduce, 4 * count_kept(shape, self.density))]
+        return [(AllReduce, 4 * count_kept(shape, self.density))]
 
 
 def draw_indices(num_elements: int, num_drawn: int, generator: torch.Generator) -> Tensor:

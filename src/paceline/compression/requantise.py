@@ -8,13 +8,13 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllGather,
+    AllToAll,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Gather,
-    Place,
     Request,
-    Scatter,
     State,
     dense_payloads,
     exchange_dense,
@@ -43,23 +43,23 @@ class Requantise(Codec):
     error_feedback: bool = True
     """Whether what encoding leaves out, at workers and at owners, is added to what they encode next."""
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Scatter rows, sum the one owned, gather the sums."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
-        rows = self._rows(value.shape, place.num_workers)
+        rows = self._rows(value.shape, context.num_workers)
         kernels = find_kernels(self.name, value.device)
-        part = rows.part(place.rank)
-        _check_owner(state, part.stop - part.start, place)
+        part = rows.part(context.rank)
+        _check_owner(state, part.stop - part.start, context)
 
-        payload, worker, is_finite = self._encode(value.view(-1), state.get("worker"), rows, "worker", place)
-        received = _aligned((yield Scatter(payload)))
+        payload, worker, is_finite = self._encode(value.view(-1), state.get("worker"), rows, "worker", context)
+        received = _aligned((yield AllToAll(payload)))
         total = value.new_empty(part.stop - part.start)
-        for sender in range(place.num_workers):
+        for sender in range(context.num_workers):
             kernels.decode(received[sender : sender + 1], rows, total, add=sender > 0)
 
-        payload, owner, is_sum_finite = self._encode(total, state.get("owner"), rows, "owner", place)
-        gathered = _aligned((yield Gather(payload[0])))
+        payload, owner, is_sum_finite = self._encode(total, state.get("owner"), rows, "owner", context)
+        gathered = _aligned((yield AllGather(payload[0])))
         summed = torch.empty_like(value)
         kernels.decode(gathered, rows, summed.view(-1))
         if not is_sum_finite and bool(_scales(received, rows).isfinite().all()):
@@ -72,17 +72,17 @@ class Requantise(Codec):
         if self.is_dense(shape):
             return dense_payloads(shape)
         row_bytes = self._rows(shape, num_workers).row_bytes
-        return [(Scatter, num_workers * row_bytes), (Gather, row_bytes)]
+        return [(AllToAll, num_workers * row_bytes), (AllGather, row_bytes)]
 
     @abstractmethod
-    def _options(self, site: str, rows: RowLayout, place: Place) -> dict[str, int | None]:
+    def _options(self, site: str, rows: RowLayout, context: CodecContext) -> dict[str, int | None]:
         """Return what this codec's `encode` wants to know besides."""
 
     def _rows(self, shape: Size, num_workers: int) -> RowLayout:
         return RowLayout(shape.numel(), num_workers, self.tile, self.bits)
 
     def _encode(
-        self, value: Tensor, residual: Tensor | None, rows: RowLayout, site: str, place: Place
+        self, value: Tensor, residual: Tensor | None, rows: RowLayout, site: str, context: CodecContext
     ) -> tuple[Tensor, Tensor, bool]:
         """Return the payload, what it leaves out (not filled without feedback), and whether the value was finite."""
         payload = rows.new_payload(value.device, 1 if site == "owner" else rows.num_rows)
@@ -92,16 +92,17 @@ class Requantise(Codec):
             old = torch.zeros_like(value) if residual is None else residual.view(len(value))
         encode = find_kernels(self.name, value.device).encode
         is_finite = encode(
-            value, old, rows, payload, None if old is None else new_residual, **self._options(site, rows, place)
+            value, old, rows, payload, None if old is None else new_residual, **self._options(site, rows, context)
         )
         return payload, new_residual, is_finite
 
 
-def _check_owner(state: State, num_owned: int, place: Place) -> None:
+def _check_owner(state: State, num_owned: int, context: CodecContext) -> None:
     if "owner" in state and len(state["owner"]) != num_owned:
         raise SettingsError(
-            f"the owner residual of block {place.block!r} must have the {num_owned} elements that rank {place.rank} of "
-            f"{place.num_workers} owns, but got {len(state['owner'])}; first `resize` the states of all workers"
+            f"the owner residual of block {context.block!r} must have the {num_owned} elements that rank "
+            f"{context.rank} of {context.num_workers} owns, but got {len(state['owner'])}; first `resize` the states "
+            "of all workers"
         )
 
 

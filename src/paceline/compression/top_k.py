@@ -10,11 +10,11 @@ from torch import Size, Tensor
 
 from paceline.compression.codec import (
     Algebra,
+    AllGather,
     Codec,
+    CodecContext,
     Exchange,
     Exchanged,
-    Gather,
-    Place,
     Request,
     State,
     dense_payloads,
@@ -47,7 +47,7 @@ class TopK(Codec):
     error_feedback: bool = True
     """Whether what was not sent is added to the next step's value."""
 
-    def exchange(self, value: Tensor, state: State, place: Place) -> Exchange:
+    def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Gather everybody's largest elements; each worker adds them up, by rank."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
@@ -60,7 +60,7 @@ class TopK(Codec):
         """One round; the same number of elements, whatever the values."""
         if self.is_dense(shape):
             return dense_payloads(shape)
-        return [(Gather, largest_bytes(shape, count_kept(shape, self.density)))]
+        return [(AllGather, largest_bytes(shape, count_kept(shape, self.density)))]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def exchange_largest(value: Tensor, residual: Tensor | None, num_kept: int) -> G
     is_finite = find_kernels("top_k", value.device).select(
         value.view(-1), None if residual is None else residual.view(-1), num_kept, remainder.view(-1), indices, values
     )
-    gathered = yield Gather(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]))
+    gathered = yield AllGather(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]))
     return Largest(_sum_largest(gathered, value, num_kept), remainder, indices, is_finite)
 
 

@@ -12,7 +12,7 @@ from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Shares
 from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
-from paceline.data.order import ENDLESS, Claims, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
+from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
@@ -47,7 +47,7 @@ class Loader:
         num_processes: Processes that read; 0 for a background thread.
         split: Returns this rank's part of a batch, where ranks of a worker have different tokens of the same samples;
             by default, as the group, what `paceline.parallelize` has decided.
-        claims: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
+        dispatcher: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
             even share of `global_batch`, and iterating ends where all workers come together.
         changes: Pairs of a step and the global batch from that step on, where it does not stay `global_batch`.
         adds_micro_batches: Whether a global batch that has grown is cut into more micro-batches, so that none becomes
@@ -76,7 +76,7 @@ class Loader:
         prefetch: int = 2,
         num_processes: int = 0,
         split: Callable[[Batch], Batch] | None = None,
-        claims: Claims | None = None,
+        dispatcher: Dispatcher | None = None,
         changes: Sequence[tuple[int, int]] = (),
         adds_micro_batches: bool = False,
     ) -> None:
@@ -114,7 +114,9 @@ class Loader:
         self._source: Source | None = None
         self._stream: Stream | None = None
         if isinstance(dataset, IterableDataset):
-            refuse_for_stream(shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, claims=claims)
+            refuse_for_stream(
+                shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
+            )
             self._stream = Stream(dataset, num_epochs)
             self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
         else:
@@ -131,7 +133,7 @@ class Loader:
         self.num_micro_batches = num_micro_batches
         self._adds_micro_batches = adds_micro_batches
         self._prefetch = prefetch
-        self._claims = claims
+        self._dispatcher = dispatcher
         self._claim_size = max(1, round(global_batch / self._num_workers))
         self._num_processes = num_processes
         self._ledger = Ledger()
@@ -146,7 +148,7 @@ class Loader:
             TypeError: There is no end, or it is not known: of an iterable data set, or of workers at their own pace.
         """
         end = self._end_step
-        if end is None or self._claims is not None:
+        if end is None or self._dispatcher is not None:
             raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
         steps = range(self._batches.step_of(self.position), end)
         if not self._adds_micro_batches:
@@ -215,17 +217,17 @@ class Loader:
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
         self._in_hand = None
-        if self._claims is not None:
-            self._claims.ack(batch.interval)
+        if self._dispatcher is not None:
+            self._dispatcher.ack(batch.interval)
         elif batch.interval.start >= self._ledger.low_water:
             self._ledger.ack(batch.interval)
 
-    def take(self, num_samples: int) -> Interval:
-        """Return the next positions that nobody has, for whoever hands them out; `note` them when they were used."""
+    def claim_next(self, num_samples: int) -> Interval:
+        """Return the next positions that nobody has, for a sample dispatcher; `mark_used` tells when they were used."""
         return self._ledger.claim(self.order, num_samples)
 
-    def note(self, start: int, stop: int) -> None:
-        """Note that positions which `take` returned were used."""
+    def mark_used(self, start: int, stop: int) -> None:
+        """Take note that positions which `claim_next` returned were used."""
         self._ledger.ack(Interval(start, stop))
 
     def move_to(self, position: int) -> None:
@@ -302,8 +304,8 @@ class Loader:
         They do so with a batch that counts for nothing.
         """
         if self._source is None:
-            refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, claims=dispatcher)
-        self._claims = dispatcher
+            refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
+        self._dispatcher = dispatcher
         dispatcher.hand_out(self.take, self.note)
         membership, end = self._membership, self._end_step
         next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
@@ -327,7 +329,7 @@ class Loader:
                 return
 
     def _iterate(self) -> Iterator[Batch]:
-        if self._claims is None:
+        if self._dispatcher is None:
             self._ledger = Ledger.from_state(self._ledger.state_dict())
         if self._stream is not None:
             self._stream.seek(self._stream.state(self.position), self.position)
@@ -347,7 +349,7 @@ class Loader:
                         raise
                 if self._in_hand is not None:
                     self.ack(step[-1])
-                if self._claims is None and self._membership.is_stopping:
+                if self._dispatcher is None and self._membership.is_stopping:
                     return
 
     def _check_batch(self, global_batch: int) -> None:
@@ -390,7 +392,7 @@ class Loader:
     def _plan_steps(self) -> Iterator[StepReads]:
         end = self._end_step
         last = self._num_epochs * self.order.num_samples if self._num_epochs is not None else None
-        while self._claims is None:
+        while self._dispatcher is None:
             if end is not None and self._batches.step_of(self._ledger.next_claim) >= end:
                 return
             interval = self._ledger.claim(self.order, self.batch_at)
@@ -398,7 +400,7 @@ class Loader:
                 interval = Interval(interval.start, last)
                 self._ledger.next_claim = last
             yield self._cut(interval)
-        while (claimed := self._claims.claim(self._claim_size)) is not None:
+        while (claimed := self._dispatcher.claim(self._claim_size)) is not None:
             yield self._cut(Interval(*claimed), is_all_mine=True)
 
     def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:

@@ -112,7 +112,7 @@ class GlobalOrder:
         return _permute(places, self.num_samples, _mix_int(self.seed, epoch)).astype(np.int64)
 
 
-class Claims(Protocol):
+class Dispatcher(Protocol):
     """Who hands out positions to workers that go at their own pace."""
 
     def claim(self, num_samples: int) -> tuple[int, int] | None:
@@ -122,7 +122,7 @@ class Claims(Protocol):
         """Note that claimed positions were used; False if they were not, and are handed out again."""
 
 
-class Dispatcher(Claims, Protocol):
+class Dispatcher(Dispatcher, Protocol):
     """The same, as one of those workers sees it."""
 
     @property

@@ -76,7 +76,7 @@ class Stream:
         return self._num_epochs is not None and self._first_epoch + len(self._epoch_starts) > self._num_epochs
 
 
-def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, claims: object) -> None:
+def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dispatcher: object) -> None:
     """Refuse what needs samples under an index.
 
     Raises:
@@ -89,7 +89,7 @@ def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, cla
         reason = "drop_last; its epochs are joined anyway"
     elif num_processes:
         reason = f"num_processes {num_processes}; its samples come one after another, leave it out"
-    elif claims is not None:
+    elif dispatcher is not None:
         reason = "workers that go at their own pace, who take any samples; take a synchronous rule"
     if reason:
         raise SettingsError(f"an iterable data set must be read in its own order, but got {reason}")

@@ -24,9 +24,9 @@ from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
 from paceline.registry import explain
 from paceline.replica.step_result import UnusedParametersWarning
+from paceline.training.log_events import log_failure
 from paceline.training.loop import serve, train
 from paceline.training.run import Run, RunFile
-from paceline.training.tell import tell_failure
 
 
 def load_run(file: RunFile) -> Run:
@@ -52,7 +52,7 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
         try:
             run = load_run(file)
         except (Exception, SystemExit) as error:
-            tell_failure(log, error)
+            log_failure(log, error)
             group.close(error)
             return _code_of(error)
         torch.set_num_threads(run.num_threads or _count_threads())
@@ -100,7 +100,7 @@ def _join_and_work(directory: Path, attempt: int) -> ExitCode:
     except Exception as error:
         rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
-            tell_failure(log, error)
+            log_failure(log, error)
         return _code_of(error)
     return work(directory, file, group, attempt)
 

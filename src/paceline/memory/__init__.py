@@ -6,20 +6,20 @@ from paceline.memory.estimate import Estimate, divide, estimate_step
 from paceline.memory.offload_activations import ActivationOffload
 from paceline.memory.offload_optimizer import OffloadedOptimizer
 from paceline.memory.recompute import Choice, find_recomputable, recompute
-from paceline.memory.rehearsal import Act, Rehearsed, rehearse
+from paceline.memory.rehearsal import RehearsalResult, StepDescription, rehearse
 from paceline.memory.settings import Memory
 from paceline.memory.tracker import CATEGORIES, Category, StorageTracker, counting
 
 __all__ = [
     "CATEGORIES",
-    "Act",
     "ActivationOffload",
     "Category",
     "Choice",
     "Estimate",
     "Memory",
     "OffloadedOptimizer",
-    "Rehearsed",
+    "RehearsalResult",
+    "StepDescription",
     "StorageTracker",
     "available_bytes",
     "counting",

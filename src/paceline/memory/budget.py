@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paceline.errors import SettingsError
 from paceline.memory.recompute import Choice
-from paceline.memory.rehearsal import Act, rehearse
+from paceline.memory.rehearsal import StepDescription, rehearse
 from paceline.memory.settings import Recompute
 
 _STEPS = 2048
@@ -70,7 +70,7 @@ def choose(blocks: Sequence[Block], budget_bytes: int, before_bytes: int = 0, af
     return list(min(fitting).choices) if fitting else []
 
 
-def plan(act: Act, names: Sequence[str], budget_bytes: int) -> dict[str, Choice]:
+def plan(step: StepDescription, names: Sequence[str], budget_bytes: int) -> dict[str, Choice]:
     """Return what to recompute of which blocks of a model, so that its activations stay within a budget.
 
     Costs are measured on tensors without contents, and so is the choice: where it needs more than was reckoned, the
@@ -80,15 +80,16 @@ def plan(act: Act, names: Sequence[str], budget_bytes: int) -> dict[str, Choice]
         SettingsError: Not even recomputing all in full fits; the message says how much does.
     """
     everything: dict[str, Choice] = dict.fromkeys(names, "full")
-    plain = rehearse(act, watched=names)
-    if plain.most_activations <= budget_bytes:
+    plain = rehearse(step, watched=names)
+    if plain.peak_activation_bytes <= budget_bytes:
         return {}
-    selective = rehearse(act, dict.fromkeys(names, "selective"), watched=names)
-    full = rehearse(act, everything, watched=names)
-    if full.most_activations > budget_bytes:
+    selective = rehearse(step, dict.fromkeys(names, "selective"), watched=names)
+    full = rehearse(step, everything, watched=names)
+    if full.peak_activation_bytes > budget_bytes:
         raise SettingsError(
-            f"memory.recompute must be a budget of at least {full.most_activations} bytes, which activations take when "
-            f"all {len(names)} blocks are recomputed in full, but got {budget_bytes}; raise it, or --num_micro_batches"
+            f"memory.recompute must be a budget of at least {full.peak_activation_bytes} bytes, which activations take "
+            f"when all {len(names)} blocks are recomputed in full, but got {budget_bytes}; raise it, or "
+            "--num_micro_batches"
         )
     blocks = [
         Block(
@@ -110,7 +111,7 @@ def plan(act: Act, names: Sequence[str], budget_bytes: int) -> dict[str, Choice]
         }
         if not chosen:
             break
-        excess = rehearse(act, choices).most_activations - budget_bytes
+        excess = rehearse(step, choices).peak_activation_bytes - budget_bytes
         if excess <= 0:
             return choices
         aim -= excess

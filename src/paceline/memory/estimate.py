@@ -8,14 +8,14 @@ import torch
 from torch import Size
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.compression.codec import Codec, Place, Reduce, Scatter
+from paceline.compression.codec import AllReduce, AllToAll, Codec, CodecContext
 from paceline.memory.absent_group import AbsentGroup
 from paceline.memory.recompute import Choice
-from paceline.memory.rehearsal import Act, UnknownValues, rehearse
+from paceline.memory.rehearsal import StepDescription, UnknownValues, rehearse
 from paceline.memory.tracker import Category, StorageTracker
 from paceline.sync import EveryStep, Rule
 from paceline.sync.periodic import PeriodicRule
-from paceline.sync.synchroniser import LocalStep, Site
+from paceline.sync.synchroniser import LocalStep, WorkerContext
 from paceline.topology.layout import Layout
 
 _LARGEST_PROBE = 1 << 16
@@ -38,7 +38,9 @@ class Estimate:
         return sum(self.bytes_of.values())
 
 
-def estimate_step(act: Act, choices: Mapping[str, Choice], rule: Rule, num_workers: int, num_steps: int) -> Estimate:
+def estimate_step(
+    step: StepDescription, choices: Mapping[str, Choice], rule: Rule, num_workers: int, num_steps: int
+) -> Estimate:
     """Return the memory that a step needs on a worker with a whole model.
 
     The step is rehearsed on tensors without contents: parameters, gradients in their buckets, optimizer state, and what
@@ -47,17 +49,17 @@ def estimate_step(act: Act, choices: Mapping[str, Choice], rule: Rule, num_worke
     workspaces of kernels, batches read ahead, a checkpoint being written) nothing is in it.
 
     Args:
-        act: The step.
+        step: The step.
         choices: Recomputation of its blocks, by name.
         rule: Synchronisation rule of the workers.
         num_workers: Number of workers.
         num_steps: Steps of the run; the first exchange after them is counted.
     """
-    rehearsed = rehearse(act, choices)
+    rehearsed = rehearse(step, choices)
     bytes_of = dict(rehearsed.peak)
     if num_workers > 1:
-        bytes_of["communication"] += _count_rule(rule, act, num_workers, num_steps)
-        bytes_of["communication"] += _count_codec(rule, act, num_workers)
+        bytes_of["communication"] += _count_rule(rule, step, num_workers, num_steps)
+        bytes_of["communication"] += _count_codec(rule, step, num_workers)
     return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
@@ -87,51 +89,51 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
     return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)))
 
 
-def _count_rule(rule: Rule, act: Act, num_workers: int, num_steps: int) -> int:
-    """Return the bytes that a rule which does more than to sum gradients keeps, in a step at which workers meet."""
+def _count_rule(rule: Rule, step: StepDescription, num_workers: int, num_steps: int) -> int:
+    """Return the bytes that a rule which does more than to sum gradients keeps, in a sync step."""
     if rule.is_asynchronous or rule.num_server_processes:
         # A worker keeps what it pulled and what it pushes; a server in its process the shared state.
-        return 2 * sum(4 * prod(shape) for shape in _shapes(act).values())
-    group = AbsentGroup(0, num_workers, act.device)
+        return 2 * sum(4 * prod(shape) for shape in _shapes(step).values())
+    group = AbsentGroup(0, num_workers, step.device)
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
-        with act.device:
-            module, optimizer = act.build({})
-        tracker = StorageTracker(act.device.type)
+        with step.device:
+            module, optimizer = step.build({})
+        tracker = StorageTracker(step.device.type)
         with tracker:
-            synchroniser = rule.start_synchroniser(Site(module, optimizer, group, world=group))
+            synchroniser = rule.start_synchroniser(WorkerContext(module, optimizer, group, world=group))
             if synchroniser is None:
                 return 0
             later = range(num_steps, num_steps + _STEPS_TRIED)
-            number = next((number for number in later if synchroniser.meets(number)), num_steps)
-            step = LocalStep(number, 1.0, float(num_workers))
+            number = next((number for number in later if synchroniser.is_sync_step(number)), num_steps)
+            local_step = LocalStep(number, 1.0, float(num_workers))
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.grad = torch.empty_like(parameter)
                 tracker.label("gradients", [p.grad for p in module.parameters() if p.grad is not None])
-                synchroniser.before_update(step)
-                synchroniser.after_update(step)
+                synchroniser.before_update(local_step)
+                synchroniser.after_update(local_step)
         synchroniser.close()
         return sum(tracker.now.values()) - tracker.now["gradients"]
 
 
-def _count_codec(rule: Rule, act: Act, num_workers: int) -> int:
+def _count_codec(rule: Rule, step: StepDescription, num_workers: int) -> int:
     """Return the bytes that a codec keeps of all blocks, while it makes those that will replace them."""
     if not isinstance(rule, EveryStep | PeriodicRule):
         return 0
     codec = rule.codec
     return sum(
-        _count_block(codec, shape, num_workers) for shape in _shapes(act).values() if not codec.is_dense(Size(shape))
+        _count_block(codec, shape, num_workers) for shape in _shapes(step).values() if not codec.is_dense(Size(shape))
     )
 
 
 def _count_block(codec: Codec, shape: tuple[int, ...], num_workers: int) -> int:
     rows = max(1, min(shape[0], _LARGEST_PROBE // max(1, prod(shape[1:]))))
     probe = torch.zeros(rows, *shape[1:])
-    exchange = codec.exchange(probe, {}, Place("probe", 0, 0, num_workers))
+    exchange = codec.exchange(probe, {}, CodecContext("probe", 0, 0, num_workers))
     request = next(exchange)
     while True:
         payload = request.payload
-        answer = payload if isinstance(request, Reduce | Scatter) else payload.expand(num_workers, -1).contiguous()
+        answer = payload if isinstance(request, AllReduce | AllToAll) else payload.expand(num_workers, -1).contiguous()
         try:
             request = exchange.send(answer)
         except StopIteration as end:
@@ -139,7 +141,7 @@ def _count_block(codec: Codec, shape: tuple[int, ...], num_workers: int) -> int:
             return int(kept * shape[0] / rows)
 
 
-def _shapes(act: Act) -> dict[str, tuple[int, ...]]:
+def _shapes(step: StepDescription) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        module, _ = act.build({})
+        module, _ = step.build({})
     return {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}

@@ -20,8 +20,8 @@ _ELEMENT_FLOPS = 16
 
 
 @dataclass(frozen=True)
-class Act:
-    """What is rehearsed: one step of a worker.
+class StepDescription:
+    """Description of one step of a worker, to be rehearsed.
 
     Args:
         build: Makes the module, on whichever device is the default, with the blocks given recomputed in backward; and
@@ -42,7 +42,7 @@ class Act:
 
 
 @dataclass
-class BlockUse:
+class BlockCost:
     """What a block's forward needed, in all its calls."""
 
     kept_bytes: int = 0
@@ -54,16 +54,16 @@ class BlockUse:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class RehearsalResult:
     """What a rehearsed step needed."""
 
     peak: Mapping[Category, int]
     """At the moment of most bytes on the device, by what they were for."""
     host: Mapping[Category, int]
     """The same of the host's memory, where the device is not the host."""
-    most_activations: int
+    peak_activation_bytes: int
     """Most bytes of activations at once."""
-    blocks: Mapping[str, BlockUse] = field(default_factory=dict)
+    blocks: Mapping[str, BlockCost] = field(default_factory=dict)
     """Of the blocks that were watched, in the order in which they ran."""
     before_bytes: int = 0
     """Activations when the first block began."""
@@ -71,44 +71,46 @@ class Rehearsed:
     """Most activations beyond those when the last block ended."""
 
 
-def rehearse(act: Act, choices: Mapping[str, Choice] | None = None, watched: Sequence[str] = ()) -> Rehearsed:
+def rehearse(
+    step: StepDescription, choices: Mapping[str, Choice] | None = None, watched: Sequence[str] = ()
+) -> RehearsalResult:
     """Run a step that others came before on tensors without contents (torch's `FakeTensorMode`).
 
     It allocates nothing, and takes a millisecond for a few operations of the model, whatever their size. Where the
     model asks for a value, which nobody knows, it is 1.
 
     Args:
-        act: The step.
+        step: The step.
         choices: What is recomputed of which blocks.
         watched: Blocks whose forward is measured.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
-        with act.device:
-            module, optimizer = act.build(choices or {})
+        with step.device:
+            module, optimizer = step.build(choices or {})
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        views = _make_buckets(parameters) if act.is_exchanged else []
+        views = _make_buckets(parameters) if step.is_exchanged else []
         _make_state(optimizer, parameters)
-        if act.is_exchanged:
+        if step.is_exchanged:
             _attach(parameters, views)
         on_host: AbstractContextManager[StorageTracker | None] = nullcontext()
-        if act.device.type != "cpu":
+        if step.device.type != "cpu":
             on_host = counting(module, optimizer, "cpu")
-        with on_host as host, counting(module, optimizer, act.device.type) as tracker:
+        with on_host as host, counting(module, optimizer, step.device.type) as tracker:
             tracker.label("gradients", views)
             tracker.reset_peak()
             watch = _Watch(tracker, {name: module.get_submodule(name) for name in watched})
-            for _ in range(min(act.num_micro_batches, 2)):  # the second finds gradients there, as all later ones do
+            for _ in range(min(step.num_micro_batches, 2)):  # the second finds gradients there, as all later ones do
                 with watch.forward():
-                    loss = act.loss(module)
+                    loss = step.loss(module)
                 loss.backward()
                 del loss
-            if act.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, act.clip_norm)
+            if step.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, step.clip_norm)
             optimizer.step()
-        return Rehearsed(
+        return RehearsalResult(
             peak=tracker.peak,
             host=host.peak if host is not None else {},
-            most_activations=tracker.most_activations,
+            peak_activation_bytes=tracker.peak_activation_bytes,
             blocks=watch.uses,
             before_bytes=watch.before_bytes,
             after_bytes=watch.most_forward - watch.ended_at,
@@ -133,7 +135,7 @@ class _Watch(TorchDispatchMode):
         self._is_open = self._is_done = False
         self._began: dict[str, tuple[int, float, float]] = {}
         self._cost = self._cost_of_kept = 0.0
-        self.uses: dict[str, BlockUse] = {}
+        self.uses: dict[str, BlockCost] = {}
         self.before_bytes = self.ended_at = self.most_forward = 0
         for name, block in blocks.items():
             block.register_forward_pre_hook(self._begin(name))
@@ -149,7 +151,7 @@ class _Watch(TorchDispatchMode):
         with self:
             yield
         self._is_open, self._is_done = False, True
-        self.most_forward = self._tracker.most_activations
+        self.most_forward = self._tracker.peak_activation_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -176,7 +178,7 @@ class _Watch(TorchDispatchMode):
             if self._is_open:
                 self.ended_at = self._tracker.now["activations"]
                 held, cost, cost_of_kept = self._began.pop(name)
-                use = self.uses.setdefault(name, BlockUse())
+                use = self.uses.setdefault(name, BlockCost())
                 use.kept_bytes += self.ended_at - held
                 use.cost += self._cost - cost
                 use.cost_of_kept += self._cost_of_kept - cost_of_kept

@@ -35,7 +35,7 @@ class StorageTracker(TorchDispatchMode):
         self._known: dict[int, tuple[Category, int]] = {}
         self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._now_bytes = self.peak_bytes = 0
-        self.most_activations = 0
+        self.peak_activation_bytes = 0
         """The most bytes of activations alive at once, which need not be at the peak of all."""
         self._peak = dict(self._now)
 
@@ -67,7 +67,7 @@ class StorageTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Forget the most so far."""
         self.peak_bytes, self._peak = self._now_bytes, dict(self._now)
-        self.most_activations = self._now["activations"]
+        self.peak_activation_bytes = self._now["activations"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count what it made."""
@@ -81,7 +81,7 @@ class StorageTracker(TorchDispatchMode):
             for leaf in made:
                 if _key(leaf) not in given:
                     self._note(leaf, category, is_certain=False)
-        self.most_activations = max(self.most_activations, self._now["activations"])
+        self.peak_activation_bytes = max(self.peak_activation_bytes, self._now["activations"])
         if self._now_bytes > self.peak_bytes:
             self.peak_bytes, self._peak = self._now_bytes, dict(self._now)
         return result

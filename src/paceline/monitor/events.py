@@ -136,7 +136,7 @@ class StepFinished(Event):
 
     loss: Float
     weight: Float
-    """Mass of the mean that `loss` is."""
+    """Weight of the mean that `loss` is."""
     num_samples: Int
     learning_rate: Float
     duration_s: Float
@@ -194,7 +194,7 @@ class StepTimed(Event):
     duration_s: Float
     """Until the end of the update."""
     waited_s: Float
-    """How long the worker stood still for the exchange of all buckets, and of the step's mass."""
+    """How long the worker stood still for the exchange of all buckets, and of the step's weight."""
     optimizer_began_s: Float | None = None
     """None where parameters were updated bucket by bucket, as these landed."""
     optimizer_ended_s: Float | None = None

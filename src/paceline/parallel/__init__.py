@@ -1,22 +1,22 @@
 """Layer 6: a layout applied to a model: who holds which part of it, and what ranks of one worker exchange."""
 
-from paceline.parallel.context import Contextual
+from paceline.parallel.context import ContextParallelModule
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parallelize import parallelize
-from paceline.parallel.part import Part
-from paceline.parallel.pipeline import ORDERS, HasPieces, Piece, Pipeline, PipelineSettings
+from paceline.parallel.pipeline import ORDERS, HasPipelineLayers, Pipeline, PipelineLayer, PipelineSettings
 from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.parallel.tensor_styles import STYLES, Style
 
 __all__ = [
     "ORDERS",
     "STYLES",
-    "Contextual",
-    "HasPieces",
+    "ContextParallelModule",
+    "HasPipelineLayers",
     "Mesh",
-    "Part",
-    "Piece",
+    "ModelShard",
     "Pipeline",
+    "PipelineLayer",
     "PipelineSettings",
     "Style",
     "TiedHead",

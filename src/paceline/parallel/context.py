@@ -13,7 +13,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 
 
-class WholeContext:
+class FullContext:
     """How a model looks at its sequences: every token is here."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -25,16 +25,16 @@ class WholeContext:
         return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=is_causal)
 
 
-WHOLE = WholeContext()
+FULL_CONTEXT = FullContext()
 
 
-class Contextual(nn.Module):
+class ContextParallelModule(nn.Module):
     """A module that asks for positions or attends: through `context`, so that its sequences can be cut."""
 
-    context: WholeContext = WHOLE
+    context: FullContext = FULL_CONTEXT
 
 
-class CutContext(WholeContext):
+class SplitContext(FullContext):
     """How a model looks at sequences of which this rank has a part; keys and values of the others are gathered.
 
     As in the training of Llama 3 (Dubey et al. 2024, section 3.3.2): a sequence is cut into 2n chunks, and rank i of n
@@ -92,41 +92,41 @@ def _attend_to_prefix(query: Tensor, keys: Tensor, values: Tensor, begin: int) -
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 
 
-def cut_attention(module: nn.Module, mesh: Mesh) -> None:
-    """Let a module, in place, run on batches of which each rank of the context axis has a part (`cut_sequences`).
+def split_attention(module: nn.Module, mesh: Mesh) -> None:
+    """Let a module, in place, run on batches of which each rank of the context axis has a part (`split_sequences`).
 
     With one rank along the axis nothing is changed.
 
     Raises:
-        SettingsError: Something in it attends otherwise than through `Contextual.context`.
+        SettingsError: Something in it attends otherwise than through `ContextParallelModule.context`.
     """
     if mesh.size("context") == 1:
         return
     check_attention(module, mesh.size("context"))
-    context = CutContext(mesh.device_mesh["context"])
+    context = SplitContext(mesh.device_mesh["context"])
     for part in _list_contextual(module):
         part.context = context
 
 
 def check_attention(module: nn.Module, size: int) -> None:
-    """Raise `SettingsError` where `module` attends otherwise than through `Contextual.context`."""
+    """Raise `SettingsError` where `module` attends otherwise than through `ContextParallelModule.context`."""
     parts = _list_contextual(module)
     own = [name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention | nn.RNNBase)]
     if own or not parts:
         what = f"{own[0]} does not" if own else f"no module of the {type(module).__name__} does"
         raise SettingsError(
-            f"what looks at other tokens must do so through paceline.parallel.context.Contextual for "
+            f"what looks at other tokens must do so through paceline.parallel.context.ContextParallelModule for "
             f"context({size}), but {what}; derive it from that and call self.context.attend, or set "
             "layout.context 1"
         )
 
 
 @contextmanager
-def whole_sequences(module: nn.Module) -> Iterator[None]:
+def full_sequences(module: nn.Module) -> Iterator[None]:
     """Inside, a module takes whole sequences, the same on every rank: for generation, or short texts."""
     contexts = [(part, part.context) for part in _list_contextual(module)]
     for part, _ in contexts:
-        part.context = WHOLE
+        part.context = FULL_CONTEXT
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ def whole_sequences(module: nn.Module) -> Iterator[None]:
             part.context = context
 
 
-def cut_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
+def split_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Return the tokens of a batch that are this rank's, of dim 1: chunks i and 2n - 1 - i of 2n.
 
     Inputs and targets are cut alike. A loss over them, weighted by their number, is this rank's summand of the whole.
@@ -177,5 +177,5 @@ def check_length(num_tokens: int, *, context: int, tensor: int = 1) -> None:
         )
 
 
-def _list_contextual(module: nn.Module) -> list[Contextual]:
-    return [part for part in module.modules() if isinstance(part, Contextual)]
+def _list_contextual(module: nn.Module) -> list[ContextParallelModule]:
+    return [part for part in module.modules() if isinstance(part, ContextParallelModule)]

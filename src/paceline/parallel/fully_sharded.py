@@ -13,7 +13,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 
 
-def shard(
+def shard_module(
     module: nn.Module,
     mesh: Mesh,
     *,
@@ -32,8 +32,9 @@ def shard(
     whole; in stage 2 all parameters whole from forward to backward. On the wire each rank sends, by (n-1)/n: parameters
     twice and gradients once in stage 3, each once in stage 2, as a sum of gradients alone would send.
 
-    Unlike torch's default, gradients are summed, never averaged: losses are numerators, whose mass travels beside them.
-    After a forward without gradients all parameters are let go of again, so that the next sees what became of them.
+    Unlike torch's default, gradients are summed, never averaged: losses are numerators, whose weight travels beside
+    them. After a forward without gradients all parameters are let go of again, so that the next sees what became of
+    them.
 
     Forward and backward are collective: every rank along the axis runs as many of them. Tensor parallelism comes before
     this.
@@ -84,7 +85,7 @@ def set_gradient_sync(module: nn.Module, is_on: bool, *, keep_gathered: bool = F
     pass that does sums them all. A module that is not sharded stays as it is.
 
     Args:
-        module: What `shard` returned.
+        module: What `shard_module` returned.
         is_on: Whether they do; the same on every rank.
         keep_gathered: Whether parameters stay gathered after passes that do not sum, as suits stage 2.
     """

@@ -17,24 +17,24 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def wrap(like: Tensor, piece: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
-    """Return a tensor of the shape and mesh of `like` whose part on this rank is `piece`, and stays so.
+def wrap(like: Tensor, local_part: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """Return a tensor of the shape and mesh of `like` whose part on this rank is `local_part`, and stays so.
 
     Args:
-        like: A DTensor; with any other tensor, `piece` is returned as it is.
-        piece: Of the shape that `placements` leave this rank.
+        like: A DTensor; with any other tensor, `local_part` is returned as it is.
+        local_part: Of the shape that `placements` leave this rank.
         placements: Along each dimension of the mesh; by default those of `like`.
     """
     if not isinstance(like, DTensor):
-        return piece
+        return local_part
     chosen = tuple(placements or like.placements)
     with torch.no_grad():
         return DTensor.from_local(
-            piece, like.device_mesh, chosen, run_check=False, shape=like.shape, stride=like.stride()
+            local_part, like.device_mesh, chosen, run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
-def part(full: Tensor, like: Tensor) -> Tensor:
+def local_slice(full: Tensor, like: Tensor) -> Tensor:
     """Return what of the `full` tensor lies on this rank if it is laid out as `like` is; all if that is no DTensor.
 
     Torch's own `distribute_tensor` refuses dims that a tensor and a sharded axis both cut, and not evenly.
@@ -52,7 +52,7 @@ def part(full: Tensor, like: Tensor) -> Tensor:
         if not placement.is_replicate():
             dim: int = placement.dim  # type: ignore[attr-defined]
             place = like.device_mesh.get_local_rank(axis)
-            full = _piece(full, dim, like.device_mesh.size(axis), place)
+            full = _slice(full, dim, like.device_mesh.size(axis), place)
     return full
 
 
@@ -64,8 +64,8 @@ def is_partial(tensor: Tensor, axis: Axis) -> bool:
     return axis in names and tensor.placements[names.index(axis)].is_partial()
 
 
-def _piece(tensor: Tensor, dim: int, num_pieces: int, place: int) -> Tensor:
-    """Return a piece of those that `torch.chunk` makes; it makes fewer than asked for where there is too little."""
-    length = -(-tensor.shape[dim] // num_pieces)
+def _slice(tensor: Tensor, dim: int, num_slices: int, place: int) -> Tensor:
+    """Return one of the slices that `torch.chunk` makes; it makes fewer than asked for where there is too little."""
+    length = -(-tensor.shape[dim] // num_slices)
     begin = min(place * length, tensor.shape[dim])
     return tensor.narrow(dim, begin, min(length, tensor.shape[dim] - begin))

@@ -11,13 +11,13 @@ from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
 from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.context import check_attention, check_length, cut_attention
-from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard
+from paceline.parallel.context import check_attention, check_length, split_attention
+from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.part import Part
+from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
-from paceline.parallel.pipeline.pieces import list_pieces
+from paceline.parallel.pipeline.layers import list_layers
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
@@ -55,9 +55,9 @@ def parallelize(
     """
     world = group or find_group()
     axes = layout.resolve(world.size)
-    check_sharing(layout, sharded_codec, pipeline or PipelineSettings())
+    check_sharding(layout, sharded_codec, pipeline or PipelineSettings())
     if layout.is_plain:
-        return _note(Part(world, layout, module=module))
+        return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
         raise SettingsError(
             "a loader must be made after parallelize, which decides what ranks read, but there is one; make it later"
@@ -72,36 +72,46 @@ def parallelize(
     if layout.pipeline > 1:
         if sample is None:
             raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
-        peers = mesh.group("sharded") if layout.shares_parameters else None
+        peers = mesh.group("sharded") if layout.shards_parameters else None
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
     if layout.tensor > 1:
         tensor_split = split(module, mesh, tensor_plan)
     if layout.context > 1:
-        cut_attention(module, mesh)
+        split_attention(module, mesh)
     if layout.context > 1 and sample is not None:
         cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
         check_length(
             list_tensors(sample)[0].shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1
         )
-    if layout.shares_parameters:
-        _shard(module, driver, mesh, layout)
-    coded = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
-    replicas = mesh.group("data", "context", *(() if layout.shares_parameters else ("sharded",)))
-    return _note(Part(replicas, layout, mesh, module=module, pipeline=driver, tensor_split=tensor_split, coded=coded))
+    if layout.shards_parameters:
+        _shard_stages(module, driver, mesh, layout)
+    reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
+    replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
+    return _note(
+        ModelShard(
+            replicas,
+            layout,
+            mesh,
+            module=module,
+            pipeline=driver,
+            tensor_split=tensor_split,
+            reduce_scatter=reduce_scatter,
+        )
+    )
 
 
-def _note(part: Part) -> nn.Module:
-    membership = part.world.membership
-    membership.shards.append(part)
-    membership.reading = (part.readers, part.cut)
-    return part.module
+def _note(shard: ModelShard) -> nn.Module:
+    membership = shard.world.membership
+    membership.shards.append(shard)
+    membership.reading = (shard.data_parallel_group, shard.split_context)
+    return shard.module
 
 
-def find_shard(module: nn.Module, group: Group) -> Part:
+def find_shard(module: nn.Module, group: Group) -> ModelShard:
     """Return what `parallelize` has made of a module for the ranks of `group`; else each of them holds all of it."""
-    shards: list[Part] = group.membership.shards
-    return next((shard for shard in shards if shard.module is module), Part(group, module=module))
+    shards: list[ModelShard] = group.membership.shards
+    return next((shard for shard in shards if shard.module is module), ModelShard(group, module=module))
 
 
 def check_model(
@@ -111,44 +121,44 @@ def check_model(
     if layout.tensor > 1:
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
-        pieces = list_pieces(module, pipeline.sequence)
-        pipeline.count_stages(layout.pipeline, len(pieces))
+        layers = list_layers(module, pipeline.sequence)
+        pipeline.count_stages(layout.pipeline, len(layers))
         if isinstance(pipeline.cuts, tuple):
-            cut_at(pipeline.cuts, [piece.name for piece in pieces])
+            cut_at(pipeline.cuts, [layer.name for layer in layers])
     if layout.context > 1:
         check_attention(module, layout.context)
-    if layout.shares_parameters:
+    if layout.shards_parameters:
         check_parameters(module)
 
 
-def check_sharing(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
+def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
     """Raise `SettingsError` where the sharded axis cannot be beside the others, or with a codec."""
-    if layout.shares_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
+    if layout.shards_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
         raise SettingsError(
             f"pipeline.order must leave backward in one piece with zero_stage {layout.zero_stage}, whose gradients "
             f"torch would not find all, but got {pipeline.order}; take 1f1b or interleaved, or --layout.zero_stage 1"
         )
-    if layout.shares_optimizer and layout.tensor > 1:
+    if layout.shards_optimizer and layout.tensor > 1:
         raise SettingsError(
             "zero_stage must be 2 or 3 beside a tensor axis, whose ranks hold parts of parameters, but got 1; give "
             "--layout.zero_stage 3"
         )
-    if sharded_codec is not None and not (layout.shares_parameters and layout.pipeline * layout.tensor == 1):
+    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
         raise SettingsError(
             f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
             f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
         )
 
 
-def _shard(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard(module, mesh, zero_stage=zero_stage)
+        shard_module(module, mesh, zero_stage=zero_stage)
         return
     # What a stage returns is sent on, or goes into the loss.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
-        names = [name for name, part in stage.named_modules() if part in blocks]
+        names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard(stage, mesh, zero_stage=zero_stage, blocks=names)
+            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)

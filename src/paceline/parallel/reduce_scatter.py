@@ -33,10 +33,10 @@ class CodedReduceScatter:
     Whatever some rank's gradients hide behind signs or largest elements, if they are not finite the sum is NaN.
 
     Args:
-        module: What `shard` returned; its blocks keep to this codec from now on.
+        module: What `shard_module` returned; its blocks keep to this codec from now on.
         mesh: Its layout.
         codec: Encodes each piece. It must carry no momentum, of which a rank's own piece would have none.
-        seed: Of what codecs draw.
+        seed: Random seed of the codecs.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, codec: Codec, *, seed: int = 0) -> None:
@@ -50,17 +50,17 @@ class CodedReduceScatter:
         self._pending: dict[str, State] = {}
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step, self._loss_scale = 0, 1.0
-        near = mesh.group("sharded")
+        sharded_group = mesh.group("sharded")
         blocks = list_blocks(module)
         parameters = dict(module.named_parameters())
         mine = {name: list(local(parameters[name]).shape) for names in blocks.values() for name in names}
-        shapes = near.gather_documents(mine, name="shapes of shards")
+        shapes = sharded_group.gather_documents(mine, name="shapes of shards")
         # Backward may run in another thread than what else uses the group.
-        self._group = near.duplicate("sharded codec")
+        self._group = sharded_group.duplicate("sharded codec")
         self._blocks = {}
         for block, names in blocks.items():
             pieces = [{f"{name}/{rank}": Size(theirs[name]) for name in names} for rank, theirs in enumerate(shapes)]
-            self._blocks[block] = _OfBlock(self, pieces)
+            self._blocks[block] = _BlockReduceScatter(self, pieces)
             set_reduce_scatter(module, block, self._blocks[block])
 
     @property
@@ -86,12 +86,12 @@ class CodedReduceScatter:
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
 
     def commit(self) -> None:
-        """Keep what the backward passes since the last `commit` left out: their sums were landed."""
+        """Keep what the backward passes since the last `commit` left out: the optimizer has stepped with their sums."""
         self._states |= self._pending
         self._pending = {}
 
     def roll_back(self) -> None:
-        """Forget what they left out: their sums were not landed."""
+        """Forget what they left out: the optimizer did not step with their sums."""
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class CodedReduceScatter:
         """Let go of the connections. The module must not run backward after it."""
         self._group.close()
 
-    def reduce(self, block: "_OfBlock", output: Tensor, rows: Tensor) -> None:
+    def reduce(self, block: "_BlockReduceScatter", output: Tensor, rows: Tensor) -> None:
         """Fill `output` with this rank's piece of the sum of all ranks' gradients; row r of `rows` is for rank r."""
         scale = self._divisor() * self._loss_scale
         payload = torch.zeros(self._group.size, block.row_bytes, dtype=torch.uint8, device=rows.device)
@@ -128,7 +128,9 @@ class CodedReduceScatter:
         self._group.all_to_all(received, payload, name="coded gradients").wait()
         self._add_up(block, output, rows[self._group.rank], received, scale)
 
-    def _add_up(self, block: "_OfBlock", output: Tensor, own: Tensor, received: Tensor, scale: float) -> None:
+    def _add_up(
+        self, block: "_BlockReduceScatter", output: Tensor, own: Tensor, received: Tensor, scale: float
+    ) -> None:
         rank = self._group.rank
         shapes = block.pieces[rank]
         zeros = partial(torch.zeros, dtype=torch.float32, device=output.device)
@@ -156,7 +158,7 @@ class CodedReduceScatter:
         return self._seed * self._group.size + sender
 
 
-class _OfBlock(ReduceScatter):
+class _BlockReduceScatter(ReduceScatter):
     """The reduce-scatter of one block, as FSDP2 calls it.
 
     Args:

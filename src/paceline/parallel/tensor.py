@@ -16,7 +16,7 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.tensor_plan import TiedHead, cuts_tokens, list_blocks, make_plan, place, register_styles
 from paceline.parallel.tensor_styles import Style, apply
 
-__all__ = ["TensorSplit", "TiedHead", "register_styles", "split", "whole"]
+__all__ = ["TensorSplit", "TiedHead", "full_tensor", "register_styles", "split"]
 
 
 class TensorSplit:
@@ -48,8 +48,8 @@ class TensorSplit:
         """Inside, logits stay cut over the vocabulary, and cross entropy is computed from the parts (Shoeybi 2019).
 
         Forward and backward are both run inside. Three numbers a token travel instead of its logits. Loss and metrics
-        are DTensors: see `whole`. Torch knows no label smoothing here. Outside, the module returns all logits as a
-        plain tensor on every rank, for any loss.
+        are DTensors: see `full_tensor`. Torch knows no label smoothing here. Outside, the module returns all logits as
+        a plain tensor on every rank, for any loss.
         """
         if self._activations is None:
             yield
@@ -62,7 +62,7 @@ class TensorSplit:
             self._activations.keeps_logits_cut = False
 
 
-def whole(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """Return all of a DTensor as a plain tensor; collective, differentiable. Another tensor is returned as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 from paceline.errors import SettingsError, unknown_name
-from paceline.parallel.pipeline.pieces import Elsewhere
+from paceline.parallel.pipeline.layers import AbsentModule
 from paceline.parallel.tensor_styles import STYLES, Style, check, check_multiple, placement_of
 
 
@@ -107,7 +107,7 @@ def _plan_by_types(module: nn.Module) -> dict[str, Style]:
         known = _known_types.get(type(part))
         children = dict(part.named_modules())
         for child, style in known.styles.items() if known is not None else ():
-            if child in children and not isinstance(children[child], Elsewhere):
+            if child in children and not isinstance(children[child], AbsentModule):
                 styles[f"{name}.{child}".strip(".")] = style
     if not styles:
         known_names = ", ".join(sorted(kind.__name__ for kind in _known_types)) or "none"
@@ -119,8 +119,8 @@ def _plan_by_types(module: nn.Module) -> dict[str, Style]:
 
 
 def _plan_by_names(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    names = [name for name, part in module.named_modules() if name and not isinstance(part, Elsewhere)]
-    is_stage = any(isinstance(part, Elsewhere) for part in module.modules())
+    names = [name for name, part in module.named_modules() if name and not isinstance(part, AbsentModule)]
+    is_stage = any(isinstance(part, AbsentModule) for part in module.modules())
     styles: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in STYLES:

@@ -12,7 +12,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 
 
-def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
+def shard_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
     """Return an optimizer like `optimizer` that updates one part of the parameters on each rank of the sharded axis.
 
     ZeRO's stage 1 (Rajbhandari 2020) by torch's ZeroRedundancyOptimizer. Whole parameters are shared out, the largest
@@ -24,7 +24,7 @@ def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     sum of gradients, one broadcast of each rank's part, (n-1)/n of the parameters from each.
 
     Groups of parameters stay as they are: what is set in them (the learning rate) holds from the next step on. Its
-    state is that of `own_part`.
+    state is that of `local_optimizer`.
 
     Args:
         optimizer: Newly built, of a class whose constructor takes its defaults by name, or all as `defaults`; it is not
@@ -57,7 +57,7 @@ def share_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim
     )
 
 
-def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates: of all, unless it is shared out.
 
     Its state is what this rank has to save, by the names of its parameters; loaded, it wants no more than that.

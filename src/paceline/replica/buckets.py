@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
 from paceline.parallel.local import local, wrap
-from paceline.parallel.part import summed_gradient
-from paceline.sync.exchanger import Parcel
+from paceline.parallel.model_shard import summed_gradient
+from paceline.sync.reducer import FlatBucket
 
-Layout = list[list[str]]
+BucketLayout = list[list[str]]
 """Parameter names by bucket, in launch order. Sums of three ranks and more depend on it, so checkpoints hold it."""
 
 
@@ -21,9 +21,9 @@ FIRST_BUCKET_BYTES = 2**20
 """The first bucket is smaller, so that a slow wire begins early in the backward pass."""
 
 
-def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bucket_bytes: int) -> Layout:
+def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bucket_bytes: int) -> BucketLayout:
     """Return buckets of about `bucket_bytes`, the first smaller, that take parameters in `order`, each of one dtype."""
-    layout: Layout = []
+    layout: BucketLayout = []
     open_buckets: dict[torch.dtype, list[str]] = {}
     filled: dict[torch.dtype, int] = {}
     for name in order:
@@ -78,7 +78,7 @@ class Bucket:
     """
 
     index: int
-    parcel: Parcel
+    flat: FlatBucket
     slots: list[Slot] = field(default_factory=list)
     num_fired: int = 0
     work: Work | None = None
@@ -93,8 +93,8 @@ class Bucket:
         """Make ready for the next step."""
         self.num_fired = 0
         self.work = None
-        self.parcel.flags.fill_(1)
-        self.parcel.num_non_finite = 0
+        self.flat.flags.fill_(1)
+        self.flat.num_non_finite = 0
         for slot in self.slots:
             slot.used = slot.fired = False
 
@@ -103,7 +103,7 @@ class Bucket:
         for number, slot in enumerate(self.slots):
             if not slot.used:
                 slot.view.zero_()
-                self.parcel.flags[number] = 0
+                self.flat.flags[number] = 0
 
     def attach_arrived(self) -> list[str]:
         """Give each parameter the gradient that arrived, and return those that no rank used: they get none.
@@ -112,7 +112,7 @@ class Bucket:
         """
         unused = []
         all_used = all(slot.used for slot in self.slots)
-        flags = [1.0] * len(self.slots) if all_used else self.parcel.flags.tolist()
+        flags = [1.0] * len(self.slots) if all_used else self.flat.flags.tolist()
         for slot, flag in zip(self.slots, flags, strict=True):
             slot.parameter.grad = slot.gradient if flag else None
             if not flag:
@@ -125,23 +125,23 @@ class Bucket:
             slot.parameter.grad = None
 
 
-def make_buckets(parameters: Mapping[str, nn.Parameter], layout: Layout, group: Group) -> list[Bucket]:
+def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, group: Group) -> list[Bucket]:
     """Return buckets of the given `layout`; their buffers are the group's, so that it need not copy them."""
     buckets = []
     for index, names in enumerate(layout):
         sizes = [local(parameters[name]).numel() for name in names]
         buffer = group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype)
-        pieces = buffer[: sum(sizes)].split(sizes)
+        chunks = buffer[: sum(sizes)].split(sizes)
         # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
-        views = {name: _view_as(piece, local(parameters[name])) for name, piece in zip(names, pieces, strict=True)}
-        bucket = Bucket(index, Parcel(f"bucket {index}", buffer, views))
+        views = {name: _view_as(chunk, local(parameters[name])) for name, chunk in zip(names, chunks, strict=True)}
+        bucket = Bucket(index, FlatBucket(f"bucket {index}", buffer, views))
         for name, view in views.items():
             bucket.slots.append(Slot(name, parameters[name], view, wrap(parameters[name], view), bucket))
         buckets.append(bucket)
     return buckets
 
 
-class Reducer:
+class BucketLauncher:
     """Launches each bucket when the last of its gradients is ready, while backward goes on.
 
     Buckets leave in one launch order on every rank, whatever order they become ready in here: ranks that
@@ -216,10 +216,10 @@ class Reducer:
             self._next += 1
 
 
-def _view_as(piece: Tensor, parameter: Tensor) -> Tensor:
+def _view_as(chunk: Tensor, parameter: Tensor) -> Tensor:
     if _is_dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view_as(parameter)
+        return chunk.as_strided(parameter.shape, parameter.stride())
+    return chunk.view_as(parameter)
 
 
 def _is_dense(parameter: Tensor) -> bool:

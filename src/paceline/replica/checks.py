@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
-from paceline.parallel.part import Part
-from paceline.parallel.zero_redundancy import own_part
+from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.landing import Landing, check_landing
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
@@ -21,7 +21,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 def check_replica(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    part: Part,
+    shard: ModelShard,
     rule: Rule,
     precision: Precision,
     landing: Landing,
@@ -30,12 +30,14 @@ def check_replica(
     """Refuse what a replica cannot train, or not in that way."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_settings(precision, clip_norm, parameters)
-    check_placement(parameters, part.group)
+    check_placement(parameters, shard.group)
     check_optimizer(optimizer, module)
-    check_layout(part.layout, rule)
-    check_landing(landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=part.layout, optimizer=optimizer)
+    check_layout(shard.layout, rule)
+    check_landing(
+        landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=shard.layout, optimizer=optimizer
+    )
     if rule.carries_momentum:
-        check_momentum(own_part(optimizer))
+        check_momentum(local_optimizer(optimizer))
 
 
 def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -86,7 +88,7 @@ def check_layout(layout: Layout, rule: Rule) -> None:
     reason = ""
     if rule.is_asynchronous or not rule.runs_optimizer or rule.num_server_processes or rule.reads_gradients:
         reason = f"sync {rule.name}; take every_step, or a rule of the local family such as diloco"
-    elif not rule.keeps_replicas_equal and (layout.context > 1 or layout.shares_optimizer):
+    elif not rule.keeps_replicas_equal and (layout.context > 1 or layout.shards_optimizer):
         axis = "context" if layout.context > 1 else "sharded with zero_stage 1"
         reason = f"sync {rule.name} along {axis}, whose ranks must sum every gradient; take every_step"
     if reason:

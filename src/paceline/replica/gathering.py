@@ -16,7 +16,7 @@ from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
-from paceline.parallel.local import local, part
+from paceline.parallel.local import local, local_slice
 
 FORMAT = 2
 """Of the names of tensors and of the document; the files that they lie in have a format of their own."""
@@ -38,7 +38,7 @@ class Slice(NamedTuple):
         """Return what this rank holds of `tensor`."""
         if not isinstance(tensor, DTensor):
             return cls.of_whole(tensor.shape, tensor.dtype)
-        block = part(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
+        block = local_slice(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
         return cls(_name_dtype(tensor.dtype), list(block.shape), list(tensor.shape), int(block.storage_offset()))
 
     @classmethod
@@ -87,7 +87,7 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     return gathered
 
 
-def hand_out(
+def scatter(
     wanted: Mapping[str, Slice], find: Callable[[str], Tensor] | None, group: Group
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the slices of rank 0's tensors that this rank wants, in host memory; every rank takes all of its own.
@@ -114,7 +114,7 @@ def hand_out(
                 yield name, moved
 
 
-def tell_of(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
+def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
     """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
 
     Raises:
@@ -159,7 +159,7 @@ class SavedReplica:
         Raises:
             CheckpointError: It is of another version of Paceline, or has no such replica.
         """
-        header = tell_of(checkpoint, world)
+        header = read_header(checkpoint, world)
         if header is None:
             return None
         document, tensors = header

@@ -9,10 +9,10 @@ from torch import nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
-from paceline.replica.buckets import Bucket, Layout, Reducer, make_buckets, plan_layout
+from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.replica.tuning import BucketTuner
-from paceline.sync.exchanger import Exchanger
+from paceline.sync.reducer import GradientReducer
 
 
 class Gradients:
@@ -24,14 +24,14 @@ class Gradients:
     Args:
         parameters: Those that require gradients, by name.
         group: The workers.
-        exchanger: Carries out the synchronisation rule.
+        reducer: Sums buckets over the workers.
         bucket_bytes: Size of a bucket; None to tune it.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], group: Group, exchanger: Exchanger, bucket_bytes: int | None
+        self, parameters: dict[str, nn.Parameter], group: Group, reducer: GradientReducer, bucket_bytes: int | None
     ) -> None:
-        self.exchanger = exchanger
+        self.reducer = reducer
         self._parameters = parameters
         self._group = group
         self._tuner = BucketTuner(parameters, group) if bucket_bytes is None else None
@@ -46,7 +46,7 @@ class Gradients:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """All buckets, in the order in which they leave."""
-        return self._reducer.buckets
+        return self._launcher.buckets
 
     @property
     def wire_bytes(self) -> int:
@@ -54,14 +54,14 @@ class Gradients:
         return sum(self._wire_bytes)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BucketLayout:
         """The names of parameters by bucket."""
-        return [[slot.name for slot in bucket.slots] for bucket in self._reducer.buckets]
+        return [[slot.name for slot in bucket.slots] for bucket in self._launcher.buckets]
 
     def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
-        """Let buckets leave in the backward pass that comes; for the arguments see `Exchanger.exchange`."""
+        """Let buckets leave in the backward pass that comes; for the arguments see `GradientReducer.reduce`."""
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
-        self._reducer.arm()
+        self._launcher.arm()
 
     def collect(self) -> None:
         """Take in gradients that were made without the hooks, as pipeline stages make them."""
@@ -72,16 +72,16 @@ class Gradients:
 
     def finish(self) -> None:
         """Launch what the backward pass left."""
-        self._reducer.finish()
+        self._launcher.finish()
 
-    def land(self, bucket: Bucket, divisor: float) -> list[str]:
+    def receive(self, bucket: Bucket, divisor: float) -> list[str]:
         """Wait for a bucket, make its gradients those of the parameters, and return the parameters nobody used."""
         began_s = time.perf_counter()
         assert bucket.work is not None
         bucket.work.wait()
         bucket.landed_s = time.perf_counter()
         bucket.waited_s = bucket.landed_s - began_s
-        self.exchanger.land(bucket.parcel, divisor)
+        self.reducer.finalize(bucket.flat, divisor)
         return bucket.attach_arrived()
 
     def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
@@ -95,17 +95,17 @@ class Gradients:
         Raises:
             NonFiniteError: It says where.
         """
-        bad = [bucket for bucket in buckets if bucket.parcel.num_non_finite]
+        bad = [bucket for bucket in buckets if bucket.flat.num_non_finite]
         if not bad:
             return
-        self.exchanger.roll_back()
+        self.reducer.roll_back()
         if may_skip:
             for bucket in bad:
                 # All of it: a parameter that nobody used has no gradient in which it would be seen.
-                bucket.parcel.numerators.fill_(torch.inf)
+                bucket.flat.numerators.fill_(torch.inf)
             return
         first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
-        num_ranks = max(bucket.parcel.num_non_finite for bucket in bad)
+        num_ranks = max(bucket.flat.num_non_finite for bucket in bad)
         raise NonFiniteError(
             f"gradients must be finite, but at step {step} some between {first} and {last} are not, on {num_ranks} of "
             f"{self._group.size} ranks, while the loss is; lower the learning rate, or look at that step's data"
@@ -117,7 +117,7 @@ class Gradients:
         return BucketTimes(
             index=bucket.index,
             parameters=[slot.name for slot in bucket.slots],
-            num_bytes=bucket.parcel.buffer.nbytes,
+            num_bytes=bucket.flat.buffer.nbytes,
             wire_bytes=self._wire_bytes[bucket.index],
             ready_s=bucket.ready_s,
             began_s=bucket.work.began_s or bucket.ready_s,
@@ -136,11 +136,11 @@ class Gradients:
         """Return whether layout or bucket size may still change."""
         return not self._layout_is_learnt or self._tuner is not None
 
-    def learn(self, times: StepTimes) -> None:
+    def adapt_layout(self, times: StepTimes) -> None:
         """Learn from a step that has ended: layout and bucket size. Every rank calls it at the same step."""
         if not self._layout_is_learnt:
             self._layout_is_learnt = True
-            ready = list(dict.fromkeys(self._reducer.ready_order))
+            ready = list(dict.fromkeys(self._launcher.ready_order))
             order: list[str] = self._group.gather_documents(ready, name="ready order")[0]
             self._ready_order = order + [name for name in reversed(self._parameters) if name not in set(order)]
             self._change_layout(plan_layout(self._parameters, self._ready_order, self._bucket_bytes))
@@ -170,18 +170,18 @@ class Gradients:
 
     def close(self) -> None:
         """Take the hooks off the parameters and let connections go."""
-        self._reducer.close()
-        self.exchanger.close()
+        self._launcher.close()
+        self.reducer.close()
 
     def _launch(self, bucket: Bucket) -> Work:
-        return self.exchanger.exchange(bucket.parcel, self._divisor, self._step, self._loss_scale)
+        return self.reducer.reduce(bucket.flat, self._divisor, self._step, self._loss_scale)
 
-    def _change_layout(self, layout: Layout) -> None:
-        self._reducer.close()
+    def _change_layout(self, layout: BucketLayout) -> None:
+        self._launcher.close()
         self._use_layout(layout)
 
-    def _use_layout(self, layout: Layout) -> None:
+    def _use_layout(self, layout: BucketLayout) -> None:
         buckets = make_buckets(self._parameters, layout, self._group)
-        self.exchanger.begin_layout([bucket.parcel for bucket in buckets])
-        self._reducer = Reducer(buckets, self._launch)
-        self._wire_bytes = [self.exchanger.wire_bytes(bucket.parcel) for bucket in buckets]
+        self.reducer.begin_layout([bucket.flat for bucket in buckets])
+        self._launcher = BucketLauncher(buckets, self._launch)
+        self._wire_bytes = [self.reducer.wire_bytes(bucket.flat) for bucket in buckets]

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.comm.group import Group
 from paceline.errors import DivergenceError
 from paceline.parallel.local import local
-from paceline.parallel.part import Part
-from paceline.parallel.zero_redundancy import own_part
+from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.zero_redundancy import local_optimizer
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -58,8 +58,8 @@ def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[
     return f"rank {', '.join(odd)} differs from the others, first in {first}"
 
 
-class Comparison:
-    """Compares at intervals what several ranks hold the same of: replicas, and what ranks of one worker have in common.
+class ReplicaComparison:
+    """Compares at intervals what several ranks hold alike: replicas, and what ranks of one worker have in common.
 
     Parameters, the optimizer's state and persistent buffers must be equal. Buffers may be each worker's own, as
     statistics of its samples are: those of torch's norms are left out, and so is one that has changed on every worker
@@ -68,22 +68,22 @@ class Comparison:
     Args:
         module: The model.
         optimizer: Its optimizer.
-        part: What this rank holds of the model.
+        shard: What this rank holds of the model.
         interval: Steps from one comparison to the next; 0 for none.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, part: Part, interval: int) -> None:
-        self._module, self._optimizer, self._part = module, own_part(optimizer), part
-        self.interval = interval if part.world.size > 1 else 0
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard, interval: int) -> None:
+        self._module, self._optimizer, self._shard = module, local_optimizer(optimizer), shard
+        self.interval = interval if shard.world.size > 1 else 0
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
         """Buffers that are each worker's own."""
         self._alike: set[str] = set()
         """Buffers that have changed and were the same on all workers."""
-        self._steppers = part.group
+        self._steppers = shard.group
         """Ranks that keep the same optimizer state."""
-        if self.interval and part.mesh is not None and part.layout.shares_optimizer:
-            self._steppers = part.mesh.group("data", "context")
+        if self.interval and shard.mesh is not None and shard.layout.shards_optimizer:
+            self._steppers = shard.mesh.group("data", "context")
 
     def check(self, step: int) -> None:
         """Compare after `step` updates; every rank calls it.
@@ -98,17 +98,17 @@ class Comparison:
         held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
         kept = {name: self._hash_state(name, parameter) for name, parameter in parameters.items()}
         differences = []
-        if self._steppers is self._part.group:
+        if self._steppers is self._shard.group:
             held = {name: hashes | kept[name] for name, hashes in held.items()}
         elif self._steppers.size > 1:
             differences.append(_compare(kept, kept, self._steppers))
-        if self._part.group.size > 1:
+        if self._shard.group.size > 1:
             differences.append(self._compare_replicas(held, buffers))
-        for group, names in self._part.list_common(parameters):
+        for group, names in self._shard.list_replicated(parameters):
             if group.size > 1 and names:
                 differences.append(_compare(held, names, group))
-        if self._part.mesh is not None:
-            everybody = self._part.world.gather_documents(differences, name="differences")
+        if self._shard.mesh is not None:
+            everybody = self._shard.world.gather_documents(differences, name="differences")
             differences = [difference for theirs in everybody for difference in theirs]
         if difference := next(filter(None, differences), ""):
             raise DivergenceError(
@@ -117,7 +117,7 @@ class Comparison:
             )
 
     def _compare_replicas(self, held: Mapping[str, Mapping[str, int]], buffers: Mapping[str, int]) -> str:
-        group = self._part.group
+        group = self._shard.group
         buffers = {name: value for name, value in buffers.items() if name not in self._own}
         changed = {name for name, value in buffers.items() if value != self._start[name]}
         everybody = find_difference(_join(held, held) | buffers, group)

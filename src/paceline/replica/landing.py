@@ -12,7 +12,7 @@ from paceline.optim.torch_rules import BY_ELEMENT, updates_by_element
 from paceline.replica.buckets import Bucket
 from paceline.replica.gradients import Gradients
 from paceline.replica.step_result import BucketTimes
-from paceline.sync.exchanger import Exchanger
+from paceline.sync.reducer import GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
@@ -52,9 +52,9 @@ class BucketLanding:
         """Whether buckets land one by one by now; until then they land at the update."""
         return True
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
-        """Return what exchanges buckets; see `Rule.start_exchanger`."""
-        return self._rule.start_exchanger(group, seed, step=step)
+    def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
+        """Return what exchanges buckets; see `Rule.start_reducer`."""
+        return self._rule.start_reducer(group, seed, step=step)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run forward."""
@@ -105,7 +105,7 @@ class BucketLanding:
 
     @torch.no_grad()
     def _land(self, bucket: Bucket) -> None:
-        self._unused += self.gradients.land(bucket, self._divisor)
+        self._unused += self.gradients.receive(bucket, self._divisor)
         self.gradients.check_finite([bucket], self._step, may_skip=False)
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
@@ -118,7 +118,7 @@ class BucketLanding:
         bucket.drop_gradients()
         bucket.reset()
         if not self._pending:
-            self.gradients.exchanger.commit(self._unused)
+            self.gradients.reducer.commit(self._unused)
             self.unused, self._unused = self._unused, []
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
-from paceline.replica.gathering import FORMAT, hand_out, tell_of
+from paceline.replica.gathering import FORMAT, read_header, scatter
 
 Document = dict[str, Any]
 
@@ -44,7 +44,7 @@ def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Statefu
     Raises:
         CheckpointError: One of them is not in it, or it is of another version of Paceline.
     """
-    header = tell_of(checkpoint, world)
+    header = read_header(checkpoint, world)
     if header is None:
         return False
     document, tensors = header
@@ -56,7 +56,7 @@ def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Statefu
         )
     prefixes = tuple(f"objects/{name}/" for name in objects)
     wanted = {name: whole for name, whole in tensors.items() if f"{name}/".startswith(prefixes)}
-    loaded = dict(hand_out(wanted, checkpoint.read if checkpoint is not None else None, world))
+    loaded = dict(scatter(wanted, checkpoint.read if checkpoint is not None else None, world))
     for name, thing in objects.items():
         thing.load_state_dict(_join(saved[name], loaded))
     return True

@@ -23,7 +23,7 @@ from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
 from paceline.replica.landing import BucketLanding
 from paceline.replica.step_result import BucketTimes
-from paceline.sync.exchanger import Exchanger, Parcel
+from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 
 CHUNK_BYTES = 4 * 2**20
@@ -58,7 +58,7 @@ class ForwardLanding(BucketLanding):
     ) -> None:
         super().__init__(optimizer, rule)
         self._module = module
-        self._exchanger: PriorityExchanger | None = None
+        self._reducer: PriorityReducer | None = None
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._late: set[str] = set()
         self._handles: list[RemovableHandle] = []
@@ -68,14 +68,14 @@ class ForwardLanding(BucketLanding):
     @property
     def is_ready(self) -> bool:
         """Whether all is learnt that it depends on."""
-        is_learning = self.gradients.is_learning() or self._exchanger is None or self._exchanger.is_measuring
+        is_learning = self.gradients.is_learning() or self._reducer is None or self._reducer.is_measuring
         return self.needed is not None and not is_learning
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
+    def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
         """Return what exchanges buckets in chunks, the most urgent first."""
         own = group.duplicate("most urgent first")
-        self._exchanger = PriorityExchanger(self._rule.start_exchanger(own, seed, step=step), own)
-        return self._exchanger
+        self._reducer = PriorityReducer(self._rule.start_reducer(own, seed, step=step), own)
+        return self._reducer
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
@@ -98,9 +98,9 @@ class ForwardLanding(BucketLanding):
 
     def end_step(self) -> None:
         """Measure how long exchanges take, once nothing else changes, and agree on their order."""
-        if self._exchanger is not None and not self.gradients.is_learning():
+        if self._reducer is not None and not self.gradients.is_learning():
             # A worker that has run no forward yet must measure in the same steps as the others.
-            self._exchanger.end_step(self.needed or {})
+            self._reducer.end_step(self.needed or {})
 
     def close(self) -> None:
         """Take the hooks off the modules."""
@@ -165,45 +165,45 @@ class _Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class PriorityExchanger(Exchanger):
+class PriorityReducer(GradientReducer):
     """Exchanges buckets in chunks, in the order that the next forward needs them in, as far as they are ready.
 
     Args:
-        exchanger: Exchanges a chunk; of one that only takes whole buckets, a bucket is a chunk.
+        reducer: Exchanges a chunk; of one that only takes whole buckets, a bucket is a chunk.
         group: The workers; a group of its own, which is closed with it.
     """
 
-    def __init__(self, exchanger: Exchanger, group: Group) -> None:
-        self._inner, self._group = exchanger, group
+    def __init__(self, reducer: GradientReducer, group: Group) -> None:
+        self._inner, self._group = reducer, group
         # One chunk at a time, where the group would otherwise share the wire among all.
-        self._channel = Channel("paceline-priority") if exchanger.can_split else None
-        self.bucket_bytes, self.state_of = exchanger.bucket_bytes, exchanger.state_of
+        self._channel = Channel("paceline-priority") if reducer.can_split else None
+        self.bucket_bytes, self.state_of = reducer.bucket_bytes, reducer.state_of
         self.is_measuring = True
-        self._parcels: list[Parcel] = []
+        self._buckets: list[FlatBucket] = []
         self._order: list[int] = []
         self._next = 0
         self._begun: dict[int, _Begun] = {}
         self._measured: list[tuple[list[float], list[float]]] = []
 
-    def begin_layout(self, parcels: Sequence[Parcel]) -> None:
+    def begin_layout(self, buckets: Sequence[FlatBucket]) -> None:
         """Exchange these buckets from now on; their order is measured anew."""
-        self._parcels = list(parcels)
-        self._order = [number for number, parcel in enumerate(parcels) for _ in range(self._count_chunks(parcel))]
+        self._buckets = list(buckets)
+        self._order = [number for number, bucket in enumerate(buckets) for _ in range(self._count_chunks(bucket))]
         self._next, self._begun, self._measured, self.is_measuring = 0, {}, [], True
 
-    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Start what is ready and whose turn has come; a bucket's chunks follow when theirs has."""
-        number = next(number for number, one in enumerate(self._parcels) if one is parcel)
+        number = next(number for number, one in enumerate(self._buckets) if one is bucket)
         if self._next == len(self._order):
             self._next, self._begun = 0, {}
         begun = self._begun[number] = _Begun(time.perf_counter(), _Chunks())
-        chunks = parcel.buffer.tensor_split(self._count_chunks(parcel))
+        chunks = bucket.buffer.tensor_split(self._count_chunks(bucket))
 
         def start(chunk: int) -> Work:
             if self._channel is None:
-                return self._inner.exchange(parcel, divisor, step, loss_scale)
-            part = Parcel(f"{parcel.name} chunk {chunk}", chunks[chunk], {})
-            return self._channel.submit(lambda: self._inner.exchange(part, divisor, step, loss_scale).wait())
+                return self._inner.reduce(bucket, divisor, step, loss_scale)
+            part = FlatBucket(f"{bucket.name} chunk {chunk}", chunks[chunk], {})
+            return self._channel.submit(lambda: self._inner.reduce(part, divisor, step, loss_scale).wait())
 
         begun.start = start
         while self._next < len(self._order) and (turn := self._begun.get(self._order[self._next])) is not None:
@@ -220,15 +220,15 @@ class PriorityExchanger(Exchanger):
         """
         if not self.is_measuring:
             return
-        pieces = [
+        chunks = [
             (begun.ready_s, work)
-            for number in range(len(self._parcels))
+            for number in range(len(self._buckets))
             for begun in [self._begun[number]]
             for work in begun.chunks.works
         ]
         # Exchanges that share the wire each take as many times longer; the order is planned for one at a time.
-        took_s = [((work.ended_s or 0.0) - (work.began_s or 0.0)) / self._inner.num_lanes for _, work in pieces]
-        self._measured.append(([ready_s for ready_s, _ in pieces], took_s))
+        took_s = [((work.ended_s or 0.0) - (work.began_s or 0.0)) / self._inner.max_in_flight for _, work in chunks]
+        self._measured.append(([ready_s for ready_s, _ in chunks], took_s))
         first = min(self._measured[-1][0])
         self._measured[-1] = ([ready_s - first for ready_s in self._measured[-1][0]], took_s)
         if len(self._measured) < _MEASURED_STEPS:
@@ -238,38 +238,38 @@ class PriorityExchanger(Exchanger):
             for column in zip(*self._measured, strict=True)
         )
         last = len(needed)
-        owners = [number for number, parcel in enumerate(self._parcels) for _ in range(self._count_chunks(parcel))]
-        places = [min(needed.get(name, last) for name in self._parcels[number].blocks) for number in owners]
+        owners = [number for number, bucket in enumerate(self._buckets) for _ in range(self._count_chunks(bucket))]
+        places = [min(needed.get(name, last) for name in self._buckets[number].blocks) for number in owners]
         order = [owners[chunk] for chunk in plan_launch_order(ready_s, duration_s, places)]
         self._order = self._group.gather_documents(order, name="launch order")[0]
         self.is_measuring = False
 
-    def _count_chunks(self, parcel: Parcel) -> int:
-        return -(-parcel.buffer.nbytes // CHUNK_BYTES) if self._channel is not None else 1
+    def _count_chunks(self, bucket: FlatBucket) -> int:
+        return -(-bucket.buffer.nbytes // CHUNK_BYTES) if self._channel is not None else 1
 
-    def land(self, parcel: Parcel, divisor: float) -> None:
-        """As the exchanger of a chunk does it."""
-        self._inner.land(parcel, divisor)
+    def finalize(self, bucket: FlatBucket, divisor: float) -> None:
+        """As the reducer of a chunk does it."""
+        self._inner.finalize(bucket, divisor)
 
     def commit(self, unused: Collection[str]) -> None:
-        """As the exchanger of a chunk does it."""
+        """As the reducer of a chunk does it."""
         self._inner.commit(unused)
 
     def roll_back(self) -> None:
-        """As the exchanger of a chunk does it."""
+        """As the reducer of a chunk does it."""
         self._inner.roll_back()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the exchanger of a chunk."""
+        """Return the state of the reducer of a chunk."""
         return self._inner.state()
 
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-        """As the exchanger of a chunk does it."""
+        """As the reducer of a chunk does it."""
         self._inner.load_state(saved, shapes)
 
-    def wire_bytes(self, parcel: Parcel) -> int:
+    def wire_bytes(self, bucket: FlatBucket) -> int:
         """Return the bytes of a whole bucket."""
-        return self._inner.wire_bytes(parcel)
+        return self._inner.wire_bytes(bucket)
 
     def close(self) -> None:
         """Let connections and threads go."""

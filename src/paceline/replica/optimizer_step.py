@@ -9,13 +9,13 @@ from torch import nn
 
 from paceline.errors import NonFiniteError
 from paceline.parallel.local import local
-from paceline.parallel.part import Part
+from paceline.parallel.model_shard import ModelShard
 from paceline.replica.checks import Precision
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What became of a step."""
+class OptimizerStepResult:
+    """What the optimizer did with a step."""
 
     gradient_norm: float | None
     """Before clipping; None where nothing is clipped."""
@@ -29,19 +29,19 @@ class OptimizerStep:
     Args:
         precision: Of forward; fp16 scales the loss.
         clip_norm: Largest gradient norm; None for no bound.
-        part: What this rank holds of the model.
+        shard: What this rank holds of the model.
         parameters: Those that are trained, by name.
     """
 
     def __init__(
-        self, precision: Precision, clip_norm: float | None, part: Part, parameters: Mapping[str, nn.Parameter]
+        self, precision: Precision, clip_norm: float | None, shard: ModelShard, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         self.clip_norm = clip_norm
-        self._part = part
+        self._shard = shard
         self._parameters = parameters
-        self._scaler = torch.amp.GradScaler(part.world.device.type, enabled=precision == "fp16")
+        self._scaler = torch.amp.GradScaler(shard.world.device.type, enabled=precision == "fp16")
         # It makes its scale with the first loss, of which a rank without the last stage of a pipeline has none.
-        self._scaler.scale(torch.zeros((), device=part.world.device))
+        self._scaler.scale(torch.zeros((), device=shard.world.device))
 
     @property
     def is_scaled(self) -> bool:
@@ -66,7 +66,7 @@ class OptimizerStep:
         *,
         is_optimizer_run: bool = True,
         has_gradients: bool = True,
-    ) -> Stepped:
+    ) -> OptimizerStepResult:
         """Unscale, clip, call `before`, and step.
 
         Args:
@@ -90,7 +90,7 @@ class OptimizerStep:
             if is_optimizer_run:
                 self._scaler.step(optimizer)
             self._scaler.update()
-        return Stepped(gradient_norm, self._scaler.get_scale() < scale)
+        return OptimizerStepResult(gradient_norm, self._scaler.get_scale() < scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state, as JSON."""
@@ -107,23 +107,23 @@ class OptimizerStep:
 
     def _agree_on_overflow(self) -> None:
         """Show an overflow that one rank of a worker sees to all of them, or some would step and others not."""
-        if not self.is_scaled or self._part.inside.size == 1:
+        if not self.is_scaled or self._shard.model_parallel_group.size == 1:
             return
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
         num_bad = torch.tensor([sum(not gradient.isfinite().all() for gradient in gradients)], dtype=torch.float64)
-        num_bad = num_bad.to(self._part.world.device)
-        self._part.sum_inside(num_bad, "overflow")
+        num_bad = num_bad.to(self._shard.world.device)
+        self._shard.sum_over_model_parallel(num_bad, "overflow")
         if num_bad:
             for gradient in gradients:
                 gradient.fill_(torch.inf)
 
     def _clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
         assert self.clip_norm is not None
-        if self._part.is_whole:
+        if self._shard.is_whole:
             held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
             norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
         else:
-            norm = self._part.norm(self._parameters)
+            norm = self._shard.gradient_norm(self._parameters)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             torch._foreach_mul_(gradients, float((self.clip_norm / (norm + _TINY)).clamp(max=1.0)))
         if not torch.isfinite(norm) and not self.is_scaled:

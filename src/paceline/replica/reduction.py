@@ -1,4 +1,4 @@
-"""One replica's gradients summed over the workers near it: all of them, those of a host, or itself alone."""
+"""Reduction of one replica's gradients over its reduce group: all workers, those of a host, or itself alone."""
 
 import sys
 import warnings
@@ -12,30 +12,30 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
-from paceline.parallel.part import Part, summed_gradient
+from paceline.parallel.model_shard import ModelShard, summed_gradient
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.next_forward import ForwardLanding
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
-from paceline.replica.step_scalars import Control, Verdict
+from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.rule import Rule
 
 # Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
 DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
 
 
-class GradientSum:
-    """Who a worker's gradients are summed with, and how; `use` may change it from step to step.
+class GradientReduction:
+    """Who a worker's gradients are summed with, and how; `prepare` may change it from step to step.
 
     Args:
         module: The model.
         parameters: Those that require gradients, by name.
         optimizer: Lands gradients in the next forward, where they do.
-        part: What this rank holds; its group are all workers.
-        rule: Says which of them are near.
+        shard: What this rank holds of the model; its group are all workers.
+        rule: Says which of them reduce gradients together.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
-        seed: Of what codecs draw.
+        seed: Random seed of the codecs.
     """
 
     def __init__(
@@ -44,80 +44,80 @@ class GradientSum:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         *,
-        part: Part,
+        shard: ModelShard,
         rule: Rule,
         bucket_bytes: int | Literal["tuned"] | None,
         landing: Landing,
         seed: int,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer
-        self._part, self._all, self._rule = part, part.group, rule
+        self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._ranks: list[int] = []
         self._unchanged = range(0)
         """Steps in which the rule wants what is there now."""
         self._phase = 0
-        self._end: weakref.finalize[Any, GradientSum] | None = None
-        self.near = part.group
+        self._end: weakref.finalize[Any, GradientReduction] | None = None
+        self.reduce_group = shard.group
         """The workers that gradients are summed over."""
         self.gradients: Gradients | None = None
         """None where this worker is alone: its gradients stay where autograd puts them."""
         self.landing: BucketLanding | None = None
         """What lands gradients otherwise than at the update, where something does."""
         self.unused: list[str] = []
-        """Parameters that nobody near used in the step that landed last."""
+        """Parameters that nobody in the reduce group used in the last step that was received."""
         self._warned_unused: set[str] = set()
-        self.use(0)
+        self.prepare(0)
 
     @property
-    def is_of_all(self) -> bool:
-        """Whether all workers are near."""
-        return self.near is self._all
+    def covers_all_workers(self) -> bool:
+        """Whether the reduce group is all workers."""
+        return self.reduce_group is self._all
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this worker sends for a step's gradients."""
         return self.gradients.wire_bytes if self.gradients is not None else 0
 
-    def use(self, step: int) -> None:
-        """Sum over the workers that are near in `step`, as the rule does then, from now on."""
+    def prepare(self, step: int) -> None:
+        """Reduce over the workers that the rule names for `step`, from now on."""
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
         self._unchanged = range(step, sys.maxsize if end is None else end)
-        ranks, phase = list(self._rule.near(self._all, step)), self._rule.phase(step)
+        ranks, phase = list(self._rule.reduce_ranks(self._all, step)), self._rule.phase(step)
         if (ranks, phase) == (self._ranks, self._phase):
             return
         self.flush()
         self.close()
         self._end = self.gradients = self.landing = None
-        self._ranks, self._phase, self.near = ranks, phase, self._find_near(ranks, step)
-        if self.near.size == 1:
+        self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
+        if self.reduce_group.size == 1:
             return
         self.landing = self._start_landing()
         starting = self.landing or self._rule
-        exchanger = starting.start_exchanger(self.near, self._seed, step=step)
-        suits = exchanger.bucket_bytes or DEFAULT_BUCKET_BYTES[self.near.device.type]
+        reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
+        suits = reducer.bucket_bytes or DEFAULT_BUCKET_BYTES[self.reduce_group.device.type]
         chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
-        self.gradients = Gradients(self._parameters, self.near, exchanger, chosen)
+        self.gradients = Gradients(self._parameters, self.reduce_group, reducer, chosen)
         if self.landing is not None:
             self.landing.gradients = self.gradients
         # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
         self._end = weakref.finalize(self, _let_go, self.gradients, self.landing)
         self._end.atexit = False
 
-    def agree_first_mass(self, weight: float) -> float:
-        """Return the sum of what the workers near weigh in the first step."""
-        mine = self._part.agree(weight, torch.zeros(()), False)[0]
-        first = torch.tensor([mine], dtype=torch.float64, device=self.near.device)
-        self.near.all_reduce(first, name="first mass").wait()
+    def sum_first_weights(self, weight: float) -> float:
+        """Return the sum of the reduce group's weights in the first step."""
+        mine = self._shard.reduce_step_scalars(weight, torch.zeros(()), False)[0]
+        first = torch.tensor([mine], dtype=torch.float64, device=self.reduce_group.device)
+        self.reduce_group.all_reduce(first, name="first weights").wait()
         return float(first) or 1.0
 
-    def judge(self, control: Control, loss: Tensor, step: int) -> Verdict:
-        """Return what the workers near said of a step.
+    def check_totals(self, scalars: StepScalars, loss: Tensor, step: int) -> StepTotals:
+        """Return the reduce group's totals of a step.
 
         Args:
-            control: What they said.
+            scalars: Those of the group, on their way.
             loss: This worker's own.
             step: Updates done before.
 
@@ -125,23 +125,23 @@ class GradientSum:
             NonFiniteError: Some loss is not finite; the message says whose.
             GradientError: Nobody's samples count for anything.
         """
-        verdict = control.wait()
-        if verdict.num_non_finite:
-            said = {str(self._part.world.rank): repr(float(loss))}
-            for group in (self._part.inside, self.near):
-                documents = group.gather_documents(said, name="non-finite losses")
-                said = {rank: value for document in documents for rank, value in document.items()}
-            bad = [f"rank {rank} ({value})" for rank, value in said.items() if value in ("nan", "inf", "-inf")]
+        totals = scalars.wait()
+        if totals.num_non_finite:
+            losses = {str(self._shard.world.rank): repr(float(loss))}
+            for group in (self._shard.model_parallel_group, self.reduce_group):
+                documents = group.gather_documents(losses, name="non-finite losses")
+                losses = {rank: value for document in documents for rank, value in document.items()}
+            bad = [f"rank {rank} ({value})" for rank, value in losses.items() if value in ("nan", "inf", "-inf")]
             raise NonFiniteError(
                 f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
                 "learning rate, clip gradients, or look at the data of that step"
             )
-        if verdict.weight <= 0 and self.is_of_all and not self._rule.is_asynchronous:
-            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {verdict.weight}")
-        return verdict
+        if totals.weight <= 0 and self.covers_all_workers and not self._rule.is_asynchronous:
+            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {totals.weight}")
+        return totals
 
-    def land(self, divisor: float, step: int, *, may_skip: bool) -> float:
-        """Wait for each bucket, divide it by the mass, and return the seconds waited."""
+    def receive(self, divisor: float, step: int, *, may_skip: bool) -> float:
+        """Wait for each bucket, divide it by the weight, and return the seconds waited."""
         if self.gradients is None:
             for parameter in self._parameters.values():
                 parameter.grad = summed_gradient(parameter)
@@ -151,7 +151,7 @@ class GradientSum:
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
             return 0.0
         buckets = self.gradients.buckets
-        self.unused = [name for bucket in buckets for name in self.gradients.land(bucket, divisor)]
+        self.unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
         return sum(bucket.waited_s for bucket in buckets)
 
@@ -162,9 +162,9 @@ class GradientSum:
                 parameter.grad = None
             return []
         if skipped:
-            self.gradients.exchanger.roll_back()
+            self.gradients.reducer.roll_back()
         else:
-            self.gradients.exchanger.commit(self.unused)
+            self.gradients.reducer.commit(self.unused)
         times = [self.gradients.time(bucket) for bucket in self.gradients.buckets]
         self.gradients.reset()
         return times
@@ -175,12 +175,12 @@ class GradientSum:
         self.unused = landing.unused
         return times
 
-    def note_unused(self, step: int) -> list[str]:
-        """Warn of parameters that nobody near used in `step` and that were not told of before; return them."""
+    def warn_unused(self, step: int) -> list[str]:
+        """Warn of parameters that nobody in the reduce group used in `step`, each once; return them."""
         new = [name for name in self.unused if name not in self._warned_unused]
         if new:
             self._warned_unused.update(new)
-            where = "on any rank" if self.is_of_all else "here"
+            where = "on any rank" if self.covers_all_workers else "here"
             warnings.warn(
                 f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
                 f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
@@ -194,12 +194,12 @@ class GradientSum:
         if self.landing is not None:
             self.landing.flush()
 
-    def learn(self, times: StepTimes) -> None:
+    def adapt_layout(self, times: StepTimes) -> None:
         """Learn layout and bucket size from a step that has ended."""
         if self.landing is not None:
             self.landing.end_step()
         if self.gradients is not None:
-            self.gradients.learn(times)
+            self.gradients.adapt_layout(times)
 
     def close(self) -> None:
         """Take hooks off the parameters, and let connections and threads go."""
@@ -213,12 +213,12 @@ class GradientSum:
             return BucketLanding(self._optimizer, self._rule)
         return ForwardLanding(self._optimizer, self._rule, self._module, self._parameters)
 
-    def _find_near(self, ranks: list[int], step: int) -> Group:
+    def _open_reduce_group(self, ranks: list[int], step: int) -> Group:
         if len(ranks) == self._all.size:
             return self._all
         if len(ranks) == 1:
             return LocalGroup(device=self._all.device, epoch=self._all.epoch)
-        return self._all.subgroup(ranks, f"near from step {step}")
+        return self._all.subgroup(ranks, f"reduce group from step {step}")
 
 
 def _let_go(gradients: Gradients, landing: BucketLanding | None) -> None:

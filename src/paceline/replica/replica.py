@@ -19,18 +19,18 @@ from paceline.errors import GradientError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
-from paceline.parallel.tensor import whole
-from paceline.parallel.zero_redundancy import own_part, share_optimizer
+from paceline.parallel.tensor import full_tensor
+from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.checks import Precision, check_replica, refuse_backward
-from paceline.replica.hashing import Comparison
+from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
-from paceline.replica.optimizer_step import OptimizerStep, Stepped
-from paceline.replica.reduction import GradientSum
+from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult
+from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_result import StepResult, StepTimes
-from paceline.replica.step_scalars import Control, Meetings, Verdict
+from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site
+from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, SyncResult, WorkerContext
 
 LossOfOutput = Callable[[Any, Batch], Loss]
 """The loss of a micro-batch, from a model's output for it and the micro-batch."""
@@ -61,7 +61,7 @@ class Replica:
             before anything but forward and backward reads the parameters.
         hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
             0 for none.
-        seed: Of what codecs draw.
+        seed: Random seed of the codecs.
         world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
 
     Raises:
@@ -86,13 +86,13 @@ class Replica:
     ) -> None:
         self.module = module
         device = next((parameter.device for parameter in module.parameters()), None)
-        self.part = find_shard(module, group or find_group(device))
+        self.shard = find_shard(module, group or find_group(device))
         self.optimizer = optimizer
-        if self.part.mesh is not None and self.part.layout.shares_optimizer:
-            self.optimizer = share_optimizer(optimizer, self.part.mesh)
+        if self.shard.mesh is not None and self.shard.layout.shards_optimizer:
+            self.optimizer = shard_optimizer(optimizer, self.shard.mesh)
             optimizer.param_groups = self.optimizer.param_groups  # for schedulers that were given the one that it was
         self._given_optimizer = optimizer
-        self.group = self.part.group
+        self.group = self.shard.group
         self.sync = Rule.model_validate(sync)
         self._runs_optimizer = self.sync.runs_optimizer
         self._is_begun = False
@@ -101,45 +101,46 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, self.optimizer, self.part, self.sync, precision, landing, clip_norm)
-        self._optimizer_step = OptimizerStep(precision, clip_norm, self.part, self._parameters)
-        # Numerators are counted in units of the last step's mass: a mass that stays the same then divides to
-        # exactly 1, and landing needs no pass over the gradients.
-        self._mass_unit: float | None = None
+        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm)
+        self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
+        # Numerators are counted in units of the last step's weight: a weight that stays the same then divides to
+        # exactly 1, which costs no pass over the gradients.
+        self._weight_unit: float | None = None
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        self._control: Control | None = None
+        self._scalars: StepScalars | None = None
         self._times = StepTimes()
         self._last_loss = 0.0
-        if self.group.size > 1 and self.part.mesh is None:  # a layout did it when models were still whole
+        if self.group.size > 1 and self.shard.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
-        self._comparison = Comparison(module, self.optimizer, self.part, interval)
-        self._sum = GradientSum(
+        self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
+        self._reduction = GradientReduction(
             module,
             self._parameters,
             self.optimizer,
-            part=self.part,
+            shard=self.shard,
             rule=self.sync,
             bucket_bytes=bucket_bytes,
             landing=landing,
             seed=seed,
         )
-        held = None if self.part.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
-        self._synchroniser = self.sync.start_synchroniser(Site(module, self.optimizer, self.group, seed, world, held))
-        self.membership.dispatcher = self.desk or self.membership.dispatcher
-        self._meetings: Meetings | None = None
+        held = None if self.shard.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
+        context = WorkerContext(module, self.optimizer, self.group, seed, world, held)
+        self._synchroniser = self.sync.start_synchroniser(context)
+        self.membership.dispatcher = self.dispatcher or self.membership.dispatcher
+        self._stop_votes: StopVotes | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
-            self._meetings = Meetings(self.group, self._synchroniser)
+            self._stop_votes = StopVotes(self.group, self._synchroniser)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast():
-            if self._sum.landing is not None:
-                return self._sum.landing.run(lambda: self.module(*args, **kwargs))
+            if self._reduction.landing is not None:
+                return self._reduction.landing.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -157,18 +158,19 @@ class Replica:
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sends for a step's gradients, by the price of the exchange."""
-        return self._sum.wire_bytes + (self.part.coded.wire_bytes if self.part.coded is not None else 0)
+        scatter = self.shard.reduce_scatter
+        return self._reduction.wire_bytes + (scatter.wire_bytes if scatter is not None else 0)
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
         """What gradients lie in from step to step; nothing where autograd makes them anew."""
-        gradients = self._sum.gradients
-        return [bucket.parcel.buffer for bucket in gradients.buckets] if gradients is not None else []
+        gradients = self._reduction.gradients
+        return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
 
     @property
-    def desk(self) -> Desk | None:
+    def dispatcher(self) -> SampleDispatcher | None:
         """Where workers that go at their own pace get their samples; None where all step together."""
-        return self._synchroniser.desk if self._synchroniser is not None else None
+        return self._synchroniser.dispatcher if self._synchroniser is not None else None
 
     def count_delays(self) -> Delays | None:
         """Return how stale what was pushed to servers has been; None where there are none."""
@@ -177,7 +179,7 @@ class Replica:
     @property
     def membership(self) -> Membership:
         """What belongs to the workers, such as their agreement to stop."""
-        return self.part.world.membership
+        return self.shard.world.membership
 
     def should_save(self, every: int) -> bool:
         """Return whether it is time to save, the same on every worker: ask after each `update`.
@@ -193,7 +195,7 @@ class Replica:
         if every < 1:
             raise SettingsError(f"every must be at least 1 update, but got {every}")
         membership, step = self.membership, self.num_updates
-        if self.desk is not None:
+        if self.dispatcher is not None:
             membership.save_every = every
             if membership.meeting_step is None:
                 return False
@@ -216,7 +218,7 @@ class Replica:
                 nothing. It is what makes uneven shares and a short last batch right, so it must be given.
             reduction: What `loss` is.
             last: False while accumulating, on every worker alike; nothing is exchanged then (but at the very first
-                call, which agrees on the unit that mass is counted in).
+                call, which agrees on the unit that weights are counted in).
 
         Raises:
             GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or made
@@ -232,27 +234,27 @@ class Replica:
                 "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
             )
         if type(loss) is not Tensor:
-            loss = whole(loss)
-        is_right = self._control is None and not loss.dim() and 0 <= weight < math.inf
+            loss = full_tensor(loss)
+        is_right = self._scalars is None and not loss.dim() and 0 <= weight < math.inf
         if not is_right or any(parameter.requires_grad for parameter in self._frozen.values()):
-            refuse_backward(loss, weight, self._control is not None, self._frozen)
+            refuse_backward(loss, weight, self._scalars is not None, self._frozen)
         self._begin_backward(weight, last=last)
-        assert self._mass_unit is not None
+        assert self._weight_unit is not None
         factor = weight if reduction == "mean" else float(weight > 0)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
-            self._announce(self._weight + weight, numerator)
+            self._send_scalars(self._weight + weight, numerator)
         # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
-        if weight or not self.part.is_whole:
-            scale = factor / self._mass_unit
+        if weight or not self.shard.is_whole:
+            scale = factor / self._weight_unit
             self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
-            # Only now, so that a backward that failed leaves no mass behind.
+            # Only now, so that a backward that failed leaves no weight behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
-        if self._sum.landing is not None:
-            self._sum.landing.end_backward()
-        if last and self._sum.gradients is not None:
-            self._sum.gradients.finish()
+        if self._reduction.landing is not None:
+            self._reduction.landing.end_backward()
+        if last and self._reduction.gradients is not None:
+            self._reduction.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
 
     def backward_through(self, batch: Batch, loss: LossOfOutput, *, last: bool = True, timed: bool = False) -> None:
@@ -266,9 +268,9 @@ class Replica:
             last: See `backward`.
             timed: Whether the pipeline notes when it computed what (`Pipeline.times`).
         """
-        assert self.part.pipeline is not None
+        assert self.shard.pipeline is not None
         self._begin_backward(float(batch.num_samples), last=last)
-        unit = self._mass_unit
+        unit = self._weight_unit
         assert unit is not None
 
         def numerator(output: Tensor, data: Any) -> Tensor:
@@ -279,13 +281,13 @@ class Replica:
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
         with self.autocast():
-            self.part.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
+            self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
         if last:
-            self.part.complete(self._parameters)
-            self._announce(self._weight, self._loss)
-            if self._sum.gradients is not None:
-                self._sum.gradients.collect()
-                self._sum.gradients.finish()
+            self.shard.reduce_tied_gradients(self._parameters)
+            self._send_scalars(self._weight, self._loss)
+            if self._reduction.gradients is not None:
+                self._reduction.gradients.collect()
+                self._reduction.gradients.finish()
         self._times.backward_ended_s = time.perf_counter()
 
     def update(self) -> StepResult:
@@ -299,49 +301,49 @@ class Replica:
         """
         if not self._is_begun:
             self._check_begin()
-        if self._control is None:
+        if self._scalars is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
-        verdict = self._sum.judge(self._control, self._loss, self.num_updates)
-        assert self._mass_unit is not None
+        totals = self._reduction.check_totals(self._scalars, self._loss, self.num_updates)
+        assert self._weight_unit is not None
         waited_s = time.perf_counter() - began_s
         landed_step = self.num_updates
-        divisor = (verdict.weight or self._mass_unit) / self._mass_unit
-        met: Verdict | None = None
-        stop = verdict.stop and self._sum.is_of_all
-        if self._sum.landing is not None and self._sum.landing.is_ready:
-            self._times.buckets = self._sum.land_by_bucket(self._sum.landing, divisor, self.num_updates)
+        divisor = (totals.weight or self._weight_unit) / self._weight_unit
+        all_totals: StepTotals | None = None
+        stop = totals.stop and self._reduction.covers_all_workers
+        if self._reduction.landing is not None and self._reduction.landing.is_ready:
+            self._times.buckets = self._reduction.land_by_bucket(self._reduction.landing, divisor, self.num_updates)
             waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
-            stepped, outcome = Stepped(None, False), Outcome()
-            landed_step -= self._sum.landing.delay
+            stepped, result = OptimizerStepResult(None, False), SyncResult()
+            landed_step -= self._reduction.landing.delay
         else:
-            waited_s += self._sum.land(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
-            met, is_voted = self._meet()
-            stepped, outcome = self._step(met, has_gradients=verdict.weight > 0)
-            stop |= outcome.stop or is_voted
+            waited_s += self._reduction.receive(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
+            all_totals, is_voted = self._end_votes()
+            stepped, result = self._step(all_totals, has_gradients=totals.weight > 0)
+            stop |= result.stop or is_voted
         self.membership.is_stopping |= stop
-        newly_unused = self._sum.note_unused(landed_step) if verdict.weight else []
-        self._mass_unit = verdict.weight or self._mass_unit
+        newly_unused = self._reduction.warn_unused(landed_step) if totals.weight else []
+        self._weight_unit = totals.weight or self._weight_unit
         # Torch's schedulers warn where another than the optimizer that they were given steps, as a server's does.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
         self.num_updates += 1
         self._times.ended_s = time.perf_counter()
-        self._sum.learn(self._times)
+        self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
             self.compare()
         self._weight = 0.0
         self._loss = torch.zeros_like(self._loss)
-        self._control = None
+        self._scalars = None
         times, self._times = self._times, StepTimes()
-        said = met or verdict
-        self._last_loss = said.loss / said.weight if said.weight else self._last_loss
-        wire_bytes = outcome.wire_bytes + self.wire_bytes
-        self._sum.use(self.num_updates)
+        reported = all_totals or totals
+        self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
+        wire_bytes = result.wire_bytes + self.wire_bytes
+        self._reduction.prepare(self.num_updates)
         return StepResult(
             loss=self._last_loss,
-            weight=said.weight,
+            weight=reported.weight,
             gradient_norm=stepped.gradient_norm,
-            communication_s=waited_s + outcome.waited_s,
+            communication_s=waited_s + result.waited_s,
             skipped=stepped.skipped,
             stop=stop,
             newly_unused=newly_unused,
@@ -351,7 +353,7 @@ class Replica:
 
     def flush(self) -> None:
         """Land what was left for the next forward, so that parameters are those after the last update."""
-        self._sum.flush()
+        self._reduction.flush()
 
     def compare(self) -> None:
         """Compare with the other replicas, unless `hash_interval` is 0 or the rule lets them differ. All ranks call it.
@@ -377,7 +379,7 @@ class Replica:
         """
         sync, shared = self.sync_state()
         state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
-        return state | {"sharded": self.part.coded.state() if self.part.coded is not None else {}}
+        return state | {"sharded": self.shard.reduce_scatter.state() if self.shard.reduce_scatter is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
@@ -405,8 +407,8 @@ class Replica:
         everybody = [{} for _ in range(self.group.size)]
         everybody[self.group.rank] = dict(state["feedback"])
         self.load_feedback(everybody)
-        if self.part.coded is not None:
-            self.part.coded.load_state(state["sharded"])
+        if self.shard.reduce_scatter is not None:
+            self.shard.reduce_scatter.load_state(state["sharded"])
 
     def begin_anew(self) -> None:
         """Let rule and codecs begin here, with the module and the optimizer's state as they are: not a resume."""
@@ -415,7 +417,7 @@ class Replica:
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient is waiting for an `update`."""
-        return self._control is None and not self._weight
+        return self._scalars is None and not self._weight
 
     def document(self) -> dict[str, Any]:
         """Return this worker's state that is neither the module's nor the optimizer's nor tensors, as JSON."""
@@ -423,13 +425,13 @@ class Replica:
         return {
             "num_updates": self.num_updates,
             "num_workers": self.group.size,
-            "mass_unit": self._mass_unit,
+            "weight_unit": self._weight_unit,
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
-            "sharded_codec": self.part.coded.codec.name if self.part.coded is not None else "",
-            "gradients": self._sum.gradients.state_dict() if self._sum.gradients is not None else None,
+            "sharded_codec": self.shard.reduce_scatter.codec.name if self.shard.reduce_scatter is not None else "",
+            "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
             "sync": self.sync.name,
-            "mass": self._meetings.mass if self._meetings is not None else 0.0,
+            "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
             "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
         }
 
@@ -442,13 +444,13 @@ class Replica:
         """
         self._is_begun = True
         self.num_updates = state["num_updates"]
-        self._sum.use(self.num_updates)
-        self._mass_unit = state["mass_unit"]
+        self._reduction.prepare(self.num_updates)
+        self._weight_unit = state["weight_unit"]
         self._optimizer_step.load_state_dict(state["scaler"])
-        if self._sum.gradients is not None and state["gradients"]:
-            self._sum.gradients.load_state_dict(state["gradients"])
-        if is_own and self._meetings is not None:
-            self._meetings.mass = state["mass"]
+        if self._reduction.gradients is not None and state["gradients"]:
+            self._reduction.gradients.load_state_dict(state["gradients"])
+        if is_own and self._stop_votes is not None:
+            self._stop_votes.weight_since_sync = state["weight_since_sync"]
         if is_own and self._synchroniser is not None:
             self._synchroniser.load_document(state["sync_document"])
 
@@ -460,7 +462,7 @@ class Replica:
 
     @property
     def keeps_sync_state(self) -> bool:
-        """Whether the rule keeps something: not where it sums gradients alone, or a worker has nobody to meet."""
+        """Whether the rule keeps something: not where it sums gradients alone, nor where a worker is alone."""
         return self._synchroniser is not None
 
     def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
@@ -471,33 +473,33 @@ class Replica:
     @property
     def codec(self) -> str:
         """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
-        return self._sum.gradients.exchanger.state_of if self._sum.gradients is not None else ""
+        return self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
 
     def feedback(self) -> dict[str, Tensor]:
         """Return what this worker's codec keeps from step to step, by parameter and site."""
         self.flush()
-        return self._sum.gradients.exchanger.state() if self._sum.gradients is not None else {}
+        return self._reduction.gradients.reducer.state() if self._reduction.gradients is not None else {}
 
     def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
         """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
-        if self._sum.gradients is not None:
+        if self._reduction.gradients is not None:
             shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
-            self._sum.gradients.exchanger.load_state(saved, shapes)
+            self._reduction.gradients.reducer.load_state(saved, shapes)
 
     def close(self) -> None:
         """Land what was left, take hooks off the module, and let the exchange's connections and threads go."""
         try:
             self.flush()
         finally:
-            self._sum.close()
+            self._reduction.close()
             if self._synchroniser is not None:
                 self._synchroniser.close()
-            self.part.close()
+            self.shard.close()
 
     def _check_begin(self) -> None:
         """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""
         self._is_begun = True
-        if (self.keeps_sync_state or self.codec) and own_part(self.optimizer).state:
+        if (self.keeps_sync_state or self.codec) and local_optimizer(self.optimizer).state:
             raise SettingsError(
                 f"sync {self.sync.name} must go on from its own state where the optimizer goes on from a saved one, "
                 "but replica.load_state_dict was not called; resume with paceline.load_latest, or call "
@@ -505,44 +507,45 @@ class Replica:
             )
 
     @property
-    def _is_asked_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         return bool(self.membership.stop_requested_by)
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
-        if self._sum.landing is not None:
-            self._sum.landing.begin_backward()
+        if self._reduction.landing is not None:
+            self._reduction.landing.begin_backward()
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
-        if self._mass_unit is None:
-            self._mass_unit = self._sum.agree_first_mass(weight)
-        self.part.begin_backward(last=last)
+        if self._weight_unit is None:
+            self._weight_unit = self._reduction.sum_first_weights(weight)
+        self.shard.begin_backward(last=last)
 
-    def _announce(self, weight: float, numerator: Tensor) -> None:
+    def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
-        assert self._mass_unit is not None
-        weight, numerator, stop = self.part.agree(weight, numerator, self._is_asked_to_stop)
-        self._control = Control(self._sum.near, weight, numerator, stop)
-        if self._meetings is not None:
-            self._meetings.begin(self.num_updates, weight, numerator, stop)
-        divisor = partial(_divisor, self._control, self._mass_unit)
-        if self.part.coded is not None:
-            self.part.coded.arm(divisor, self.num_updates, self.loss_scale or 1.0)
-        if self._sum.gradients is not None:
-            self._sum.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+        assert self._weight_unit is not None
+        weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self._stop_requested)
+        self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
+        if self._stop_votes is not None:
+            self._stop_votes.begin(self.num_updates, weight, numerator, stop)
+        divisor = partial(_divisor, self._scalars, self._weight_unit)
+        if self.shard.reduce_scatter is not None:
+            self.shard.reduce_scatter.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+        if self._reduction.gradients is not None:
+            self._reduction.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
 
-    def _meet(self) -> tuple[Verdict | None, bool]:
-        """Return what all workers said, if they met in this step beyond summing gradients, and whether all stop."""
-        return self._meetings.end(self.num_updates) if self._meetings is not None else (None, False)
+    def _end_votes(self) -> tuple[StepTotals | None, bool]:
+        """Return the totals of all workers, if this is a sync step, and whether all stop."""
+        return self._stop_votes.end(self.num_updates) if self._stop_votes is not None else (None, False)
 
-    def _step(self, met: Verdict | None, *, has_gradients: bool) -> tuple[Stepped, Outcome]:
+    def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
         """Let the optimizer take its step, with what the rule does before and after, and drop the gradients."""
         sync = self._synchroniser
-        mass = self._meetings.mass if self._meetings is not None else self._weight
-        step = LocalStep(self.num_updates, mass, met.mass if met else 0.0, self._is_asked_to_stop)
+        weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
+        total = all_totals.weight_since_sync if all_totals else 0.0
+        step = LocalStep(self.num_updates, weight_since_sync, total, self._stop_requested)
 
         def push(is_overflown: bool) -> None:
             if sync is not None:
-                sync.before_update(replace(step, mass=0.0) if is_overflown else step)
+                sync.before_update(replace(step, weight=0.0) if is_overflown else step)
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(
@@ -553,15 +556,15 @@ class Replica:
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()
-        self._times.buckets = self._sum.finish(skipped=stepped.skipped)
-        if self.part.coded is not None:
-            self.part.coded.roll_back() if stepped.skipped else self.part.coded.commit()
-        outcome = sync.after_update(step) if sync is not None else Outcome()
-        if self._meetings is not None and (met or self._sum.is_of_all):
-            self._meetings.mass = 0.0
-        return stepped, outcome
+        self._times.buckets = self._reduction.finish(skipped=stepped.skipped)
+        if self.shard.reduce_scatter is not None:
+            self.shard.reduce_scatter.roll_back() if stepped.skipped else self.shard.reduce_scatter.commit()
+        result = sync.after_update(step) if sync is not None else SyncResult()
+        if self._stop_votes is not None and (all_totals or self._reduction.covers_all_workers):
+            self._stop_votes.weight_since_sync = 0.0
+        return stepped, result
 
 
-def _divisor(control: Control, mass_unit: float) -> float:
+def _divisor(scalars: StepScalars, weight_unit: float) -> float:
     """Return what a step's numerators are divided by; waits until all workers have said their weights."""
-    return (control.wait().weight or mass_unit) / mass_unit
+    return (scalars.wait().weight or weight_unit) / weight_unit

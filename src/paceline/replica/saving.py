@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
-from paceline.replica.gathering import gather, hand_out, tell_of
+from paceline.replica.gathering import gather, set_source, tell_of
 from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
@@ -47,12 +47,12 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
     for replica in replicas.values():
         if not replica.is_between_steps:
             raise SettingsError("a replica must be saved between its update and the next backward; call update before")
-        if replica.desk is not None and replica.membership.meeting_step is None:
+        if replica.dispatcher is not None and replica.membership.meeting_step is None:
             raise SettingsError(
                 f"workers with sync {replica.sync.name} must be together to save, but each is at a step of its own; "
                 "save where replica.should_save(every=...) says so"
             )
-    world = next(iter(replicas.values())).part.world
+    world = next(iter(replicas.values())).shard.world
     tensors, document = capture_objects(others)
     for prefix, replica in replicas.items():
         more, about = capture(replica, prefix)
@@ -89,7 +89,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
         SettingsError: It is of another optimizer.
     """
     replicas, others = _name(objects)
-    world = next(iter(replicas.values())).part.world
+    world = next(iter(replicas.values())).shard.world
     checkpoint = _find_saver(Path(folder), world, None).find() if world.rank == 0 else None
     header = tell_of(checkpoint, world)
     if header is None:
@@ -99,7 +99,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     restore_objects(checkpoint, others, world)
     prefix = f"rank{world.rank}/random/"
     wanted = {name: whole for name, whole in header[1].items() if name.startswith(prefix)}
-    loaded = dict(hand_out(wanted, checkpoint.read if checkpoint is not None else None, world))
+    loaded = dict(set_source(wanted, checkpoint.read if checkpoint is not None else None, world))
     _load_random_states({name.removeprefix(prefix): state for name, state in loaded.items()}, world)
     return True
 

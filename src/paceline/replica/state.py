@@ -33,8 +33,8 @@ from paceline.checkpoint import Checkpoint
 from paceline.compression.codec import ADDED, FeedbackDroppedWarning
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.local import local, wrap
-from paceline.parallel.zero_redundancy import own_part
-from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, hand_out, split_name
+from paceline.parallel.zero_redundancy import local_optimizer
+from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, scatter, split_name
 from paceline.replica.hashing import hash_tensor
 from paceline.replica.named_tensors import (
     list_settings,
@@ -62,38 +62,38 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         DivergenceError: Replicas should be equal and are not.
     """
     replica.compare()
-    module, part = replica.module, replica.part
+    module, shard = replica.module, replica.shard
     is_equal = replica.sync.keeps_replicas_equal
     tensors = model_tensors(module)  # first, for it lets go of what a forward pass has gathered
     parameters = dict(module.named_parameters())
     buffers = {name: local(tensor).clone() for name, tensor in tensors.items() if name not in parameters}
-    optimizer, scalars = optimizer_state(module, own_part(replica.optimizer))
+    optimizer, scalars = optimizer_state(module, local_optimizer(replica.optimizer))
     optimizer = {name: _settle(tensor, parameters[split_name(name)[1]]) for name, tensor in optimizer.items()}
     own = _list_own(replica)
     if not is_equal:
         own |= {name: local(tensor) for name, tensor in optimizer.items()}
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
     whole: dict[str, Tensor] = {}
-    with replica.consensus(), pooled_over_workers(module, part.observers):
-        if part.group.rank == 0:  # others of the group hold the same; what changes back in the end is copied
+    with replica.consensus(), pooled_over_workers(module, shard.statistics_group):
+        if shard.group.rank == 0:  # others of the group hold the same; what changes back in the end is copied
             for name, tensor in model_tensors(module).items():
                 whole[f"model/{name}"] = tensor if is_equal and name in parameters else tensor.clone()
     mine = {
-        "peers": part.group.names,
+        "peers": shard.group.names,
         "state": replica.document(),
         "scalars": scalars,
         "settings": list_settings(replica.optimizer),
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
         "buffers": {name: _fingerprint(whole[f"model/{name}"]) for name in buffers if whole},
     }
-    everybody = part.world.gather_documents(mine, name="state of replicas")
+    everybody = shard.world.gather_documents(mine, name="state of replicas")
     saved = {name: value for theirs in reversed(everybody) for name, value in theirs["buffers"].items()}
     own |= {f"buffer/{name}": tensor for name, tensor in buffers.items() if _fingerprint(tensor) != saved[name]}
-    if is_equal and (part.group.rank == 0 or part.layout.shares_optimizer):
+    if is_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
         whole |= optimizer
-    whole |= {f"rank{part.world.rank}/{name}": tensor for name, tensor in own.items()}
+    whole |= {f"rank{shard.world.rank}/{name}": tensor for name, tensor in own.items()}
     return (
-        {f"{prefix}{name}": tensor for name, tensor in gather(whole, part.world).items()},
+        {f"{prefix}{name}": tensor for name, tensor in gather(whole, shard.world).items()},
         {"format": FORMAT, f"{prefix}replica": _describe(replica, everybody)},
     )
 
@@ -117,7 +117,7 @@ def restore(
         CheckpointError: It is of another model, or of another version of Paceline.
     """
     replica.flush()  # or it would land on what is loaded
-    world = replica.part.world
+    world = replica.shard.world
     saved = SavedReplica.open(checkpoint, world, prefix)
     if saved is None:
         return None
@@ -125,7 +125,7 @@ def restore(
     match = _match(saved, replica)
     targets = {f"model/{name}": local(tensor) for name, tensor in model_tensors(replica.module).items()}
     loaded: dict[str, Tensor] = {}
-    for name, tensor in hand_out(_list_wanted(saved, replica, match), saved.find, world):
+    for name, tensor in scatter(_list_wanted(saved, replica, match), saved.find, world):
         if name in targets:
             targets[name].copy_(tensor)
         else:
@@ -142,8 +142,8 @@ def _list_own(replica: Replica) -> dict[str, Tensor]:
     """Return what codecs and the rule keep on this rank."""
     sync, shared = replica.sync_state()
     kinds = {"feedback": replica.feedback(), "sync": sync, "shared": {} if replica.group.rank else shared}
-    if replica.part.coded is not None:
-        kinds["sharded"] = replica.part.coded.state()
+    if replica.shard.reduce_scatter is not None:
+        kinds["sharded"] = replica.shard.reduce_scatter.state()
     return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
 
@@ -165,11 +165,11 @@ def _describe(replica: Replica, everybody: Sequence[Document]) -> Document:
     parts = _list_parts([mine["peers"] for mine in everybody])
     return {
         "optimizer": {
-            "type": type(own_part(replica.optimizer)).__name__,
+            "type": type(local_optimizer(replica.optimizer)).__name__,
             "scalars": {name: values for mine in everybody for name, values in mine["scalars"].items()},
             "settings": [everybody[ranks[0]]["settings"] for ranks in parts],
         },
-        "cut": replica.part.describe(),
+        "cut": replica.shard.describe(),
         "parts": parts,
         "blocks": [everybody[ranks[0]]["blocks"] for ranks in parts],
         "states": [json.loads(state) for state in distinct],
@@ -187,14 +187,14 @@ def _list_parts(peers: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def _check_fits(saved: SavedReplica, replica: Replica) -> None:
     """Refuse what is of another optimizer or model, on all ranks alike."""
-    there, here = saved.about["optimizer"]["type"], type(own_part(replica.optimizer)).__name__
+    there, here = saved.about["optimizer"]["type"], type(local_optimizer(replica.optimizer)).__name__
     if there != here:
         raise SettingsError(
             f"the optimizer must be the checkpoint's {there}, but got {here}; resume with the same optimizer, or start "
             "a new run"
         )
     mine = {name: _show(Slice.of(tensor)) for name, tensor in model_tensors(replica.module).items()}
-    everybody = replica.part.world.gather_documents(mine, name="model to be loaded")
+    everybody = replica.shard.world.gather_documents(mine, name="model to be loaded")
     model = {name: shown for theirs in everybody for name, shown in theirs.items()}
     known = {name.split("/", 1)[1]: _show(s) for name, s in saved.slices.items() if name.startswith("model/")}
     for name in model | known:
@@ -238,15 +238,15 @@ class _Match:
 
 def _match(saved: SavedReplica, replica: Replica) -> _Match:
     """Find out what is of use; the replica takes on its numbers here, for codecs may depend on the step."""
-    part, first = replica.part, saved.state_of(0)
-    parts = _list_parts(part.world.gather_documents(part.group.names, name="parts of the model"))
-    place = next(place for place, ranks in enumerate(parts) if part.world.rank in ranks)
-    ranks = saved.about["parts"][place] if saved.about["cut"] == part.describe() else []
-    mine = ranks[part.group.rank] if len(ranks) == part.group.size else None
+    shard, first = replica.shard, saved.state_of(0)
+    parts = _list_parts(shard.world.gather_documents(shard.group.names, name="parts of the model"))
+    place = next(place for place, ranks in enumerate(parts) if shard.world.rank in ranks)
+    ranks = saved.about["parts"][place] if saved.about["cut"] == shard.describe() else []
+    mine = ranks[shard.group.rank] if len(ranks) == shard.group.size else None
     rule_goes_on = first["sync"] == replica.sync.name and replica.keeps_sync_state
     source = mine if mine is not None else ranks[0] if ranks else 0
     replica.load_document(saved.state_of(source), is_own=rule_goes_on and mine is not None)
-    coded = part.coded.codec.name if part.coded is not None else ""
+    coded = shard.reduce_scatter.codec.name if shard.reduce_scatter is not None else ""
     return _Match(
         ranks,
         mine,
@@ -279,7 +279,9 @@ def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[s
     if match.sync_ranks:
         wanted |= saved.list_own(match.ranks[0], "shared")
     parameters = dict(replica.module.named_parameters())
-    stepped = {id(parameter) for group in own_part(replica.optimizer).param_groups for parameter in group["params"]}
+    stepped = {
+        id(parameter) for group in local_optimizer(replica.optimizer).param_groups for parameter in group["params"]
+    }
     for name, whole in common.items():
         kind, owner, _ = split_name(name)
         if owner in parameters and (kind == "feedback" or id(parameters[owner]) in stepped):
@@ -300,13 +302,13 @@ def _load(loaded: Mapping[str, Tensor], saved: SavedReplica, replica: Replica, m
             parameter = parameters[split_name(name)[1]]
             is_slice = isinstance(parameter, DTensor) and tensor.shape == local(parameter).shape
             states[name] = wrap(parameter, tensor.to(parameter.device)) if is_slice else tensor
-    load_optimizer(replica.module, own_part(replica.optimizer), states, saved.about["optimizer"]["scalars"])
+    load_optimizer(replica.module, local_optimizer(replica.optimizer), states, saved.about["optimizer"]["scalars"])
     device = replica.group.device
     sync = [_under(loaded, f"rank{rank}/sync/", device) for rank in match.sync_ranks]
     # What all workers have in common may be the servers', who are sent it from host memory.
     replica.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
-    if replica.part.coded is not None:
-        replica.part.coded.load_state(_under(own, "sharded/", device))
+    if replica.shard.reduce_scatter is not None:
+        replica.shard.reduce_scatter.load_state(_under(own, "sharded/", device))
     if match.uses_feedback:
         by_worker = [_under(loaded, f"rank{rank}/feedback/", device) for rank in match.ranks]
         if match.mine is None:  # it is one worker's, and shared out

@@ -43,9 +43,9 @@ class StepResult:
     """What one update did. Where gradients are summed over all workers it is the same on each, but for the times."""
 
     loss: float
-    """Mean over the samples of all workers whose gradients were summed, or that met, in this step."""
+    """Mean over the samples of all workers whose gradients were summed in this step, or of all at a sync step."""
     weight: float
-    """Mass of those samples, or tokens."""
+    """Number of those samples, or of tokens."""
     gradient_norm: float | None
     """Global norm before clipping; None where nothing is clipped."""
     communication_s: float

@@ -17,13 +17,13 @@ _VOTE_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The same on every worker."""
+class StepTotals:
+    """Sums over the workers, the same on each."""
 
     weight: float
-    """Mass of the global batch."""
-    mass: float
-    """Mass since the workers last met, where that is longer ago."""
+    """Weight of the global batch: its number of samples, or of tokens."""
+    weight_since_sync: float
+    """Weight of the samples since the last sync step, where that is longer ago."""
     loss: float
     """Sum of the losses, each times its weight."""
     num_non_finite: int
@@ -32,64 +32,66 @@ class Verdict:
     """Whether somebody has asked to stop."""
 
 
-class Control:
-    """One step's control values on their way: sent ahead of the gradients, in float64."""
+class StepScalars:
+    """One step's scalars on their way: sent ahead of the gradients, summed over the workers in float64."""
 
-    def __init__(self, group: Group, weight: float, loss: Tensor, stop: bool, mass: float | None = None) -> None:
+    def __init__(
+        self, group: Group, weight: float, loss: Tensor, stop: bool, weight_since_sync: float | None = None
+    ) -> None:
         self._values = torch.zeros(5, dtype=torch.float64, device=group.device)
         self._values[0] = weight
         self._values[1] = loss
         self._values[2] = ~torch.isfinite(loss)
         self._values[3] = float(stop)
-        self._values[4] = weight if mass is None else mass
-        self._work = group.all_reduce(self._values, name="control")
+        self._values[4] = weight if weight_since_sync is None else weight_since_sync
+        self._work = group.all_reduce(self._values, name="step scalars")
         self._lock = threading.Lock()  # codecs ask from their own thread
-        self._verdict: Verdict | None = None
+        self._totals: StepTotals | None = None
 
-    def wait(self) -> Verdict:
-        """Return what all workers said, once they have."""
+    def wait(self) -> StepTotals:
+        """Return the totals, once all workers have sent theirs."""
         with self._lock:
-            if self._verdict is None:
+            if self._totals is None:
                 self._work.wait()
-                weight, loss, num_non_finite, num_stops, mass = self._values.tolist()
-                self._verdict = Verdict(weight, mass, loss, int(num_non_finite), num_stops > 0)
-            return self._verdict
+                weight, loss, num_non_finite, num_stops, weight_since_sync = self._values.tolist()
+                self._totals = StepTotals(weight, weight_since_sync, loss, int(num_non_finite), num_stops > 0)
+            return self._totals
 
 
-class Meetings:
-    """The meetings that a synchroniser calls, and votes on stopping between them.
+class StopVotes:
+    """The sums over all workers at sync steps, and the votes on stopping between them.
 
-    A vote is told in every tenth step and counted ten steps later, when it has long arrived: nobody waits for it, and
-    all stop after the same step.
+    A vote is sent in every tenth step and counted ten steps later, when it has long arrived: no worker waits for it,
+    and all stop after the same step.
 
     Args:
         group: All workers.
-        synchroniser: Says when they meet.
+        synchroniser: Says which steps are sync steps.
     """
 
     def __init__(self, group: Group, synchroniser: Synchroniser) -> None:
         self._group = group
         self._synchroniser = synchroniser
-        self._meeting: Control | None = None
-        self._vote: Control | None = None
-        self.mass = 0.0
-        """Of this worker's samples since the workers last met; to be cleared when they have."""
+        self._sync_scalars: StepScalars | None = None
+        self._vote: StepScalars | None = None
+        self.weight_since_sync = 0.0
+        """Weight of this worker's samples since the last sync step; to be cleared after one."""
 
     def begin(self, number: int, weight: float, loss: Tensor, stop: bool) -> None:
-        """Tell the others of step `number`, if they meet in it or vote."""
-        self.mass += weight
-        if self._synchroniser.meets(number):
-            self._meeting = Control(self._group, weight, loss, stop, mass=self.mass)
+        """Send what this worker has to say of step `number`, if it is a sync step or one of a vote."""
+        self.weight_since_sync += weight
+        if self._synchroniser.is_sync_step(number):
+            self._sync_scalars = StepScalars(self._group, weight, loss, stop, weight_since_sync=self.weight_since_sync)
         if number % _VOTE_STEPS == 0 and self._vote is None:
-            self._vote = Control(self._group, 0.0, loss.new_zeros(()), stop)
+            self._vote = StepScalars(self._group, 0.0, loss.new_zeros(()), stop)
 
-    def end(self, number: int) -> tuple[Verdict | None, bool]:
-        """Return what all said, if they met in step `number`, and whether all stop after it."""
-        met, stop = None, False
-        if self._meeting is not None:
-            met, self._meeting = self._meeting.wait(), None
-            stop = met.stop
+    def end(self, number: int) -> tuple[StepTotals | None, bool]:
+        """Return the totals of all workers, if step `number` is a sync step, and whether all stop after it."""
+        all_totals, stop = None, False
+        if self._sync_scalars is not None:
+            all_totals, self._sync_scalars = self._sync_scalars.wait(), None
+            stop = all_totals.stop
         if self._vote is not None and number % _VOTE_STEPS == _VOTE_STEPS - 1:
             stop |= self._vote.wait().stop
             self._vote = None
-        return met, stop
+        return all_totals, stop

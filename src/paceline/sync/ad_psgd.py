@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Size, Tensor
 
-from paceline.comm.exchange import NOTHING, Exchange, Header, Port, Reply, Service
+from paceline.comm.rpc import NOTHING, RpcClient, RpcEndpoint, RpcHeader, RpcReply, RpcService
 from paceline.errors import CommunicationError
 from paceline.registry import register
 from paceline.sync.gossip import FlatParameters, GossipRule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Edges, Graph
 
 _AVERAGE, _ASK = 0, 1
@@ -31,7 +31,7 @@ class ADPSGD(GossipRule):
     neighbour, which answers from a thread of its own whatever it is doing: x_i, x_j <- (x_i + x_j) / 2, under a lock,
     so that the mean over workers is kept. Actives wait for passives only, and passives for nobody, so no ring of waits
     can form. Nobody waits for a slow worker, but for evaluation and checkpoints, which come after the same number of
-    steps of all. With two workers at the same pace it is dpsgd but for when gradients land.
+    steps of all. With two workers at the same pace it is dpsgd but for when gradients are applied.
 
     On the wire is one message of the parameters each way for each step of an active worker; it travels while the next
     gradients are computed. Gradients are of parameters from before the averages that came meanwhile. Clipping bounds
@@ -45,13 +45,13 @@ class ADPSGD(GossipRule):
         """Always."""
         return True
 
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what averages.
 
         Raises:
             SettingsError: The graph cannot be of so many workers.
         """
-        return ADPSGDSynchroniser(site, pair_up(self.graph, site.group.size))
+        return ADPSGDSynchroniser(context, pair_up(self.graph, context.group.size))
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """Both messages of a pair for each active worker, where all take as many steps."""
@@ -94,24 +94,24 @@ class ADPSGDSynchroniser(Synchroniser):
     """Takes a worker's part in averages, active or passive.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         pairs: Who averages with whom, as (active, passive).
     """
 
-    def __init__(self, site: Site, pairs: Edges) -> None:
-        self._site = site
-        rank, size = site.group.rank, site.group.size
-        self._flat = FlatParameters(site.parameters)
+    def __init__(self, context: WorkerContext, pairs: Edges) -> None:
+        self._context = context
+        rank, size = context.group.rank, context.group.size
+        self._flat = FlatParameters(context.parameters)
         self._model = _Model(self._flat.read())
         self._neighbours = sorted(passive for active, passive in pairs if active == rank)
         self._delta = torch.empty_like(self._model.values)
         """What an active worker adds to its parameters."""
-        self._port: Port | None = None
+        self._client: RpcClient | None = None
         """To whom the request under way went."""
         callers = [active for active, passive in pairs if passive == rank]
         self._service = _Passive(self._model, _Stop(), rank, callers)
         routes = sorted(pairs | {(other, 0) for other in range(size)})
-        self._exchange = Exchange(site.group, routes, self._service, "ad_psgd")
+        self._endpoint = RpcEndpoint(context.group, routes, self._service, "ad_psgd")
         self._stop_at: int | None = None
         self._has_begun = self._has_asked = False
         self._wire_bytes = 0
@@ -125,25 +125,25 @@ class ADPSGDSynchroniser(Synchroniser):
         self._base = self._model.read()
         self._flat.write(self._base)
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Add what the optimizer has done, and if active ask somebody for the next average."""
         self._model.add(self._flat.read() - self._base)
         self._flat.write(self._model.read())
         num_steps = step.number + 1
         if num_steps % _ASK_STEPS == 0 or not self._has_asked:
-            self._ask(num_steps, step.is_asked_to_stop)
+            self._ask(num_steps, step.stop_requested)
         stop = num_steps == self._stop_at
         if self._neighbours and not stop:
             self._request(step.number)
         wire_bytes, self._wire_bytes = self._wire_bytes + self._service.take_bytes(), 0
         waited_s, self._waited_s = self._waited_s, 0.0
-        return Outcome(waited_s, wire_bytes, stop)
+        return SyncResult(waited_s, wire_bytes, stop)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the mean over workers."""
         self._settle()
-        with self._flat.averaged(self._site.group, self._flat.read()):
+        with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def state(self) -> dict[str, Tensor]:
@@ -154,52 +154,52 @@ class ADPSGDSynchroniser(Synchroniser):
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Begin again from the parameters that were loaded."""
         self._finish()
-        self._site.group.barrier(name="averages")
+        self._context.group.barrier(name="averages")
         self._has_begun = self._has_asked = False
         self._stop_at = None
 
     def close(self) -> None:
         """Let the passive side answer until all have closed."""
         self._finish()
-        self._exchange.close()
+        self._endpoint.close()
 
     def _begin(self) -> None:
         """Take parameters as they are; nobody asks for an average before all have done so."""
         if not self._has_begun:
             self._has_begun = True
             self._model.write(self._flat.read())
-            self._site.group.barrier(name="parameters")
+            self._context.group.barrier(name="parameters")
 
     def _request(self, number: int) -> None:
         """Send the parameters to a passive neighbour; they change by its answer only after it has come."""
-        chosen = random.Random(f"{self._site.seed} {self._site.group.rank} {number}").choice(self._neighbours)
-        self._port = self._exchange.ports[chosen]
+        chosen = random.Random(f"{self._context.seed} {self._context.group.rank} {number}").choice(self._neighbours)
+        self._client = self._endpoint.clients[chosen]
         body = self._model.values.view(torch.uint8)
         self._wire_bytes += len(body)
-        self._port.begin(Header(_AVERAGE), body)
+        self._client.begin(RpcHeader(_AVERAGE), body)
 
     def _finish(self) -> None:
         """Wait for the answer, if one is to come, and make it."""
-        if self._port is None:
+        if self._client is None:
             return
         began_s = time.perf_counter()
-        port, self._port = self._port, None
-        port.finish(self._delta.view(torch.uint8))
+        client, self._client = self._client, None
+        client.finish(self._delta.view(torch.uint8))
         self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
 
-    def _ask(self, num_steps: int, is_asked_to_stop: bool) -> None:
+    def _ask(self, num_steps: int, stop_requested: bool) -> None:
         """Learn whether, and after which step, all stop."""
         self._has_asked = True
-        header = Header(_ASK, clock=num_steps, value=float(is_asked_to_stop))
-        answer, _ = self._exchange.ports[0].call(header)
+        header = RpcHeader(_ASK, clock=num_steps, value=float(stop_requested))
+        answer, _ = self._endpoint.clients[0].call(header)
         self._stop_at = answer.clock or None
 
     def _settle(self) -> None:
         """End all averages of all workers, and take them on."""
         self._begin()
         self._finish()
-        self._site.group.barrier(name="averages")
+        self._context.group.barrier(name="averages")
         self._service.check()
         self._flat.write(self._model.read())
 
@@ -235,15 +235,15 @@ class _Stop:
     furthest: int = 0
     at: int = 0
 
-    def ask(self, num_steps: int, is_asked_to_stop: bool) -> int:
+    def ask(self, num_steps: int, stop_requested: bool) -> int:
         """Note that a worker has done so many steps; return after which all stop, 0 if nobody was asked to."""
         self.furthest = max(self.furthest, num_steps)
-        if is_asked_to_stop and not self.at:
+        if stop_requested and not self.at:
             self.at = self.furthest + _ASK_STEPS
         return self.at
 
 
-class _Passive(Service):
+class _Passive(RpcService):
     """Answers active workers, and on rank 0 whether to stop."""
 
     def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int]) -> None:
@@ -254,15 +254,15 @@ class _Passive(Service):
         self._error: BaseException | None = None
         self._wire_bytes = 0
 
-    def buffer(self, caller: int) -> Tensor:
+    def request_buffer(self, caller: int) -> Tensor:
         """Return where its parameters go."""
         return self._received[caller].view(torch.uint8) if caller in self._received else NOTHING
 
-    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
-        """Meet in the middle: what is taken from these parameters is added to the caller's."""
+    def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
+        """Average with the caller: what is taken from these parameters is added to the caller's."""
         if header.kind == _ASK:
             with self._model.lock:
-                answer = Header(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
+                answer = RpcHeader(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
             return lambda: (answer, NOTHING)
         self._deltas[caller].reverse()
         delta = self._deltas[caller][0]
@@ -271,9 +271,9 @@ class _Passive(Service):
             delta.mul_(0.5)
             self._model.values.sub_(delta)
             self._wire_bytes += delta.nbytes
-        return lambda: (Header(_AVERAGE), delta.view(torch.uint8))
+        return lambda: (RpcHeader(_AVERAGE), delta.view(torch.uint8))
 
-    def lose(self, caller: int, error: BaseException | None) -> None:
+    def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Remember it: the worker itself must hear of it."""
         if error is not None:
             lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")

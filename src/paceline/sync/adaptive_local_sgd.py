@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.registry import register
-from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.periodic import PeriodicRule, PeriodicSynchroniser, SyncSchedule
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("adaptive_local_sgd")
@@ -21,7 +21,7 @@ class AdaptiveLocalSGD(PeriodicRule):
     From time to time the period becomes the shortest of which exchanges take at most `communication_share` of the
     time: exchange_s / (exchange_s + period * step_s) <= communication_share, within a factor of 2 of the period
     before. A step takes as long as on the slowest worker; an exchange as long as on the worker that waited least, since
-    the others also waited for that one. All workers decide by the same numbers, which they gather where they meet, and
+    the others also waited for that one. All workers decide by the same numbers, which they gather at sync steps, and
     what was decided is in the checkpoint. With a period that stays it is local_sgd, also in cost and clipping (each
     worker's own gradient).
 
@@ -36,11 +36,11 @@ class AdaptiveLocalSGD(PeriodicRule):
     max_period: int = Field(default=1000, ge=1)
     """Longest period."""
 
-    def start_synchroniser(self, site: Site) -> Synchroniser | None:
-        """Return what averages; a worker alone has nobody to meet."""
-        if site.group.size == 1:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
+        """Return what averages; a worker alone has nobody to average with."""
+        if context.group.size == 1:
             return None
-        return PeriodicSynchroniser(site, self, MeasuredCalendar(self))
+        return PeriodicSynchroniser(context, self, MeasuredSyncSchedule(self))
 
     def choose_period(self, period: int, step_s: float, exchange_s: float) -> int:
         """Return the period that is best by what was measured.
@@ -55,8 +55,8 @@ class AdaptiveLocalSGD(PeriodicRule):
         return min(max(math.ceil(needed), lowest), highest)
 
 
-class MeasuredCalendar(Calendar):
-    """A calendar that measures steps and exchanges, and changes its period where workers meet.
+class MeasuredSyncSchedule(SyncSchedule):
+    """A schedule that measures steps and exchanges, and changes its period at sync steps.
 
     Args:
         rule: The settings.
@@ -67,7 +67,7 @@ class MeasuredCalendar(Calendar):
         super().__init__(rule.period)
         self._rule, self._clock = rule, clock
         self._next = rule.period - 1
-        """The step in which workers meet next."""
+        """The next sync step."""
         self._began_s = self._changed_s = clock()
         self._step_s: list[float] = []
         self._exchange_s: list[float] = []
@@ -76,7 +76,7 @@ class MeasuredCalendar(Calendar):
         """Return whether the period that was decided on ends with step `number`."""
         return number == self._next
 
-    def note(self, number: int, waited_s: float, group: Group) -> None:
+    def record(self, number: int, waited_s: float, group: Group) -> None:
         """Tell the others what was measured, and decide on the next period."""
         now_s = self._clock()
         step_s = (now_s - waited_s - self._began_s) / self.period
@@ -94,12 +94,12 @@ class MeasuredCalendar(Calendar):
 
     def state(self) -> dict[str, Tensor]:
         """Return the period and when it ends."""
-        return {"calendar": torch.tensor([self.period, self._next])}
+        return {"sync_schedule": torch.tensor([self.period, self._next])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take them on; what was measured is measured anew."""
-        if "calendar" in state:
-            self.period, self._next = state["calendar"].tolist()
+        if "sync_schedule" in state:
+            self.period, self._next = state["sync_schedule"].tolist()
 
 
 def _mean(values: list[float]) -> float:

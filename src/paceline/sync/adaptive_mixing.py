@@ -14,7 +14,7 @@ from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import DPSGDSynchroniser, check_keeps_mean
 from paceline.sync.gossip import FlatParameters, GossipRule, MixingRow
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graph_choice import choose_edges
 from paceline.topology.graphs import CompleteGraph, Edges, Floats, Graph, mix_over
 
@@ -35,12 +35,11 @@ class AdaptiveMixing(GossipRule):
     (`choose_edges`), among `candidates`. Weights are Metropolis' for these edges, so that W is doubly stochastic; rank
     0 chooses, and all change at the same step. Between two choices, or where there is nothing to choose, it is dpsgd.
 
-    On the wire is one message of the parameters to each neighbour and step; `traffic` states it for the first graph.
-    A meeting adds a sketch of 8 KiB a worker and `probe_bytes`, a few times there and back, on each candidate link.
-    Each worker clips its own gradient. What is measured differs from run to run, so that only from one meeting to the
-    next runs repeat bit for bit; what was chosen is in the checkpoint. It differs from the paper in that the graph
-    changes, and not the number of rounds of mixing, and in that distances are sketched and not estimated from
-    neighbours.
+    On the wire is one message of the parameters to each neighbour and step; `traffic` states it for the first graph. A
+    choice adds a sketch of 8 KiB a worker and `probe_bytes`, a few times there and back, on each candidate link. Each
+    worker clips its own gradient. What is measured differs from run to run, so that only from one choice to the next
+    runs repeat bit for bit; what was chosen is in the checkpoint. It differs from the paper in that the graph changes,
+    and not the number of rounds of mixing, and in that distances are sketched and not estimated from neighbours.
     """
 
     interval: int = Field(default=100, ge=1)
@@ -53,20 +52,20 @@ class AdaptiveMixing(GossipRule):
     probe_bytes: int = Field(default=2**18, ge=1)
     """Size of the messages that links are measured by."""
 
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: Graph or candidates cannot be of so many workers, or do not keep their mean.
         """
-        check_keeps_mean(self, site.group)
-        edges = self.candidates.find_edges(site.group.size)
+        check_keeps_mean(self, context.group)
+        edges = self.candidates.find_edges(context.group.size)
         if not (self.graph.is_static and self.candidates.is_static):
             raise SettingsError(
                 "graph and candidates of adaptive_mixing must stay the same from step to step, but got "
                 f"{self.graph.name} and {self.candidates.name}; take ring and complete, or sync dpsgd"
             )
-        return AdaptiveSynchroniser(site, self, edges | {(b, a) for a, b in edges})
+        return AdaptiveSynchroniser(context, self, edges | {(b, a) for a, b in edges})
 
     def choose_num_pairs(self, num_pairs: int, distance: float, step_length: float) -> int:
         """Return how many pairs of workers to join from now on, before bounds.
@@ -82,40 +81,40 @@ class AdaptiveMixing(GossipRule):
 
 
 class AdaptiveSynchroniser(Synchroniser):
-    """Mixes as D-PSGD does, and meets now and then.
+    """Mixes as D-PSGD does, and chooses another graph now and then.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         rule: Its settings.
         candidates: Edges that may be chosen, both ways.
     """
 
-    def __init__(self, site: Site, rule: AdaptiveMixing, candidates: Edges) -> None:
-        self._site, self._rule, self._candidates = site, rule, candidates
-        self._group = site.group.on_cpu().duplicate("links")
-        self._flat = FlatParameters(site.parameters)
-        self._use(rule.graph.mixing_matrix(site.group.size))
-        self._mixing = DPSGDSynchroniser(site, lambda step: self._row)
+    def __init__(self, context: WorkerContext, rule: AdaptiveMixing, candidates: Edges) -> None:
+        self._context, self._rule, self._candidates = context, rule, candidates
+        self._group = context.group.on_cpu().duplicate("links")
+        self._flat = FlatParameters(context.parameters)
+        self._use(rule.graph.mixing_matrix(context.group.size))
+        self._mixing = DPSGDSynchroniser(context, lambda step: self._row)
         self._edges: Edges | None = None
         """Those chosen; None before the first choice."""
         self._before: Tensor | None = None
-        """Parameters before the optimizer's step, where workers meet after it."""
+        """Parameters before the optimizer's step, where the graph is chosen anew after it."""
 
     def before_update(self, step: LocalStep) -> None:
         """Mix."""
         self._mixing.before_update(step)
-        is_meeting = (step.number + 1) % self._rule.interval == 0
-        self._before = self._flat.read() if is_meeting else None
+        is_due = (step.number + 1) % self._rule.interval == 0
+        self._before = self._flat.read() if is_due else None
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Choose another graph if it is time, and begin to send."""
         began_s, wire_bytes = time.perf_counter(), 0
         if self._before is not None:
-            wire_bytes = self._meet(self._before)
+            wire_bytes = self._choose_together(self._before)
             self._before = None
         waited_s = time.perf_counter() - began_s
         mixed = self._mixing.after_update(step)
-        return Outcome(mixed.waited_s + waited_s, mixed.wire_bytes + wire_bytes)
+        return SyncResult(mixed.waited_s + waited_s, mixed.wire_bytes + wire_bytes)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -130,7 +129,7 @@ class AdaptiveSynchroniser(Synchroniser):
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take them on, among as many workers."""
         self._mixing.load_state(saved, shared)
-        if len(saved) == self._site.group.size and "edges" in shared:
+        if len(saved) == self._context.group.size and "edges" in shared:
             self._choose([(int(a), int(b)) for a, b in shared["edges"].tolist()])
 
     def close(self) -> None:
@@ -138,11 +137,11 @@ class AdaptiveSynchroniser(Synchroniser):
         self._mixing.close()
         self._group.close()
 
-    def _meet(self, before: Tensor) -> int:
+    def _choose_together(self, before: Tensor) -> int:
         """Measure, and let rank 0 choose for all; return the bytes sent."""
-        group, model = self._site.group, self._flat.read()
+        group, model = self._context.group, self._flat.read()
         sketches = torch.zeros(group.size, _NUM_BUCKETS, dtype=torch.float64)
-        group.on_cpu().all_gather(sketches, sketch(model, self._site.seed), name="sketches").wait()
+        group.on_cpu().all_gather(sketches, sketch(model, self._context.seed), name="sketches").wait()
         lengths = group.gather_documents(float((model - before).double().norm()), name="lengths of steps")
         seconds, wire_bytes = measure_links(self._group, self._candidates, self._rule.probe_bytes)
         everybody = group.gather_documents(seconds, name="times of links")
@@ -158,10 +157,10 @@ class AdaptiveSynchroniser(Synchroniser):
 
     def _choose(self, edges: Sequence[Sequence[int]]) -> None:
         self._edges = {(a, b) for a, b in edges}
-        self._use(mix_over(self._edges, self._site.group.size))
+        self._use(mix_over(self._edges, self._context.group.size))
 
     def _use(self, mixing: Floats) -> None:
-        self._row = MixingRow.of(mixing, self._site.group.rank)
+        self._row = MixingRow.of(mixing, self._context.group.rank)
 
 
 def sketch(model: Tensor, seed: int) -> Tensor:

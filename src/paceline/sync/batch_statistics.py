@@ -26,22 +26,22 @@ def find_statistics(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def pool_moments(moments: Sequence[Moments], masses: Sequence[float] | None = None) -> Moments:
+def pool_moments(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
     """Return mean and variance of the union of sets, given those of each.
 
     Args:
         moments: Of each set.
-        masses: How much each set counts, not all 0; alike without it.
+        weights: How much each set counts, not all 0; alike without it.
     """
     means = torch.stack([mean.double() for mean, _ in moments])
     variances = torch.stack([variance.double() for _, variance in moments])
-    if masses is None:
+    if weights is None:
         mean = means.mean(0)
         # The mean of second moments less the second moment of the mean, without its cancellation.
         return mean, variances.mean(0) + (means - mean).square().mean(0)
-    weights = torch.tensor(masses, dtype=torch.float64, device=means.device).div(sum(masses)).unsqueeze(1)
-    mean = (weights * means).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
+    fractions = torch.tensor(weights, dtype=torch.float64, device=means.device).div(sum(weights)).unsqueeze(1)
+    mean = (fractions * means).sum(0)
+    return mean, (fractions * (variances + (means - mean).square())).sum(0)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def pooled_over_workers(module: nn.Module, group: Group) -> Iterator[None]:
             set_moments(layer, moments)
 
 
-def pool_over_workers(module: nn.Module, group: Group, mass: float = 1.0) -> int:
+def pool_over_workers(module: nn.Module, group: Group, weight: float = 1.0) -> int:
     """Give every layer the running statistics of all workers' samples, and return the bytes that this worker sent.
 
     How many batches a layer has seen (``num_batches_tracked``) stays each worker's own.
@@ -65,19 +65,19 @@ def pool_over_workers(module: nn.Module, group: Group, mass: float = 1.0) -> int
     Args:
         module: The same on every worker.
         group: The workers.
-        mass: How much this worker's statistics count; not 0 on all of them.
+        weight: How much this worker's statistics count; not 0 on all of them.
     """
     layers = list(find_statistics(module).values())
     if not layers or group.size == 1:
         return 0
     flat = torch.cat([torch.cat(_moments(layer)) for layer in layers])
-    mine = torch.cat([flat.double(), flat.new_tensor([mass], dtype=torch.float64)])
+    mine = torch.cat([flat.double(), flat.new_tensor([weight], dtype=torch.float64)])
     everybody = mine.new_zeros(group.size, len(mine))
     group.all_gather(everybody, mine, name="batch statistics").wait()
-    masses = everybody[:, -1].tolist()
+    weights = everybody[:, -1].tolist()
     sizes = [2 * layer.num_features for layer in layers]
     for layer, part in zip(layers, everybody[:, :-1].split(sizes, dim=1), strict=True):
-        set_moments(layer, pool_moments([_halves(row) for row in part], masses))
+        set_moments(layer, pool_moments([_halves(row) for row in part], weights))
     return (group.size - 1) * mine.nbytes
 
 

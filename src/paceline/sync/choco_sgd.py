@@ -15,7 +15,7 @@ from paceline.errors import NonFiniteError, SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import check_keeps_mean
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 @register("choco_sgd")
@@ -54,14 +54,14 @@ class ChocoSGD(GossipRule):
             )
         return self
 
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers, or does not keep their mean.
         """
-        check_keeps_mean(self, site.group)
-        return ChocoSynchroniser(site, self)
+        check_keeps_mean(self, context.group)
+        return ChocoSynchroniser(context, self)
 
     def message_bytes(self, shapes: Sequence[Size]) -> int:
         """Return that of the codec's payloads."""
@@ -72,32 +72,32 @@ class ChocoSynchroniser(Synchroniser):
     """Keeps public copies, and moves a worker's parameters towards those of its neighbours.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         rule: Its settings.
     """
 
-    def __init__(self, site: Site, rule: ChocoSGD) -> None:
-        self._site, self._codec, self._step_size = site, rule.codec, rule.step_size
-        self._rank = site.group.rank
-        self._row = MixingRow.of(rule.graph.mixing_matrix(site.group.size), self._rank)
+    def __init__(self, context: WorkerContext, rule: ChocoSGD) -> None:
+        self._context, self._codec, self._step_size = context, rule.codec, rule.step_size
+        self._rank = context.group.rank
+        self._row = MixingRow.of(rule.graph.mixing_matrix(context.group.size), self._rank)
         self._sources = [rank for rank in self._row.weights if rank != self._rank]
-        self._flat = FlatParameters(site.parameters)
-        self._shapes = {name: parameter.shape for name, parameter in site.parameters.items()}
+        self._flat = FlatParameters(context.parameters)
+        self._shapes = {name: parameter.shape for name, parameter in context.parameters.items()}
         self._copies = {rank: self._flat.read() for rank in self._row.weights}
         """By rank, this worker's among them; all workers begin with the same parameters."""
         self._states: dict[str, State] = {}
-        self._swap = GossipMessages(site.group, message_bytes(self._codec, self._shapes), torch.uint8)
+        self._swap = GossipMessages(context.group, message_bytes(self._codec, self._shapes), torch.uint8)
         self._sent_in: int | None = None
         """The step that the messages under way are of."""
 
     def before_update(self, step: LocalStep) -> None:
         """Move towards the copies of the neighbours; the gradients were made of the parameters from before."""
-        self._land()
+        self._receive_copies()
         model = self._flat.read()
         towards = self._row.mix(self._copies) - self._copies[self._rank]
         self._flat.write(model.add_(towards, alpha=self._step_size))
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Begin to send by how much the parameters differ from their copy."""
         parts = (self._flat.read() - self._copies[self._rank]).float().split([s.numel() for s in self._shapes.values()])
         values = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
@@ -114,46 +114,46 @@ class ChocoSynchroniser(Synchroniser):
         self._swap.outgoing.copy_(message)
         self._swap.start(self._sources, self._row.destinations, f"differences of step {step.number}")
         self._sent_in = step.number
-        return Outcome(*self._swap.take_costs())
+        return SyncResult(*self._swap.take_costs())
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the mean over workers."""
-        with self._flat.averaged(self._site.group, self._flat.read()):
+        with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def state(self) -> dict[str, Tensor]:
         """Return this worker's copy, which neighbours get from it again, and what its codec begins from."""
-        self._land()
+        self._receive_copies()
         codec = {f"{self._codec.name}/{name}/{key}": t for name, s in self._states.items() for key, t in s.items()}
         return {"copy": self._copies[self._rank].clone(), **codec}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take it on, and copies from the neighbours; among another number of workers copies are the consensus."""
-        self._land()
+        self._receive_copies()
         self._flat.read(self._copies[self._rank])
-        if len(saved) == self._site.group.size:
+        if len(saved) == self._context.group.size:
             mine = saved[self._rank]
             self._copies[self._rank].copy_(mine["copy"])
             for name in self._shapes:
                 prefix = f"{self._codec.name}/{name}/"
                 kept = {key.removeprefix(prefix): t.cpu() for key, t in mine.items() if key.startswith(prefix)}
                 self._states[name] = kept
-        swap = GossipMessages(self._site.group, self._flat.num_elements, self._flat.dtype)
+        swap = GossipMessages(self._context.group, self._flat.num_elements, self._flat.dtype)
         swap.outgoing.copy_(self._copies[self._rank])
         swap.start(self._sources, self._row.destinations, "copies")
-        self._copies |= swap.arrive()
+        self._copies |= swap.finish()
         swap.close()
 
     def close(self) -> None:
         """Let connections go."""
         self._swap.close()
 
-    def _land(self) -> None:
+    def _receive_copies(self) -> None:
         """Add to the neighbours' copies what has come from them."""
         if self._sent_in is None:
             return
-        for rank, message in self._swap.arrive().items():
+        for rank, message in self._swap.finish().items():
             decoded = decode_blocks(self._codec, message, self._shapes, step=self._sent_in, seed=self._seed_of(rank))
             self._add(rank, decoded)
         self._sent_in = None
@@ -164,7 +164,7 @@ class ChocoSynchroniser(Synchroniser):
 
     def _seed_of(self, rank: int) -> int:
         """Return what a sender draws from: workers must not all round alike."""
-        return self._site.seed * self._site.group.size + rank
+        return self._context.seed * self._context.group.size + rank
 
 
 def _without_residuals(state: State) -> State:

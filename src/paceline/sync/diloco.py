@@ -4,8 +4,8 @@ from pydantic import Field
 
 from paceline.registry import register
 from paceline.sync.outer_sgd import OuterSGD
-from paceline.sync.periodic import Calendar, LocalRule, PeriodicSynchroniser
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.periodic import LocalRule, PeriodicSynchroniser, SyncSchedule
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("diloco")
@@ -13,7 +13,7 @@ class DiLoCo(LocalRule):
     """Distributed low-communication training (Douillard et al. 2023, arXiv:2311.08105).
 
     After `period` steps of each worker's own optimizer (AdamW in the paper) the outer gradient is the mean of
-    x_before - x_i over workers, by the mass of the samples that each has used, and SGD with Nesterov momentum
+    x_before - x_i over workers, by the weight of the samples that each has used, and SGD with Nesterov momentum
     steps along it from x_before; all workers go on from there. With an outer learning rate of 1 and no momentum it is
     local_sgd. The first `synchronous_steps` are those of every_step: the paper starts from a model that was trained
     so for 24,000 of 88,000 steps. The outer momentum is the same on all workers, and travels with the checkpoint.
@@ -23,7 +23,7 @@ class DiLoCo(LocalRule):
 
     On the wire is one all-reduce of the parameters a period, 1 / `period` of what every_step sends; the paper's period
     is 500. Clipping bounds each worker's own gradient, not the outer one. Optimizer state stays with its worker;
-    BatchNorm's statistics are pooled by second moments at each meeting. The paper weighs workers alike.
+    BatchNorm's statistics are pooled by second moments at each sync step. The paper weighs workers alike.
     """
 
     period: int = Field(default=50, ge=1)
@@ -35,7 +35,7 @@ class DiLoCo(LocalRule):
     nesterov: bool = True
     """Whether the outer momentum is Nesterov's."""
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return what takes the outer steps."""
         outer = OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov)
-        return PeriodicSynchroniser(site, self, Calendar(self.period, self.synchronous_steps), outer)
+        return PeriodicSynchroniser(context, self, SyncSchedule(self.period, self.synchronous_steps), outer)

@@ -9,7 +9,7 @@ from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import is_doubly_stochastic
 
 
@@ -27,14 +27,14 @@ class DPSGD(GossipRule):
     It differs from the paper in that the graph may change from step to step.
     """
 
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers, or does not keep their mean.
         """
-        check_keeps_mean(self, site.group)
-        return DPSGDSynchroniser(site, MixingRows(self.graph, site.group).at)
+        check_keeps_mean(self, context.group)
+        return DPSGDSynchroniser(context, MixingRows(self.graph, context.group).at)
 
 
 def check_keeps_mean(rule: GossipRule, group: Group) -> None:
@@ -54,39 +54,39 @@ class DPSGDSynchroniser(Synchroniser):
     Nothing of a swap that is under way is in a checkpoint: parameters do not change until it ends, so it is made again.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         choose: Returns this worker's part in the mixing of a step.
     """
 
-    def __init__(self, site: Site, choose: Callable[[int], MixingRow]) -> None:
-        self._site, self._choose = site, choose
-        self._flat = FlatParameters(site.parameters)
-        self._swap = GossipMessages(site.group, self._flat.num_elements, self._flat.dtype)
+    def __init__(self, context: WorkerContext, choose: Callable[[int], MixingRow]) -> None:
+        self._context, self._choose = context, choose
+        self._flat = FlatParameters(context.parameters)
+        self._swap = GossipMessages(context.group, self._flat.num_elements, self._flat.dtype)
         self._row: MixingRow | None = None
         """Of the swap under way."""
 
     def before_update(self, step: LocalStep) -> None:
         """Mix; the gradients were made of the parameters from before."""
         row = self._row or self._start(step.number)
-        models = self._swap.arrive() | {self._site.group.rank: self._swap.outgoing}
+        models = self._swap.finish() | {self._context.group.rank: self._swap.outgoing}
         self._row = None
         self._flat.write(row.mix(models))
         self._costs = self._swap.take_costs()
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Start to send the new parameters; what is counted are the messages that were mixed in this step."""
         self._start(step.number + 1)
-        return Outcome(*self._costs)
+        return SyncResult(*self._costs)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the mean over workers."""
-        with self._flat.averaged(self._site.group, self._flat.read()):
+        with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Forget the swap of other parameters."""
-        self._swap.arrive()
+        self._swap.finish()
         self._row = None
 
     def close(self) -> None:
@@ -96,6 +96,6 @@ class DPSGDSynchroniser(Synchroniser):
     def _start(self, number: int) -> MixingRow:
         self._row = row = self._choose(number)
         self._flat.read(self._swap.outgoing)
-        sources = [rank for rank in row.weights if rank != self._site.group.rank]
+        sources = [rank for rank in row.weights if rank != self._context.group.rank]
         self._swap.start(sources, row.destinations, f"gossip of step {number}")
         return row

@@ -11,11 +11,11 @@ from torch import Size, Tensor
 from paceline.compression import NoCodec
 from paceline.errors import SettingsError
 from paceline.registry import register
-from paceline.sync.anchor import Anchor
 from paceline.sync.elastic_centre import AsynchronousElastic
-from paceline.sync.periodic import Feedback, PeriodicRule
+from paceline.sync.outer_parameters import OuterParameters
+from paceline.sync.periodic import ErrorFeedback, PeriodicRule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 @register("easgd")
@@ -65,13 +65,13 @@ class EASGD(PeriodicRule):
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         return tuple(Traffic(way, num_bytes, num_bytes, self.period, "servers") for way in ("push", "pull"))
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return what pulls.
 
         Raises:
             SettingsError: The centre would be pulled beyond the workers' mean.
         """
-        num_workers = site.group.size
+        num_workers = context.group.size
         elasticity = 0.9 / num_workers if self.elasticity is None else self.elasticity
         if num_workers * elasticity > 1 + 1e-9:
             raise SettingsError(
@@ -79,42 +79,42 @@ class EASGD(PeriodicRule):
                 f"{elasticity * num_workers:g}; give at most {1 / num_workers:.3g}"
             )
         if self.asynchronous:
-            return AsynchronousElastic(site, self.period, elasticity)
-        return _Elastic(site, self, elasticity)
+            return AsynchronousElastic(context, self.period, elasticity)
+        return _Elastic(context, self, elasticity)
 
 
 class _Elastic(Synchroniser):
-    def __init__(self, site: Site, rule: EASGD, elasticity: float) -> None:
-        self._site, self._rule, self._elasticity = site, rule, elasticity
-        self._exchanger = rule.start_differences(site.group, site.seed)
-        self._feedback = Feedback(self._exchanger, rule.codec, site)
+    def __init__(self, context: WorkerContext, rule: EASGD, elasticity: float) -> None:
+        self._context, self._rule, self._elasticity = context, rule, elasticity
+        self._reducer = rule.start_difference_reducer(context.group, context.seed)
+        self._feedback = ErrorFeedback(self._reducer, rule.codec, context)
         self._centre = self._make_centre()
 
-    def meets(self, number: int) -> bool:
-        """Meet in the last step of each period."""
+    def is_sync_step(self, number: int) -> bool:
+        """The last step of each period is one."""
         return (number + 1) % self._rule.period == 0
 
     def before_update(self, step: LocalStep) -> None:
         """Send the difference, and pull this worker."""
-        if not self.meets(step.number):
+        if not self.is_sync_step(step.number):
             return
         self._centre.send(1.0, 1.0, step.number)  # numerators alone: the centre takes their sum, not their mean
         with torch.no_grad():
-            for name, parameter in self._site.parameters.items():
+            for name, parameter in self._context.parameters.items():
                 parameter.lerp_(self._centre.tensors[name].to(parameter.dtype), self._elasticity)
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Pull the centre."""
-        if not self.meets(step.number):
-            return Outcome()
-        waited_s = self._centre.arrive()
-        self._centre.move(self._pull)
-        return Outcome(waited_s, self._centre.wire_bytes)
+        if not self.is_sync_step(step.number):
+            return SyncResult()
+        waited_s = self._centre.receive()
+        self._centre.update(self._pull)
+        return SyncResult(waited_s, self._centre.wire_bytes)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the centre."""
-        parameters = self._site.parameters
+        parameters = self._context.parameters
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         _assign(parameters, self._centre.tensors)
         try:
@@ -139,14 +139,14 @@ class _Elastic(Synchroniser):
 
     def close(self) -> None:
         """Let connections and threads go."""
-        self._exchanger.close()
+        self._reducer.close()
 
     def _pull(self, _: str, centre: Tensor, total: Tensor) -> None:
         centre.sub_(total, alpha=self._elasticity)
 
-    def _make_centre(self) -> Anchor:
-        values = {name: parameter.detach() for name, parameter in self._site.parameters.items()}
-        return Anchor("centre", values, self._site.group, self._exchanger)
+    def _make_centre(self) -> OuterParameters:
+        values = {name: parameter.detach() for name, parameter in self._context.parameters.items()}
+        return OuterParameters("centre", values, self._context.group, self._reducer)
 
 
 def _assign(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange, Header, Reply, Service
+from paceline.comm.rpc import RpcEndpoint, RpcHeader, RpcReply, RpcService
 from paceline.errors import NonFiniteError
-from paceline.sync.desk import SampleDesk
 from paceline.sync.gossip import FlatParameters
-from paceline.sync.synchroniser import Desk, LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.sample_dispatcher import DispatcherClient
+from paceline.sync.synchroniser import LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
 
 _SWAP, _READ = 0, 1
 """Kinds of requests: to pull, and for the centre as it is."""
 
 
-class CentreService(Service):
+class CentreService(RpcService):
     """Keeps the centre.
 
     A worker sends its parameters x and gets a * (x - c) back; that has been added to c by then, under a lock, so that
@@ -35,13 +35,13 @@ class CentreService(Service):
         self._lock = threading.Lock()
         self._received: dict[int, Tensor] = {}
 
-    def buffer(self, caller: int) -> Tensor:
+    def request_buffer(self, caller: int) -> Tensor:
         """Return the caller's own buffer."""
         if caller not in self._received:
             self._received[caller] = torch.empty_like(self.centre)
         return self._received[caller].view(torch.uint8)
 
-    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+    def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         """Pull, or tell the centre."""
         with self._lock:
             if header.kind == _READ:
@@ -49,51 +49,51 @@ class CentreService(Service):
             else:
                 reply = body.view(self.centre.dtype).sub(self.centre).mul_(self._elasticity)
                 self.centre.add_(reply)
-        return lambda: (Header(header.kind), reply.view(torch.uint8))
+        return lambda: (RpcHeader(header.kind), reply.view(torch.uint8))
 
 
 class AsynchronousElastic(Synchroniser):
     """A worker that the centre pulls at once in a period of its own steps.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         period: Steps from one pull to the next.
         elasticity: How far both are pulled.
     """
 
-    def __init__(self, site: Site, period: int, elasticity: float) -> None:
-        self._site, self._period = site, period
-        self._flat = FlatParameters(site.parameters)
+    def __init__(self, context: WorkerContext, period: int, elasticity: float) -> None:
+        self._context, self._period = context, period
+        self._flat = FlatParameters(context.parameters)
         self._num_steps = 0
-        self._service = CentreService(self._flat.read(), elasticity) if site.group.rank == 0 else None
-        routes = [(rank, 0) for rank in range(site.group.size)]
-        self._exchange = Exchange(site.group, routes, self._service, "easgd")
-        self._port = self._exchange.ports[0]
+        self._service = CentreService(self._flat.read(), elasticity) if context.group.rank == 0 else None
+        routes = [(rank, 0) for rank in range(context.group.size)]
+        self._endpoint = RpcEndpoint(context.group, routes, self._service, "easgd")
+        self._client = self._endpoint.clients[0]
         self._sent, self._pull = self._flat.read(), self._flat.read()
-        self._desk = SampleDesk(site.group)
+        self._dispatcher = DispatcherClient(context.group)
 
     @property
-    def desk(self) -> Desk | None:
+    def dispatcher(self) -> SampleDispatcher | None:
         """Where workers get their samples."""
-        return self._desk
+        return self._dispatcher
 
     def before_update(self, step: LocalStep) -> None:
         """Begin to swap, where it is this worker's turn: parameters are those that the gradients are of."""
         self._num_steps += 1
         if self._is_due:
-            self._port.begin(Header(_SWAP), self._flat.read(self._sent).view(torch.uint8))
+            self._client.begin(RpcHeader(_SWAP), self._flat.read(self._sent).view(torch.uint8))
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Go towards the centre by what it has taken."""
-        outcome = Outcome()
+        result = SyncResult()
         if self._is_due:
             began_s = time.perf_counter()
-            self._port.finish(self._pull.view(torch.uint8))
-            outcome = Outcome(time.perf_counter() - began_s, self._sent.nbytes)
+            self._client.finish(self._pull.view(torch.uint8))
+            result = SyncResult(time.perf_counter() - began_s, self._sent.nbytes)
             self._flat.write(self._flat.read().sub_(self._pull))
-        if step.is_asked_to_stop:
-            self._desk.ask_to_stop()
-        return outcome
+        if step.stop_requested:
+            self._dispatcher.ask_to_stop()
+        return result
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -126,12 +126,12 @@ class AsynchronousElastic(Synchroniser):
         """Go on from the saved centre; without one, from these parameters."""
         if self._service is not None:
             self._service.centre.copy_(shared.get("centre", self._flat.read()))
-        self._site.group.barrier(name="centre is loaded")
+        self._context.group.barrier(name="centre is loaded")
 
     def close(self) -> None:
         """Leave; the centre stays until all have left."""
-        self._desk.close()
-        self._exchange.close()
+        self._dispatcher.close()
+        self._endpoint.close()
 
     @property
     def _is_due(self) -> bool:
@@ -139,7 +139,7 @@ class AsynchronousElastic(Synchroniser):
 
     def _read(self) -> Tensor:
         """Return the centre, once all workers are here and none pulls at it."""
-        self._site.group.barrier(name="centre is at rest")
-        self._port.call(Header(_READ), into=self._pull.view(torch.uint8))
-        self._site.group.barrier(name="centre was read")
+        self._context.group.barrier(name="centre is at rest")
+        self._client.call(RpcHeader(_READ), into=self._pull.view(torch.uint8))
+        self._context.group.barrier(name="centre was read")
         return self._pull.clone()

@@ -13,8 +13,8 @@ from paceline.compression.codec import Algebra
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm, Collective, Direct, list_algorithms
 from paceline.registry import register
-from paceline.sync.exchanger import Exchanger
-from paceline.sync.exchangers import CodecExchanger, DenseExchanger
+from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducers import CodecReducer, DenseReducer
 from paceline.sync.rule import Rule, Traffic
 
 _NEEDS = {
@@ -29,11 +29,11 @@ _NEEDS = {
 class EveryStep(Rule):
     """Synchronous data-parallel SGD, x <- x - lr * sum_i w_i g_i / sum_i w_i.
 
-    Without a codec it equals one process on the same global batch up to the order of summation, and sends
-    2(n-1)/n bytes a rank for each byte of gradient. With one, workers apply the same sum of what each really sent, and
-    keep the rest for later steps (error feedback), but for the first `dense_steps`. Gradients are clipped after they
-    are averaged, so clipping is that of the one process; with feedback, what was held back is clipped with the step
-    that it lands in.
+    Without a codec it equals one process on the same global batch up to the order of summation, and sends 2(n-1)/n
+    bytes a rank for each byte of gradient. With one, workers apply the same sum of what each really sent, and keep the
+    rest for later steps (error feedback), but for the first `dense_steps`. Gradients are clipped after they are
+    averaged, so clipping is that of the one process; with feedback, what was held back is clipped with the step that it
+    is sent in.
     """
 
     codec: Codec = NoCodec()
@@ -84,15 +84,15 @@ class EveryStep(Rule):
         """Return the end of the dense steps."""
         return self.dense_steps if self.phase(step) != self.phase(self.dense_steps) else None
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
-        """Return the exchanger of whole buffers, or of a codec's blocks."""
+    def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
+        """Return the reducer of whole buffers, or of a codec's blocks."""
         if self.phase(step) == 0:
-            return DenseExchanger(group, self.program)
+            return DenseReducer(group, self.program)
         program = self.program
         if program is None and self.codec.algebra is not Algebra.LINEAR and isinstance(group, TorchGroup):
             # Measured: gloo's own all-to-all and all-gather take up to half as long again as messages to each peer.
             program = Direct() if group.device.type == "cpu" else None
-        return CodecExchanger(group, self.codec, program, seed)
+        return CodecReducer(group, self.codec, program, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a step, of gradients as they are or as the codec makes them."""

@@ -12,7 +12,7 @@ _TOLERANCE = 1.1
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Block:
     name: str
     begin: int
     end: int
@@ -22,11 +22,11 @@ class _Piece:
     def num_bytes(self) -> float:
         return (self.end - self.begin) * self.row_bytes
 
-    def halves(self) -> "tuple[_Piece, _Piece]":
+    def halves(self) -> "tuple[_Block, _Block]":
         middle = (self.begin + self.end) // 2
         return (
-            _Piece(self.name, self.begin, middle, self.row_bytes),
-            _Piece(self.name, middle, self.end, self.row_bytes),
+            _Block(self.name, self.begin, middle, self.row_bytes),
+            _Block(self.name, middle, self.end, self.row_bytes),
         )
 
 
@@ -44,44 +44,44 @@ def cut_into_fragments(tensors: Mapping[str, Tensor], num_fragments: int) -> lis
     Raises:
         SettingsError: Some fragment would be empty.
     """
-    pieces = []
+    blocks = []
     for name, tensor in tensors.items():
         num_rows = len(tensor) if tensor.dim() else 1
-        pieces.append(_Piece(name, 0, num_rows, tensor.nbytes / max(num_rows, 1)))
-    mean = sum(piece.num_bytes for piece in pieces) / num_fragments
-    bound = max(_TOLERANCE * mean, max((piece.row_bytes for piece in pieces), default=0.0))
-    fragments = _deal(pieces, num_fragments)
+        blocks.append(_Block(name, 0, num_rows, tensor.nbytes / max(num_rows, 1)))
+    mean = sum(block.num_bytes for block in blocks) / num_fragments
+    bound = max(_TOLERANCE * mean, max((block.row_bytes for block in blocks), default=0.0))
+    fragments = _deal(blocks, num_fragments)
     while not all(fragments) or _num_bytes(max(fragments, key=_num_bytes)) > bound:
-        crowd = max(fragments, key=_num_bytes) if all(fragments) else pieces
-        divisible = [piece for piece in crowd if piece.end - piece.begin > 1]
+        crowd = max(fragments, key=_num_bytes) if all(fragments) else blocks
+        divisible = [block for block in crowd if block.end - block.begin > 1]
         if not divisible:
             break
-        place = pieces.index(max(divisible, key=lambda piece: piece.num_bytes))
-        pieces[place : place + 1] = pieces[place].halves()
-        fragments = _deal(pieces, num_fragments)
+        place = blocks.index(max(divisible, key=lambda block: block.num_bytes))
+        blocks[place : place + 1] = blocks[place].halves()
+        fragments = _deal(blocks, num_fragments)
     if not all(fragments):
-        num_rows = sum(piece.end - piece.begin for piece in pieces)
+        num_rows = sum(block.end - block.begin for block in blocks)
         raise SettingsError(
             f"num_fragments must be at most {num_rows}, the rows of all parameters, but got {num_fragments}"
         )
-    return [dict(_view(piece, tensors[piece.name]) for piece in fragment) for fragment in fragments]
+    return [dict(_view(block, tensors[block.name]) for block in fragment) for fragment in fragments]
 
 
-def _deal(pieces: Sequence[_Piece], num_fragments: int) -> list[list[_Piece]]:
-    fragments: list[list[_Piece]] = [[] for _ in range(num_fragments)]
+def _deal(blocks: Sequence[_Block], num_fragments: int) -> list[list[_Block]]:
+    fragments: list[list[_Block]] = [[] for _ in range(num_fragments)]
     sizes = [0.0] * num_fragments
-    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):  # stable: equal ones stay in the model's order
+    for block in sorted(blocks, key=lambda block: -block.num_bytes):  # stable: equal ones stay in the model's order
         smallest = sizes.index(min(sizes))
-        fragments[smallest].append(piece)
-        sizes[smallest] += piece.num_bytes
+        fragments[smallest].append(block)
+        sizes[smallest] += block.num_bytes
     return fragments
 
 
-def _num_bytes(fragment: Sequence[_Piece]) -> float:
-    return sum(piece.num_bytes for piece in fragment)
+def _num_bytes(fragment: Sequence[_Block]) -> float:
+    return sum(block.num_bytes for block in fragment)
 
 
-def _view(piece: _Piece, tensor: Tensor) -> tuple[str, Tensor]:
-    if not tensor.dim() or (piece.begin, piece.end) == (0, len(tensor)):
-        return piece.name, tensor
-    return f"{piece.name}[{piece.begin}:{piece.end}]", tensor[piece.begin : piece.end]
+def _view(block: _Block, tensor: Tensor) -> tuple[str, Tensor]:
+    if not tensor.dim() or (block.begin, block.end) == (0, len(tensor)):
+        return block.name, tensor
+    return f"{block.name}[{block.begin}:{block.end}]", tensor[block.begin : block.end]

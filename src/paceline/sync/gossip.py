@@ -12,16 +12,16 @@ from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.sync.rule import Rule, Traffic
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 from paceline.topology.graphs import Floats, Graph, RingGraph
 
 
 class GossipRule(Rule):
     """Settings of a rule whose workers step by gradients of their own, and mix parameters with neighbours.
 
-    What a worker counts for in the mean of all is what the graph says, not how many samples it had: masses weigh the
-    samples of one worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay with
-    their worker, and are pooled when the model is judged. Mixing is done in host memory, on GPUs too.
+    What a worker counts for in the mean of all is what the graph says, not how many samples it had: weights are those
+    of the samples in one worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay
+    with their worker, and are pooled when the model is judged. Mixing is done in host memory, on GPUs too.
     """
 
     graph: Graph = RingGraph()
@@ -29,25 +29,25 @@ class GossipRule(Rule):
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Never: neighbours are near each other, not equal."""
+        """Never: neighbours are close to each other, not equal."""
         return False
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Each worker steps by its own gradient."""
         return [group.rank]
 
-    def start_synchroniser(self, site: Site) -> Synchroniser | None:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
         """Return what mixes; a worker alone has nobody to mix with.
 
         Raises:
             SettingsError: The graph cannot be of so many, or not do what the rule needs.
         """
-        if site.group.size == 1:
+        if context.group.size == 1:
             return None
-        return self.start_mixing(site)
+        return self.start_mixing(context)
 
     @abstractmethod
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what mixes, among two workers or more."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
@@ -152,19 +152,19 @@ class FlatParameters:
             parameter.copy_(part.view(parameter.shape))
 
     @contextmanager
-    def averaged(self, group: Group, numerator: Tensor, mass: float = 1.0) -> Iterator[None]:
-        """Inside, parameters are the sum over workers of numerators by that of masses; outside, their own again.
+    def averaged(self, group: Group, numerator: Tensor, weight: float = 1.0) -> Iterator[None]:
+        """Inside, parameters are the sum over workers of numerators by that of weights; outside, their own again.
 
         It costs one all-reduce of their size. Every worker enters it.
         """
         own = [parameter.detach().clone() for parameter in self._parameters]
         total = numerator.to(torch.promote_types(self.dtype, torch.float32), copy=True)
-        masses = torch.tensor([mass], dtype=torch.float64)
+        weights = torch.tensor([weight], dtype=torch.float64)
         group = group.on_cpu()
-        works = [group.all_reduce(total, name="mean of workers"), group.all_reduce(masses, name="mass of workers")]
+        works = [group.all_reduce(total, name="mean of workers"), group.all_reduce(weights, name="weight of workers")]
         for work in works:
             work.wait()
-        self.write(total / float(masses))
+        self.write(total / float(weights))
         try:
             yield
         finally:
@@ -203,7 +203,7 @@ class GossipMessages:
         self._works += [self._group.send(self.outgoing, other, tag=0, name=name) for other in destinations]
         self._wire_bytes += len(destinations) * self.outgoing.nbytes
 
-    def arrive(self) -> dict[int, Tensor]:
+    def finish(self) -> dict[int, Tensor]:
         """Wait for all messages, and return the buffers of those that came, by rank."""
         began_s = time.perf_counter()
         for work in self._works:
@@ -220,5 +220,5 @@ class GossipMessages:
 
     def close(self) -> None:
         """Wait for what is under way, which the others wait for too, and let the connections go."""
-        self.arrive()
+        self.finish()
         self._group.close()

@@ -8,9 +8,9 @@ from torch import Size
 from paceline.comm.group import Group
 from paceline.comm.hosts import find_hosts
 from paceline.registry import register
-from paceline.sync.periodic import Calendar, PeriodicRule, PeriodicSynchroniser
+from paceline.sync.periodic import PeriodicRule, PeriodicSynchroniser, SyncSchedule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("hierarchical_local_sgd")
@@ -18,29 +18,30 @@ class HierarchicalLocalSGD(PeriodicRule):
     """Hierarchical local SGD (Lin et al. 2020, arXiv:1808.07217): every_step in a host, local_sgd between hosts.
 
     The workers of a host sum their gradients at every step, and so have the same parameters; after `period` steps all
-    take on the mean over hosts, by the mass of the samples that each has used. With one worker a host it is local_sgd,
-    on one host every_step. On the wire are a host's gradients at every step inside it, without the codec, and one
-    all-reduce of the parameters a period, of which groups that know their hosts send one worker's part between hosts.
+    take on the mean over hosts, by the weight of the samples that each has used. With one worker a host it is
+    local_sgd, on one host every_step. On the wire are a host's gradients at every step inside it, without the codec,
+    and one all-reduce of the parameters a period, of which groups that know their hosts send one worker's part between
+    hosts.
 
-    Clipping bounds the mean gradient of a host. BatchNorm's statistics are pooled by second moments at each meeting.
+    Clipping bounds the mean gradient of a host. BatchNorm's statistics are pooled by second moments at each sync step.
     The paper has block steps inside a host as well; here a host takes every step together.
     """
 
     host_size: int | None = Field(default=None, ge=1)
     """Workers of a host, in the order of ranks; by default those that run on one machine."""
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the workers of this worker's host."""
         if self.host_size is None:
             return next(ranks for ranks in find_hosts(group) if group.rank in ranks)
         first = group.rank // self.host_size * self.host_size
         return range(first, min(first + self.host_size, group.size))
 
-    def start_synchroniser(self, site: Site) -> Synchroniser | None:
-        """Return what averages over hosts; a worker alone has nobody to meet."""
-        if site.group.size == 1:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
+        """Return what averages over hosts; a worker alone has nobody to average with."""
+        if context.group.size == 1:
             return None
-        return PeriodicSynchroniser(site, self, Calendar(self.period))
+        return PeriodicSynchroniser(context, self, SyncSchedule(self.period))
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a step inside a host, all workers being of one without `host_size`; one a period of all."""

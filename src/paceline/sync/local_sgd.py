@@ -1,28 +1,28 @@
 """Local SGD: workers step alone, and average their parameters once in a period."""
 
 from paceline.registry import register
-from paceline.sync.periodic import Calendar, LocalRule, PeriodicSynchroniser
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.periodic import LocalRule, PeriodicSynchroniser, SyncSchedule
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("local_sgd")
 class LocalSGD(LocalRule):
     """Local SGD (Stich 2019, arXiv:1805.09767), which with uneven shares is federated averaging (McMahan et al. 2017).
 
-    After `period` steps x <- sum_i m_i x_i / sum_i m_i, where m_i is the mass of the samples that worker i has used
-    since they last met; who has used none takes on the others' mean. Steps that fp16 skips count with their samples.
-    With a period of 1 and SGD, also with momentum where masses do not change, it is every_step; with Adam it is not,
-    whose second moments are each worker's own. Optimizer state stays with its worker. The first `synchronous_steps`
-    are those of every_step, bit for bit.
+    After `period` steps x <- sum_i m_i x_i / sum_i m_i, where m_i is the weight of the samples that worker i has used
+    since the last sync step; who has used none takes on the others' mean. Steps that fp16 skips count with their
+    samples. With a period of 1 and SGD, also with momentum where weights do not change, it is every_step; with Adam it
+    is not, whose second moments are each worker's own. Optimizer state stays with its worker. The first
+    `synchronous_steps` are those of every_step, bit for bit.
 
     On the wire is one all-reduce of the parameters a period, 1 / `period` of what every_step sends. Clipping bounds
-    each worker's own gradient. BatchNorm's statistics are pooled by second moments at each meeting.
-    It differs from the papers in that differences are sent rather than parameters, so that codecs with error feedback
-    work, and in that the same workers take part in every period.
+    each worker's own gradient. BatchNorm's statistics are pooled by second moments at each sync step. It differs from
+    the papers in that differences are sent rather than parameters, so that codecs with error feedback work, and in that
+    the same workers take part in every period.
     """
 
-    def start_synchroniser(self, site: Site) -> Synchroniser | None:
-        """Return what averages; a worker alone has nobody to meet."""
-        if site.group.size == 1:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
+        """Return what averages; a worker alone has nobody to average with."""
+        if context.group.size == 1:
             return None
-        return PeriodicSynchroniser(site, self, Calendar(self.period, self.synchronous_steps))
+        return PeriodicSynchroniser(context, self, SyncSchedule(self.period, self.synchronous_steps))

@@ -1,4 +1,4 @@
-"""What rules have in common whose workers step alone, and meet once in a period: settings, and who does the meeting."""
+"""What rules have in common whose workers step alone, and synchronise once in a period: settings and synchroniser."""
 
 import time
 import warnings
@@ -15,13 +15,13 @@ from paceline.compression import Codec, NoCodec
 from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
-from paceline.sync.anchor import Anchor
 from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.every_step import EveryStep
-from paceline.sync.exchanger import Exchanger
+from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.outer_sgd import OuterSGD
+from paceline.sync.reducer import GradientReducer
 from paceline.sync.rule import Rule, Traffic
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 class PeriodicRule(Rule):
@@ -46,16 +46,16 @@ class PeriodicRule(Rule):
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Only where workers meet."""
+        """Only after a sync step."""
         return False
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Each worker steps by its own gradient."""
         return [group.rank]
 
-    def start_differences(self, group: Group, seed: int) -> Exchanger:
+    def start_difference_reducer(self, group: Group, seed: int) -> GradientReducer:
         """Return what sums differences of parameters."""
-        return EveryStep(codec=self.codec, program=self.program).start_exchanger(group, seed)
+        return EveryStep(codec=self.codec, program=self.program).start_reducer(group, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a period, of differences as the codec makes them."""
@@ -73,9 +73,9 @@ class LocalRule(PeriodicRule):
     trained so). Then each worker has the same parameters and the same optimizer state. Best it covers the warm-up of
     the learning rate."""
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return all workers in the synchronous steps, then the worker itself."""
-        return range(group.size) if step < self.synchronous_steps else super().near(group, step)
+        return range(group.size) if step < self.synchronous_steps else super().reduce_ranks(group, step)
 
     def next_change(self, step: int) -> int | None:
         """Return the end of the synchronous steps."""
@@ -104,8 +104,8 @@ def check_start(is_local: bool, number: int, synchronous_steps: int) -> None:
         )
 
 
-class Calendar:
-    """When workers meet: in the last step of each period.
+class SyncSchedule:
+    """Which steps are sync steps: the last of each period.
 
     Args:
         period: Steps of a period.
@@ -116,11 +116,11 @@ class Calendar:
         self.period, self.start = period, start
 
     def is_due(self, number: int) -> bool:
-        """Return whether workers meet in step `number`; the same on every worker."""
+        """Return whether step `number` is a sync step; the same on every worker."""
         return number >= self.start and (number + 1 - self.start) % self.period == 0
 
-    def note(self, number: int, waited_s: float, group: Group) -> None:
-        """Learn from a meeting that took `waited_s`; every worker calls it."""
+    def record(self, number: int, waited_s: float, group: Group) -> None:
+        """Learn from a sync step whose exchange took `waited_s`; every worker calls it."""
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt: the same on all workers."""
@@ -131,25 +131,27 @@ class Calendar:
 
 
 class PeriodicSynchroniser(Synchroniser):
-    """Lands all parameters at once where workers meet, and pools the statistics of BatchNorm.
+    """Averages all parameters at sync steps, and pools the statistics of BatchNorm.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         rule: Says how differences are exchanged.
-        calendar: Says when.
+        schedule: Says which steps are sync steps.
         outer: How the common parameters move; to the workers' mean without it.
     """
 
-    def __init__(self, site: Site, rule: PeriodicRule, calendar: Calendar, outer: OuterSGD | None = None) -> None:
-        self._site, self._calendar, self._outer = site, calendar, outer
-        self._exchanger = rule.start_differences(site.group, site.seed)
-        self._feedback = Feedback(self._exchanger, rule.codec, site)
-        self._anchor: Anchor | None = None
-        self._mass = 0.0
+    def __init__(
+        self, context: WorkerContext, rule: PeriodicRule, schedule: SyncSchedule, outer: OuterSGD | None = None
+    ) -> None:
+        self._context, self._schedule, self._outer = context, schedule, outer
+        self._reducer = rule.start_difference_reducer(context.group, context.seed)
+        self._feedback = ErrorFeedback(self._reducer, rule.codec, context)
+        self._outer_parameters: OuterParameters | None = None
+        self._weight = 0.0
 
-    def meets(self, number: int) -> bool:
-        """Meet when the calendar says so."""
-        return self._calendar.is_due(number)
+    def is_sync_step(self, number: int) -> bool:
+        """Ask the schedule."""
+        return self._schedule.is_due(number)
 
     def before_update(self, step: LocalStep) -> None:
         """Note what workers have in common before the first step that each takes alone.
@@ -157,97 +159,97 @@ class PeriodicSynchroniser(Synchroniser):
         Raises:
             SettingsError: A checkpoint of workers that stepped alone was loaded, but they do not step alone here.
         """
-        check_start(self._anchor is not None, step.number, self._calendar.start)
-        if self._anchor is None and step.number >= self._calendar.start:
-            self._anchor = self._make_anchor()
+        check_start(self._outer_parameters is not None, step.number, self._schedule.start)
+        if self._outer_parameters is None and step.number >= self._schedule.start:
+            self._outer_parameters = self._make_outer_parameters()
 
-    def after_update(self, step: LocalStep) -> Outcome:
-        """Exchange and land at the end of a period; nothing if nobody had a sample in it."""
-        self._mass = step.mass
-        if self._anchor is None or not self.meets(step.number):
-            return Outcome()
-        self._mass = 0.0
+    def after_update(self, step: LocalStep) -> SyncResult:
+        """Exchange and update parameters at the end of a period; nothing if nobody had a sample in it."""
+        self._weight = step.weight
+        if self._outer_parameters is None or not self.is_sync_step(step.number):
+            return SyncResult()
+        self._weight = 0.0
         waited_s, wire_bytes = 0.0, 0
-        if step.total_mass:
+        if step.total_weight:
             began_s = time.perf_counter()
-            self._anchor.send(step.mass, step.total_mass, step.number)
-            self._anchor.arrive()
+            self._outer_parameters.send(step.weight, step.total_weight, step.number)
+            self._outer_parameters.receive()
             waited_s = time.perf_counter() - began_s
-            self._anchor.land(self._outer)
-            wire_bytes = self._anchor.wire_bytes
-            wire_bytes += pool_over_workers(self._site.module, self._site.group, step.mass)
-        self._calendar.note(step.number, waited_s, self._site.group)
-        return Outcome(waited_s, wire_bytes)
+            self._outer_parameters.apply(self._outer)
+            wire_bytes = self._outer_parameters.wire_bytes
+            wire_bytes += pool_over_workers(self._context.module, self._context.group, step.weight)
+        self._schedule.record(step.number, waited_s, self._context.group)
+        return SyncResult(waited_s, wire_bytes)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the workers' mean, by the samples used since they last met."""
-        with self._anchor.averaged(self._mass) if self._anchor is not None else nullcontext():
+        """Inside, parameters are the workers' mean, by the samples used since the last sync step."""
+        with self._outer_parameters.averaged(self._weight) if self._outer_parameters is not None else nullcontext():
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the anchor, the outer optimizer's state, and what the calendar has learnt."""
-        state = self._anchor.state() if self._anchor is not None else {}
-        return state | (self._outer.state() if self._outer is not None else {}) | self._calendar.state()
+        """Return the outer parameters, the outer optimizer's state, and what the schedule has learnt."""
+        state = self._outer_parameters.state() if self._outer_parameters is not None else {}
+        return state | (self._outer.state() if self._outer is not None else {}) | self._schedule.state()
 
     def state(self) -> dict[str, Tensor]:
         """Return what the codec holds back."""
         return self._feedback.state()
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on in the period; among another number of workers, with the anchor that those who saved had."""
-        self._anchor = None
+        """Go on in the period; among another number of workers, with the outer parameters that those who saved had."""
+        self._outer_parameters = None
         if any(name.startswith("parameters/") for name in shared):
-            self._anchor = self._make_anchor()
-            self._anchor.load_state(shared)
+            self._outer_parameters = self._make_outer_parameters()
+            self._outer_parameters.load_state(shared)
         if self._outer is not None:
             self._outer.load_state(shared)
-        self._calendar.load_state(shared)
+        self._schedule.load_state(shared)
         self._feedback.load_state(saved)
 
     def document(self) -> dict[str, Any]:
-        """Return this worker's mass in the period."""
-        return {"mass": self._mass}
+        """Return the weight of this worker's samples in the period."""
+        return {"weight": self._weight}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
         """Take it on."""
-        self._mass = document["mass"]
+        self._weight = document["weight"]
 
     def close(self) -> None:
         """Let connections and threads go."""
-        self._exchanger.close()
+        self._reducer.close()
 
-    def _make_anchor(self) -> Anchor:
-        values = {name: parameter.detach() for name, parameter in self._site.parameters.items()}
-        return Anchor("parameters", values, self._site.group, self._exchanger)
+    def _make_outer_parameters(self) -> OuterParameters:
+        values = {name: parameter.detach() for name, parameter in self._context.parameters.items()}
+        return OuterParameters("parameters", values, self._context.group, self._reducer)
 
 
-class Feedback:
+class ErrorFeedback:
     """What a codec holds back of differences, on its way into a checkpoint and out of it.
 
     Args:
-        exchanger: Keeps it.
+        reducer: Keeps it.
         codec: Its codec.
-        site: Where it is kept.
+        context: The worker whose differences they are.
         shapes: Of the blocks; of the parameters without it.
         kind: What its tensors are called.
     """
 
     def __init__(
         self,
-        exchanger: Exchanger,
+        reducer: GradientReducer,
         codec: Codec,
-        site: Site,
+        context: WorkerContext,
         shapes: Mapping[str, Size] | None = None,
         kind: str = "feedback",
     ) -> None:
-        self._exchanger, self._kind, self._prefix = exchanger, kind, f"{kind}/{codec.name}/"
-        self._shapes = shapes or {name: parameter.shape for name, parameter in site.parameters.items()}
-        self._is_told = site.group.rank != 0
+        self._reducer, self._kind, self._prefix = reducer, kind, f"{kind}/{codec.name}/"
+        self._shapes = shapes or {name: parameter.shape for name, parameter in context.parameters.items()}
+        self._has_warned = context.group.rank != 0
 
     def state(self) -> dict[str, Tensor]:
         """Return it, as named tensors."""
-        return {f"{self._prefix}{name}": tensor for name, tensor in self._exchanger.state().items()}
+        return {f"{self._prefix}{name}": tensor for name, tensor in self._reducer.state().items()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Take on what all workers saved; what another codec has held back is lost, with a warning."""
@@ -256,8 +258,8 @@ class Feedback:
             for tensors in saved
         ]
         if any(kept):
-            self._exchanger.load_state(kept, self._shapes)
-        elif any(name.startswith(f"{self._kind}/") for tensors in saved for name in tensors) and not self._is_told:
+            self._reducer.load_state(kept, self._shapes)
+        elif any(name.startswith(f"{self._kind}/") for tensors in saved for name in tensors) and not self._has_warned:
             warnings.warn(
                 "parts of differences that another codec had held back are lost; resume with the same codec to keep "
                 "them",

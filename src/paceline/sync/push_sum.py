@@ -8,7 +8,7 @@ from torch import Size, Tensor
 
 from paceline.registry import register
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Graph, OnePeerExponentialGraph
 
 _WEIGHT_BYTES = 8
@@ -34,14 +34,14 @@ class PushSum(GossipRule):
     graph: Graph = OnePeerExponentialGraph()
     """Who sends to whom; directed, if it is to be."""
 
-    def start_mixing(self, site: Site) -> Synchroniser:
+    def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return what mixes.
 
         Raises:
             SettingsError: The graph cannot be of so many workers.
         """
-        self.graph.mixing_matrix(site.group.size)
-        return PushSumSynchroniser(site, self.graph)
+        self.graph.mixing_matrix(context.group.size)
+        return PushSumSynchroniser(context, self.graph)
 
     def message_bytes(self, shapes: Sequence[Size]) -> int:
         """Return that of the parameters and the weight."""
@@ -55,16 +55,16 @@ class PushSumSynchroniser(Synchroniser):
     again.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         graph: Who sends to whom.
     """
 
-    def __init__(self, site: Site, graph: Graph) -> None:
-        self._site = site
-        self._rows = MixingRows(graph, site.group)
-        self._flat = FlatParameters(site.parameters)
+    def __init__(self, context: WorkerContext, graph: Graph) -> None:
+        self._context = context
+        self._rows = MixingRows(graph, context.group)
+        self._flat = FlatParameters(context.parameters)
         num_bytes = _WEIGHT_BYTES + self._flat.num_elements * self._flat.dtype.itemsize
-        self._swap = GossipMessages(site.group, num_bytes, torch.uint8)
+        self._swap = GossipMessages(context.group, num_bytes, torch.uint8)
         self._weight, self._numerator = self._parts(self._swap.outgoing)
         self._has_begun = False
         self._row: MixingRow | None = None
@@ -74,7 +74,7 @@ class PushSumSynchroniser(Synchroniser):
         """Mix, and hand the numerator to the optimizer; gradients were made of the quotient from before."""
         self._begin()
         row = self._row or self._start(step.number)
-        models = self._swap.arrive() | {self._site.group.rank: self._swap.outgoing}
+        models = self._swap.finish() | {self._context.group.rank: self._swap.outgoing}
         self._row = None
         parts = {rank: self._parts(model) for rank, model in models.items()}
         mixed = row.mix({rank: numerator for rank, (_, numerator) in parts.items()})
@@ -82,18 +82,18 @@ class PushSumSynchroniser(Synchroniser):
         self._flat.write(mixed)
         self._costs = self._swap.take_costs()
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Make parameters the quotient again, and start to send; the messages mixed in this step are counted."""
         self._flat.read(self._numerator)
         self._flat.write(self._numerator / float(self._weight))
         self._start(step.number + 1)
-        return Outcome(*self._costs)
+        return SyncResult(*self._costs)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the sum of numerators by that of weights."""
         self._begin()
-        with self._flat.averaged(self._site.group, self._numerator, float(self._weight)):
+        with self._flat.averaged(self._context.group, self._numerator, float(self._weight)):
             yield
 
     def state(self) -> dict[str, Tensor]:
@@ -103,11 +103,11 @@ class PushSumSynchroniser(Synchroniser):
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take both on; workers that were not among as many begin from the consensus with weight 1."""
-        self._swap.arrive()
+        self._swap.finish()
         self._row, self._has_begun = None, False
         self._begin()
-        if len(saved) == self._site.group.size:
-            mine = saved[self._site.group.rank]
+        if len(saved) == self._context.group.size:
+            mine = saved[self._context.group.rank]
             self._numerator.copy_(mine["numerator"])
             self._weight.copy_(mine["weight"])
 
@@ -124,7 +124,7 @@ class PushSumSynchroniser(Synchroniser):
 
     def _start(self, number: int) -> MixingRow:
         self._row = row = self._rows.at(number)
-        sources = [rank for rank in row.weights if rank != self._site.group.rank]
+        sources = [rank for rank in row.weights if rank != self._context.group.rank]
         self._swap.start(sources, row.destinations, f"push of step {number}")
         return row
 

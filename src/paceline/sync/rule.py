@@ -1,7 +1,7 @@
 """What a synchronisation method is: four small answers.
 
 *What* is exchanged, *when*, *with whom*, and *what is done on arrival*. A rule is settings only. Of it a replica makes
-an `Exchanger`, which sums gradients at every step over the workers near it, and a `Synchroniser`, which does the
+a `GradientReducer`, which sums gradients at every step over its `reduce_ranks`, and a `Synchroniser`, which does the
 rest: what happens to parameters, or with servers.
 """
 
@@ -14,9 +14,9 @@ from torch import Size
 
 from paceline.comm.group import Group
 from paceline.registry import Family
-from paceline.sync.exchanger import Exchanger
-from paceline.sync.exchangers import DenseExchanger
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducers import DenseReducer
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rule(Family):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether workers go through steps of their own, at their own pace, and meet only to evaluate and save."""
+        """Whether workers go through steps of their own, at their own pace, together only to evaluate and save."""
         return False
 
     @property
@@ -82,11 +82,11 @@ class Rule(Family):
         """Processes that only serve: the last ranks of all, beyond the workers."""
         return 0
 
-    def serve(self, site: Site, num_workers: int) -> None:
+    def serve(self, context: WorkerContext, num_workers: int) -> None:
         """Be one of the processes that only serve, until all workers have left.
 
         Args:
-            site: A model and an optimizer as the workers build them; its `world` is all processes, workers first.
+            context: A model and an optimizer as the workers build them; its `world` is all processes, workers first.
             num_workers: How many of them are workers.
 
         Raises:
@@ -94,7 +94,7 @@ class Rule(Family):
         """
         raise AssertionError(f"sync {self.name} has no processes that only serve")
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the ranks, this one among them, over whose gradients this worker's are summed in a step."""
         return range(group.size)
 
@@ -103,20 +103,20 @@ class Rule(Family):
         return 0
 
     def next_change(self, step: int) -> int | None:
-        """Return the first step after `step` in which `near` or `phase` answers otherwise; None if there is none."""
+        """Return the first step after `step` in which `reduce_ranks` or `phase` answers otherwise; None if there is none."""
         return None
 
-    def start_exchanger(self, group: Group, seed: int = 0, *, step: int = 0) -> Exchanger:
-        """Return what sums gradients among the workers of `group`, which are near each other. Each of them calls it.
+    def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
+        """Return what sums gradients over `group`, the workers of `reduce_ranks`. Each of them calls it.
 
         Args:
             group: The workers.
-            seed: Of what codecs draw.
+            seed: Random seed of the codecs.
             step: The first step that it is for; the last one is that of its `phase`.
         """
-        return DenseExchanger(group, None)
+        return DenseReducer(group, None)
 
-    def start_synchroniser(self, site: Site) -> Synchroniser | None:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
         """Return what does the rest, or None where summed gradients are all. Every worker calls it, also one alone."""
         return None
 

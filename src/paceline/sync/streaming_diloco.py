@@ -10,14 +10,14 @@ from torch import Size, Tensor
 
 from paceline.errors import SettingsError
 from paceline.registry import register
-from paceline.sync.anchor import Anchor
 from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.fragments import cut_into_fragments
+from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.outer_sgd import OuterSGD
-from paceline.sync.periodic import Feedback, check_start
+from paceline.sync.periodic import ErrorFeedback, check_start
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 @register("streaming_diloco")
@@ -30,7 +30,7 @@ class StreamingDiLoCo(DiLoCo):
     it is diloco. On the wire is what diloco sends, in `num_fragments` parts of at most 1.1 times the mean size.
 
     Clipping bounds each worker's own gradient. BatchNorm's statistics are pooled by second moments once a period.
-    What was sent and has not landed is in the checkpoint.
+    What was sent and has not been applied is in the checkpoint.
     It differs from the paper in that fragments are balanced by bytes rather than of whole layers (`fragments.py`),
     that any codec does where the paper has 4-bit floats, with error feedback, that workers count by the samples that
     they used since the fragment's last turn, and that the first turn of a fragment comes before a whole period.
@@ -39,9 +39,9 @@ class StreamingDiLoCo(DiLoCo):
     num_fragments: int = Field(default=4, ge=1)
     """Parts of the model, at most `period`; turns are spread evenly over the period."""
     delay: int = Field(default=1, ge=0)
-    """Steps from a fragment's leaving to its landing, less than `period`; 0 waits for it."""
+    """Steps from when a fragment is sent to when its mean is applied, less than `period`; 0 waits for it."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
-    """Weight that a worker's own parameters keep when a fragment lands: 0 takes on the common ones."""
+    """Weight that a worker's own parameters keep when a fragment is applied: 0 takes on the common ones."""
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -57,9 +57,9 @@ class StreamingDiLoCo(DiLoCo):
         """When in the period each fragment leaves: the last one at its end, as 0."""
         return [(place + 1) * self.period // self.num_fragments % self.period for place in range(self.num_fragments)]
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return what exchanges the fragments."""
-        return StreamingSynchroniser(site, self)
+        return StreamingSynchroniser(context, self)
 
     def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a fragment and period."""
@@ -79,32 +79,32 @@ class StreamingDiLoCo(DiLoCo):
 
 
 class StreamingSynchroniser(Synchroniser):
-    """Sends fragments in their turns and lands them a little later. One is on the wire at a time.
+    """Sends fragments in their turns and applies them a little later. One is on the wire at a time.
 
     Args:
-        site: Where it works.
+        context: The worker's model, optimizer and group.
         rule: The settings.
     """
 
-    def __init__(self, site: Site, rule: StreamingDiLoCo) -> None:
-        self._site, self._rule = site, rule
+    def __init__(self, context: WorkerContext, rule: StreamingDiLoCo) -> None:
+        self._context, self._rule = context, rule
         # An exchange that goes on beside computing must not hold up the control values of the steps meanwhile.
-        self._group = site.group.duplicate("fragments") if rule.delay else site.group
-        self._exchanger = rule.start_differences(self._group, site.seed)
+        self._group = context.group.duplicate("fragments") if rule.delay else context.group
+        self._reducer = rule.start_difference_reducer(self._group, context.seed)
         self._outer = OuterSGD(rule.outer_learning_rate, rule.outer_momentum, rule.nesterov)
-        self._blocks = cut_into_fragments({n: p.detach() for n, p in site.parameters.items()}, rule.num_fragments)
+        self._blocks = cut_into_fragments({n: p.detach() for n, p in context.parameters.items()}, rule.num_fragments)
         shapes = {block: view.shape for fragment in self._blocks for block, view in fragment.items()}
-        self._feedback = Feedback(self._exchanger, rule.codec, site, shapes)
-        self._fragments: list[Anchor] = []
-        self._masses = [0.0] * rule.num_fragments
-        """Of this worker's samples from each fragment's last turn to the last turn of any."""
-        self._total_masses = [0.0] * rule.num_fragments
+        self._feedback = ErrorFeedback(self._reducer, rule.codec, context, shapes)
+        self._fragments: list[OuterParameters] = []
+        self._weights = [0.0] * rule.num_fragments
+        """Weight of this worker's samples from each fragment's last turn to the last turn of any."""
+        self._total_weights = [0.0] * rule.num_fragments
         """Those of all workers."""
-        self._mass = 0.0
-        """Of this worker's samples since the last turn of any."""
+        self._weight = 0.0
+        """Weight of this worker's samples since the last turn of any."""
 
-    def meets(self, number: int) -> bool:
-        """Meet in each turn."""
+    def is_sync_step(self, number: int) -> bool:
+        """Every turn of a fragment is one."""
         return number >= self._rule.synchronous_steps and self._turn(number) in self._rule.turns
 
     def before_update(self, step: LocalStep) -> None:
@@ -113,31 +113,31 @@ class StreamingSynchroniser(Synchroniser):
         if not self._fragments and step.number >= self._rule.synchronous_steps:
             self._make_fragments()
 
-    def after_update(self, step: LocalStep) -> Outcome:
-        """Land what is due, then send what is due."""
+    def after_update(self, step: LocalStep) -> SyncResult:
+        """Apply what is due, then send what is due."""
         if not self._fragments:
-            return Outcome()
-        waited_s = self._land(step.number)
-        self._mass = step.mass
-        if not self.meets(step.number):
-            return Outcome(waited_s)
-        self._mass = 0.0
-        self._masses = [mass + step.mass for mass in self._masses]
-        self._total_masses = [mass + step.total_mass for mass in self._total_masses]
-        waited_s += sum(fragment.arrive() for fragment in self._fragments)
-        wire_bytes = self._send(step.number)
-        return Outcome(waited_s + self._land(step.number), wire_bytes)
+            return SyncResult()
+        waited_s = self._apply_due(step.number)
+        self._weight = step.weight
+        if not self.is_sync_step(step.number):
+            return SyncResult(waited_s)
+        self._weight = 0.0
+        self._weights = [weight + step.weight for weight in self._weights]
+        self._total_weights = [weight + step.total_weight for weight in self._total_weights]
+        waited_s += sum(fragment.receive() for fragment in self._fragments)
+        wire_bytes = self._send_due(step.number)
+        return SyncResult(waited_s + self._apply_due(step.number), wire_bytes)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the workers' mean, by the samples used since each fragment's last turn."""
         with ExitStack() as stack:
-            for fragment, mass in zip(self._fragments, self._masses, strict=False):
-                stack.enter_context(fragment.averaged(mass + self._mass))
+            for fragment, weight in zip(self._fragments, self._weights, strict=False):
+                stack.enter_context(fragment.averaged(weight + self._weight))
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the anchors, the means that have not landed, and the outer optimizer's state."""
+        """Return the outer parameters, the means that have not been applied, and the outer optimizer's state."""
         state = self._outer.state()
         for fragment in self._fragments:
             state |= fragment.state()
@@ -146,7 +146,7 @@ class StreamingSynchroniser(Synchroniser):
     def state(self) -> dict[str, Tensor]:
         """Return what the codec holds back, once what is on the wire has arrived."""
         for fragment in self._fragments:
-            fragment.arrive()
+            fragment.receive()
         return self._feedback.state()
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
@@ -160,18 +160,18 @@ class StreamingSynchroniser(Synchroniser):
         self._feedback.load_state(saved)
 
     def document(self) -> dict[str, Any]:
-        """Return the masses."""
-        return {"mass": self._mass, "masses": self._masses, "total_masses": self._total_masses}
+        """Return the weights."""
+        return {"weight": self._weight, "weights": self._weights, "total_weights": self._total_weights}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
         """Take them on."""
-        self._mass = document["mass"]
-        self._masses, self._total_masses = list(document["masses"]), list(document["total_masses"])
+        self._weight = document["weight"]
+        self._weights, self._total_weights = list(document["weights"]), list(document["total_weights"])
 
     def close(self) -> None:
         """Let connections and threads go."""
-        self._exchanger.close()
-        if self._group is not self._site.group:
+        self._reducer.close()
+        if self._group is not self._context.group:
             self._group.close()
 
     def _turn(self, number: int) -> int:
@@ -180,29 +180,29 @@ class StreamingSynchroniser(Synchroniser):
 
     def _make_fragments(self) -> None:
         self._fragments = [
-            Anchor(f"fragment {place}", blocks, self._group, self._exchanger)
+            OuterParameters(f"fragment {place}", blocks, self._group, self._reducer)
             for place, blocks in enumerate(self._blocks)
         ]
 
-    def _send(self, number: int) -> int:
+    def _send_due(self, number: int) -> int:
         """Send the fragment whose turn it is, unless nobody had a sample, and return the bytes on the wire."""
         turn = self._turn(number)
         place = self._rule.turns.index(turn)
-        mass, total_mass = self._masses[place], self._total_masses[place]
-        self._masses[place] = self._total_masses[place] = 0.0
-        if not total_mass:
+        weight, total_weight = self._weights[place], self._total_weights[place]
+        self._weights[place] = self._total_weights[place] = 0.0
+        if not total_weight:
             return 0
-        self._fragments[place].send(mass, total_mass, number)
+        self._fragments[place].send(weight, total_weight, number)
         wire_bytes = self._fragments[place].wire_bytes
         if turn == 0:
-            wire_bytes += pool_over_workers(self._site.module, self._site.group, mass)
+            wire_bytes += pool_over_workers(self._context.module, self._context.group, weight)
         return wire_bytes
 
-    def _land(self, number: int) -> float:
-        """Land the fragments that are due, and return the seconds waited."""
+    def _apply_due(self, number: int) -> float:
+        """Apply the fragments that are due, and return the seconds waited."""
         waited_s = 0.0
         for fragment, turn in zip(self._fragments, self._rule.turns, strict=True):
             if fragment.is_sent and (self._turn(number) - turn) % self._rule.period == self._rule.delay:
-                waited_s += fragment.arrive()
-                fragment.land(self._outer, self._rule.mixing)
+                waited_s += fragment.receive()
+                fragment.apply(self._outer, self._rule.mixing)
         return waited_s

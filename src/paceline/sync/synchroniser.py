@@ -1,4 +1,4 @@
-"""What workers do to their parameters beyond summing gradients: they meet, mix, pull towards each other, push."""
+"""What workers do to their parameters beyond summing gradients: average, mix, pull towards each other, push."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +13,16 @@ from paceline.comm.group import Group
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a rule works: one worker's model, and the workers it belongs to.
+class WorkerContext:
+    """What a rule works on: one worker's model, and the workers it belongs to.
 
     Args:
-        module: The worker's own.
+        module: The worker's model.
         optimizer: Over parameters of the module.
         group: All workers.
-        seed: Of what is drawn at random.
+        seed: Random seed of the rule.
         world: All processes, the workers first, where servers have some of their own.
-        held: What this rank holds of each parameter, where ranks share them.
+        local_parameters: What this rank holds of each parameter, where ranks share them.
     """
 
     module: nn.Module
@@ -30,12 +30,12 @@ class Site:
     group: Group
     seed: int = 0
     world: Group | None = None
-    held: Mapping[str, Tensor] | None = None
+    local_parameters: Mapping[str, Tensor] | None = None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Those that are trained, by name; their tensors here, which may be changed in place."""
-        return dict(self.held or {name: p for name, p in self.module.named_parameters() if p.requires_grad})
+        return dict(self.local_parameters or {name: p for name, p in self.module.named_parameters() if p.requires_grad})
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class LocalStep:
 
     Args:
         number: Updates done before.
-        mass: Of this worker's samples since the workers last met, with those of this step.
-        total_mass: Of all workers' samples since then, where they meet in this step; else 0.
-        is_asked_to_stop: Whether this worker was asked to stop.
+        weight: Weight of this worker's samples since the last sync step, with those of this step.
+        total_weight: Weight of all workers' samples since then, where this is a sync step; else 0.
+        stop_requested: Whether this worker was asked to stop.
     """
 
     number: int
-    mass: float
-    total_mass: float = 0.0
-    is_asked_to_stop: bool = False
+    weight: float
+    total_weight: float = 0.0
+    stop_requested: bool = False
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SyncResult:
     """What a rule did in a step.
 
     Args:
         waited_s: How long this worker stood still for others.
         wire_bytes: What it put on the wire.
-        stop: Whether all workers stop here; of rules whose workers never meet, which agree on it by themselves.
+        stop: Whether all workers stop here; of rules without sync steps, which agree on it by themselves.
     """
 
     waited_s: float = 0.0
@@ -70,7 +70,7 @@ class Outcome:
     stop: bool = False
 
 
-class Desk(ABC):
+class SampleDispatcher(ABC):
     """Hands out samples to workers that go at their own pace, and says when all of them come together."""
 
     @property
@@ -79,8 +79,8 @@ class Desk(ABC):
         """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
 
     @abstractmethod
-    def hand_out(self, take: Callable[[int], tuple[int, int]], note: Callable[[int, int], None]) -> None:
-        """Say on rank 0 where samples come from: `take` returns the next of them, `note` learns which were used."""
+    def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
+        """Set, on rank 0, where samples come from: `claim_next` returns the next, `mark_used` hears what was used."""
 
     @abstractmethod
     def set_boundary(self, position: int) -> None:
@@ -115,12 +115,12 @@ class Delays:
 class Synchroniser(ABC):
     """Carries a rule out on the parameters of one replica; it holds connections and state.
 
-    In each step the replica computes gradients, sums them over the workers near it (`Rule.near`), clips them, and calls
+    In each step the replica computes gradients, sums them over `Rule.reduce_ranks`, clips them, and calls
     `before_update`, its optimizer, and `after_update`. Every worker calls alike, unless the rule is asynchronous.
     """
 
     @property
-    def desk(self) -> Desk | None:
+    def dispatcher(self) -> SampleDispatcher | None:
         """Where workers that go at their own pace get their samples; None where they step together."""
         return None
 
@@ -128,15 +128,15 @@ class Synchroniser(ABC):
         """Return how stale this run's pushes have been; None where there are none."""
         return None
 
-    def meets(self, number: int) -> bool:
-        """Return whether all workers tell each other their masses in step `number`; the same on every worker."""
+    def is_sync_step(self, number: int) -> bool:
+        """Return whether all workers add up their weights in step `number`; the same on every worker."""
         return False
 
     def before_update(self, step: LocalStep) -> None:
         """Change gradients, or parameters, before the optimizer takes its step: gradients are of these parameters."""
 
     @abstractmethod
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Exchange what is due, after the optimizer has taken its step."""
 
     @contextmanager
@@ -152,7 +152,7 @@ class Synchroniser(ABC):
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return this worker's own state, as named tensors, with what is on the wire landed first or waited for."""
+        """Return this worker's own state, as named tensors, with what is on the wire applied first or waited for."""
         return {}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.compression import Codec
-from paceline.compression.codec import Exchanged, Reduce, Request, State
+from paceline.compression.codec import AllReduce, Exchanged, Request, State
 from paceline.registry import list_variants
 from paceline.testing.lockstep import exchange_all
 
@@ -236,7 +236,7 @@ def _check_conservation(codec: Codec, shape: Size, size: int, scale: float) -> N
     kept = codec.held_back([{site: kept.double() for site, kept in state.items()} for state in states], shape)
     balance -= 0 if kept is None else kept
     # fp32 rounds at each site and at each addition; payloads that are added on their way round in their own dtype.
-    wire_eps = max((torch.finfo(r.payload.dtype).eps for r in requests if isinstance(r, Reduce)), default=0.0)
+    wire_eps = max((torch.finfo(r.payload.dtype).eps for r in requests if isinstance(r, AllReduce)), default=0.0)
     bound = size * magnitude * ((size + 4) * torch.finfo(torch.float32).eps + (size - 1) * wire_eps)
     assert _largest([balance]) <= bound, (
         f"{tuple(shape)}, {size} workers, scale {scale:g}: inputs - sent - kept must be at most {bound:g}, "

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.compression.codec import Codec, Exchange, Exchanged, Gather, Place, Reduce, Request, Scatter, State
+from paceline.compression.codec import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Codec,
+    CodecContext,
+    Exchange,
+    Exchanged,
+    Request,
+    State,
+)
 
 
 def exchange_all(
@@ -32,7 +42,7 @@ def exchange_all(
     size = len(values)
     kept = states if states is not None else [{}] * size
     running = [
-        codec.exchange(value, state, Place(block, step, rank, size, seed))
+        codec.exchange(value, state, CodecContext(block, step, rank, size, seed))
         for rank, (value, state) in enumerate(zip(values, kept, strict=True))
     ]
     asked, results = _advance(running, [None] * size)
@@ -62,7 +72,7 @@ def _answer(asked: Sequence[Request]) -> list[Tensor]:
     assert len(kinds) == 1, f"workers must ask for the same, but asked for {kinds}"
     payloads = [request.payload for request in asked]
     first = asked[0]
-    if isinstance(first, Reduce):
+    if isinstance(first, AllReduce):
         assert first.payload.dim() == 1, f"what is reduced must be 1-dim, but has shape {tuple(first.payload.shape)}"
         total = payloads[0].clone()
         for payload in payloads[1:]:
@@ -70,8 +80,8 @@ def _answer(asked: Sequence[Request]) -> list[Tensor]:
         return [payload.copy_(total) for payload in payloads]
     assert first.payload.dtype == torch.uint8, f"what is gathered must be uint8, but is {first.payload.dtype}"
     together = torch.stack(payloads)
-    if isinstance(first, Gather):
+    if isinstance(first, AllGather):
         return [together.clone() for _ in payloads]
-    assert isinstance(first, Scatter)
+    assert isinstance(first, AllToAll)
     assert len(first.payload) == len(asked), f"a row for each of {len(asked)} workers, but {len(first.payload)} rows"
     return [together[:, rank].clone() for rank in range(len(asked))]

@@ -64,7 +64,7 @@ def changes_are_announced(rule: Rule) -> None:
     """With whom a worker sums gradients, and how, changes in no step that `next_change` does not tell."""
 
     def ask(group: LocalGroup) -> list[tuple[list[int], int]]:
-        return [(list(rule.near(group, step)), rule.phase(step)) for step in range(20)]
+        return [(list(rule.reduce_ranks(group, step)), rule.phase(step)) for step in range(20)]
 
     for answers in LocalGroup.run(4, ask):
         for step in range(20):

@@ -61,12 +61,12 @@ class Layout(Settings):
         return self.context * self.tensor * self.pipeline
 
     @property
-    def shares_optimizer(self) -> bool:
+    def shards_optimizer(self) -> bool:
         """Whether ranks with whole parameters of their own share the optimizer's state."""
         return self.sharded > 1 and self.zero_stage == 1
 
     @property
-    def shares_parameters(self) -> bool:
+    def shards_parameters(self) -> bool:
         """Whether the sharded axis cuts gradients, or parameters too."""
         return self.sharded > 1 and self.zero_stage > 1
 

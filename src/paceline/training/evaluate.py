@@ -38,31 +38,31 @@ def evaluate(
 ) -> Evaluation | None:
     """Return the loss and metrics over the first `max_samples` of `source` (over all without it).
 
-    The samples are cut among the workers; sums and their mass are added, so the result does not depend on how many
+    The samples are cut among the workers; sums and their weight are added, so the result does not depend on how many
     there are. BatchNorm uses the statistics pooled over all workers. Once `is_stopped` says so on some
     worker that one ends early, and the result is None on all.
     """
     began_s = time.perf_counter()
-    part = replica.part
-    rank, num_readers = part.readers.rank, part.readers.size
+    shard = replica.shard
+    rank, num_workers = shard.data_parallel_group.rank, shard.data_parallel_group.size
     num_samples = min(len(source), max_samples or len(source))
-    shares = apportion(num_samples, [1.0] * num_readers)
+    shares = apportion(num_samples, [1.0] * num_workers)
     start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
     # Ranks that share a model run it together: as often as who has most samples needs, and to the end.
-    length = shares[rank] if part.is_whole else shares[0]
+    length = shares[rank] if shard.is_whole else shares[0]
     was_training = {module: module.training for module in replica.module.modules()}
     replica.module.eval()
     sums: dict[str, float] = {}
-    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, part.observers):
+    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, shard.statistics_group):
         for first in range(start, start + length, batch_size):
             if is_stopped():
                 sums["stopped"] = 1.0
-                if part.is_whole:
+                if shard.is_whole:
                     break
             interval = Interval(min(first, stop), min(first + batch_size, stop))
             places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
             batch = Batch(source.read(places), interval.num_samples, interval).to(replica.group.device)
-            loss = _loss(replica, objective, part.cut(batch))
+            loss = _loss(replica, objective, shard.split_context(batch))
             if loss is None or not loss.weight:
                 continue
             parts = {"loss": float(loss.mean) * loss.weight, "weight": loss.weight}
@@ -71,7 +71,7 @@ def evaluate(
                 sums[name] = sums.get(name, 0.0) + value
     for module, training in was_training.items():
         module.training = training
-    totals = _add_over_workers(sums, part.world)
+    totals = _add_over_workers(sums, shard.world)
     if "stopped" in totals:
         return None
     weight = totals.pop("weight")
@@ -81,7 +81,7 @@ def evaluate(
 
 def _loss(replica: Replica, objective: Objective, batch: Batch) -> Loss | None:
     """Return the loss where it counts, and None on other ranks that take part in it."""
-    pipeline = replica.part.pipeline
+    pipeline = replica.shard.pipeline
     if pipeline is None:
         loss = objective.loss(replica, batch)
     else:
@@ -90,7 +90,7 @@ def _loss(replica: Replica, objective: Objective, batch: Batch) -> Loss | None:
         if output is None:
             return None
         loss = objective.loss_of_output(output, batch)
-    return loss if replica.part.counts_loss else None
+    return loss if replica.shard.counts_loss else None
 
 
 def _add_over_workers(sums: dict[str, float], group: Group) -> dict[str, float]:

@@ -17,7 +17,7 @@ from paceline.errors import SettingsError
 from paceline.registry import Settings
 from paceline.sync import Rule
 from paceline.topology.layout import Layout
-from paceline.training.model import Depth
+from paceline.training.model import LayerStack
 
 
 class Growth(Settings):
@@ -64,7 +64,7 @@ class Origin(NamedTuple):
     """Whether it is of a new layer."""
 
 
-def find_origin(name: str, depth: Depth) -> Origin:
+def find_origin(name: str, depth: LayerStack) -> Origin:
     """Return where the tensor `name` of a deeper model comes from, in one of `depth`.
 
     New layer i is a copy of old layer i modulo their number; all else stays itself.
@@ -76,7 +76,7 @@ def find_origin(name: str, depth: Depth) -> Origin:
     return Origin(f"{prefix}{int(number) % depth.num_layers}.{rest}", is_new=True)
 
 
-def grow_module(old: nn.Module, new: nn.Module, depth: Depth, method: str) -> None:
+def grow_module(old: nn.Module, new: nn.Module, depth: LayerStack, method: str) -> None:
     """Fill the deeper module `new` from `old`, which has `depth`.
 
     Raises:
@@ -101,7 +101,7 @@ def grow_module(old: nn.Module, new: nn.Module, depth: Depth, method: str) -> No
 def grow_optimizer(
     old: tuple[nn.Module, torch.optim.Optimizer],
     new: tuple[nn.Module, torch.optim.Optimizer],
-    depth: Depth,
+    depth: LayerStack,
     method: str,
 ) -> None:
     """Hand the optimizer state of each old layer on to the new model; stacked copies get a copy of it."""
@@ -114,7 +114,7 @@ def grow_optimizer(
             new_optimizer.state[parameter] = {key: _copy(value) for key, value in state.items()}
 
 
-def check_growth(growth: Growth, depth: Depth | None, sync: Rule, layout: Layout) -> None:
+def check_growth(growth: Growth, depth: LayerStack | None, sync: Rule, layout: Layout) -> None:
     """Refuse to grow what cannot grow.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.torch_group import tells_of_lost_peer
+from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, derive_seed
 from paceline.errors import CommunicationError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
@@ -18,11 +18,11 @@ from paceline.parallel.local import local
 from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
-from paceline.sync.synchroniser import Desk, Site
+from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
+from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
 from paceline.training.run import Run
-from paceline.training.tell import tell_delays, tell_failure, tell_saved, tell_step
 from paceline.training.training import Training, build_model, build_replica, set_up
 
 
@@ -45,7 +45,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
         training.replica.close()
         return is_done
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
-        tell_failure(log, error, step=training.step if training else -1)
+        log_failure(log, error, step=training.step if training else -1)
         raise
     finally:
         if training is not None:
@@ -63,9 +63,9 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
         module = build_model(run, run.data.open(), world)
         optimizer = run.optimizer.build(module)
         num_workers = world.size - run.sync.num_server_processes
-        run.sync.serve(Site(module, optimizer, world, run.seed, world), num_workers)
+        run.sync.serve(WorkerContext(module, optimizer, world, run.seed, world), num_workers)
     except (Exception, SystemExit) as error:
-        tell_failure(log, error)
+        log_failure(log, error)
         raise
 
 
@@ -75,33 +75,33 @@ def _run_steps(training: Training) -> bool:
     if training.step >= run.num_steps:
         return True
     training.began_s = training.step_began_s = time.perf_counter()
-    if training.replica.desk is not None:
-        return _run_at_own_pace(training, training.replica.desk)
-    grow_if_due(training)
+    if training.replica.dispatcher is not None:
+        return _run_at_own_pace(training, training.replica.dispatcher)
+    maybe_grow(training)
     for batch in training.loader:
         with training.probe.watching(training.replica, batch):
-            result = learn(training, batch, training.step)
+            result = train_step(training, batch, training.step)
         if result is None:
             continue
         training.step += 1
-        tell_step(training, result, batch.interval.num_samples)
-        for event in training.pacing.end_step(training.step, result.times):
-            training.tell(event)
+        log_step(training, result, batch.interval.num_samples)
+        for event in training.load_balancer.end_step(training.step, result.times):
+            training.log_event(event)
         measure_noise(training, result, batch.interval.num_samples)
         if (measured := training.probe.end_step(training.replica)) is not None:
-            training.tell(measured)
+            training.log_event(measured)
         do_after_step(training, stop=result.stop)
         if result.stop and training.step < run.num_steps:
             return False
         if training.step == run.num_steps:
             return True
-        grow_if_due(training)
-        tell_batch(training)
+        maybe_grow(training)
+        log_batch_change(training)
         training.step_began_s = time.perf_counter()
     raise AssertionError("a loader never ends")
 
 
-def _run_at_own_pace(training: Training, desk: Desk) -> bool:
+def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
     """Let each worker take what nobody has; all come together to evaluate, to save and at the end.
 
     A step is done when a global batch of samples is, by whomever.
@@ -109,19 +109,19 @@ def _run_at_own_pace(training: Training, desk: Desk) -> bool:
     run, loader, group = training.run, training.loader, training.replica.group
     began_at = loader.position
     while training.step < run.num_steps:
-        desk.set_boundary(loader.order.position_of(next_meeting(run, training.step), run.global_batch))
+        dispatcher.set_boundary(loader.order.position_of(next_boundary(run, training.step), run.global_batch))
         for batch in loader:
-            result = learn(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
+            result = train_step(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
             if result is None:
                 continue
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
-            tell_step(training, result, batch.interval.num_samples)
+            log_step(training, result, batch.interval.num_samples)
             training.step_began_s = time.perf_counter()
         position = group.gather_documents(loader.position, name="position")[0]
         loader.move_to(position)
         training.num_samples = position - began_at
         training.step = loader.order.step_of(position, run.global_batch)
-        stop = desk.is_stopping
+        stop = dispatcher.is_stopping
         do_after_step(training, stop=stop)
         if stop and training.step < run.num_steps:
             return False
@@ -134,19 +134,19 @@ def _finish(training: Training) -> bool:
     evaluation = evaluate_held_out(training)
     if evaluation is None:
         newest = training.store.list_checkpoints()[0]
-        training.tell(
+        training.log_event(
             Preempted(
                 checkpoint=str(newest), signal=training.membership.stop_requested_by or "a signal to another rank"
             )
         )
         return False
-    part = training.replica.part
-    with part.running_alike() as can_run:
-        if can_run and (part.world.rank == 0 or not part.is_whole):
+    shard = training.replica.shard
+    with shard.replicated_inputs() as can_run:
+        if can_run and (shard.world.rank == 0 or not shard.is_whole):
             text = training.run.objective.showcase(training.replica.module, training.splits.held_out)
             if text:
-                training.tell(Showcased(text=text))
-    training.tell(
+                training.log_event(Showcased(text=text))
+    training.log_event(
         RunFinished(
             held_out_loss=evaluation.loss,
             metrics=evaluation.metrics,
@@ -163,24 +163,24 @@ def _explaining(training: Training) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if training.run.layout.is_plain or not tells_of_lost_peer(error):
+        if training.run.layout.is_plain or not is_lost_peer(error):
             raise
-        world = training.replica.part.world
+        world = training.replica.shard.world
         raise CommunicationError(
             f"rank {world.rank} of {world.size} lost others of its layout after step {training.step}: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def learn(training: Training, batch: Batch, step: int) -> StepResult | None:
-    """Learn from a micro-batch of `step`, and return what the update did if it was the step's last."""
+def train_step(training: Training, batch: Batch, step: int) -> StepResult | None:
+    """Train on a micro-batch of `step`, and return what the update did if it was the step's last."""
     run, replica = training.run, training.replica
     # Each micro-batch has a random stream of its own, which needs no state to resume.
-    stream = (step, *replica.part.stream) if replica.desk is None else batch.interval
+    stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
     torch.manual_seed(derive_seed(run.seed, *stream, training.num_micro_batches) >> 1)
     training.num_micro_batches += 1
-    with training.pacing.computing(batch.num_samples), replica.part.computing():
-        if replica.part.pipeline is not None:
+    with training.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
+        if replica.shard.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
             replica.backward_through(batch, run.objective.loss_of_output, last=batch.last, timed=timed)
         else:
@@ -206,22 +206,22 @@ def measure_noise(training: Training, result: StepResult, num_samples: int) -> N
     measured = training.noise.end_step(training.step, result, num_samples) if training.noise is not None else None
     if measured is None:
         return
-    training.tell(measured)
+    training.log_event(measured)
     if isinstance(run.batch_schedule, NoiseScaleBatch):
         chosen = run.batch_schedule.choose(measured.noise_scale, loader.newest_batch, run.global_batch)
         if chosen != loader.newest_batch:
             loader.change_batch(chosen)
 
 
-def tell_batch(training: Training) -> None:
-    """Tell of another global batch, where the step to come has one."""
+def log_batch_change(training: Training) -> None:
+    """Log another global batch, where the step to come has one."""
     batch = training.loader.global_batch
     if batch != training.global_batch:
         training.global_batch = batch
-        training.tell(BatchChanged(global_batch=batch, start=training.loader.position))
+        training.log_event(BatchChanged(global_batch=batch, start=training.loader.position))
 
 
-def grow_if_due(training: Training) -> None:
+def maybe_grow(training: Training) -> None:
     """Replace the replica by one of a deeper model, where the step to come is one to grow at. All workers call it.
 
     Raises:
@@ -243,8 +243,8 @@ def grow_if_due(training: Training) -> None:
     state, feedback = old.document(), old.feedback()
     old.close()
     training.model = training.model.with_depth(num_layers)
-    module = build_model(run, training.splits, old.part.world, training.model)
-    new = build_replica(run, module, training.splits, old.part.world)
+    module = build_model(run, training.splits, old.shard.world, training.model)
+    new = build_replica(run, module, training.splits, old.shard.world)
     grow_module(old.module, new.module, depth, run.growth.method)
     grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
     new.load_document(state)
@@ -254,10 +254,10 @@ def grow_if_due(training: Training) -> None:
     if training.noise is not None:
         training.noise.use(new.module)
     num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
-    training.tell(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
+    training.log_event(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
 
 
-def next_meeting(run: Run, step: int) -> int:
+def next_boundary(run: Run, step: int) -> int:
     """Return the first step after `step` at whose end all workers come together."""
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     return min([(step // interval + 1) * interval for interval in intervals] + [run.num_steps])
@@ -266,20 +266,20 @@ def next_meeting(run: Run, step: int) -> int:
 def do_after_step(training: Training, *, stop: bool) -> None:
     """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
     run, step = training.run, training.step
-    if next_meeting(run, step - 1) == step:
-        tell_delays(training)
+    if next_boundary(run, step - 1) == step:
+        log_delays(training)
     is_last = step == run.num_steps
     if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
         evaluate_held_out(training)
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
-        training.tell(
+        training.log_event(
             Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
         )
     elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
         save_checkpoint(training, wait=is_last)
     elif training.saver is not None:
-        tell_saved(training, training.saver.finished())
+        log_saved(training, training.saver.finished())
 
 
 def save_checkpoint(training: Training, *, wait: bool) -> str:
@@ -304,12 +304,12 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
     path = ""
     if training.saver is not None:
         training.saver.start(tensors, document, training.step)
-        tell_saved(training, training.saver.finished())
+        log_saved(training, training.saver.finished())
         if wait and (saved := training.saver.wait()):
-            tell_saved(training, [saved])
+            log_saved(training, [saved])
             path = str(saved.path)
     if wait:
-        replica.part.world.barrier(name="checkpoint")
+        replica.shard.world.barrier(name="checkpoint")
     return path
 
 
@@ -321,12 +321,12 @@ def evaluate_held_out(training: Training) -> Evaluation | None:
         training.replica,
         run.objective,
         training.splits.held_out,
-        batch_size=max(1, run.global_batch // training.replica.part.readers.size // run.num_micro_batches),
+        batch_size=max(1, run.global_batch // training.replica.shard.data_parallel_group.size // run.num_micro_batches),
         max_samples=run.evaluate_samples,
         is_stopped=lambda: bool(training.membership.stop_requested_by),
     )
     if evaluation is not None:
-        training.tell(
+        training.log_event(
             Evaluated(
                 loss=evaluation.loss,
                 metrics=evaluation.metrics,

@@ -13,7 +13,7 @@ from paceline.errors import SettingsError
 from paceline.memory import Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
-from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe, guarded
+from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded
 from paceline.training.run import Run
 
 _MARGIN = 4
@@ -36,8 +36,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
-    act = describe(run, splits, num_workers, device)
-    whole = guarded(lambda: estimate_step(act, choices, run.sync, num_workers, run.num_steps))
+    step = describe_step(run, splits, num_workers, device)
+    whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.num_steps))
     return whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
 
 
@@ -143,5 +143,5 @@ def _with_memory(run: Run, **changes: str) -> Run:
 
 
 def _list(needed: Estimate) -> str:
-    parts = sorted(needed.bytes_of.items(), key=lambda part: -part[1])
+    parts = sorted(needed.bytes_of.items(), key=lambda shard: -shard[1])
     return ", ".join(f"{category} {size(num_bytes)}" for category, num_bytes in parts if num_bytes)

@@ -19,7 +19,7 @@ from paceline.errors import SettingsError
 from paceline.registry import Family, register
 
 
-class Depth(NamedTuple):
+class LayerStack(NamedTuple):
     """Where the layers of a model are that can be built with any number of them."""
 
     num_layers: int
@@ -46,7 +46,7 @@ class Model(Family):
         """Return a new module with random weights for data of the given `spec`."""
 
     @property
-    def layer_stack(self) -> Depth | None:
+    def layer_stack(self) -> LayerStack | None:
         """Its layers, where it can become deeper while it is trained; else None."""
         return None
 

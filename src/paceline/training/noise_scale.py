@@ -34,7 +34,7 @@ from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
 
 NO_CLIPPING = 1e30
-"""A bound that no gradient norm reaches: replicas tell the norm of what they bound."""
+"""A bound that no gradient norm reaches: a replica reports the norm of what it bounds."""
 MEMORY = 0.8
 """How much of the moving average an interval's measurement leaves as it was."""
 
@@ -45,14 +45,14 @@ class Noise:
 
     trace: float = 0.0
     squared_norm: float = 0.0
-    mass: float = 0.0
-    """Of both, which begin at 0."""
+    weight: float = 0.0
+    """Weight of both averages, which begin at 0."""
 
     def add(self, trace: float, squared_norm: float) -> None:
         """Take the means of an interval in."""
         self.trace = MEMORY * self.trace + (1 - MEMORY) * trace
         self.squared_norm = MEMORY * self.squared_norm + (1 - MEMORY) * squared_norm
-        self.mass = MEMORY * self.mass + (1 - MEMORY)
+        self.weight = MEMORY * self.weight + (1 - MEMORY)
 
     @property
     def scale(self) -> float | None:
@@ -117,7 +117,7 @@ class NoiseMeter:
         """Measure the gradients of `module` from now on, in place of what was measured before."""
         self.close()
         self._hooks = [
-            parameter.register_hook(self._note) for parameter in module.parameters() if parameter.requires_grad
+            parameter.register_hook(self._record) for parameter in module.parameters() if parameter.requires_grad
         ]
 
     def watch(self, mean: Tensor, num_samples: int) -> None:
@@ -173,7 +173,7 @@ class NoiseMeter:
             hook.remove()
         self._hooks = []
 
-    def _note(self, gradient: Tensor) -> None:
+    def _record(self, gradient: Tensor) -> None:
         if self._parts:
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._parts[-1].norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
@@ -190,8 +190,8 @@ class NoiseMeter:
         noise = self._noise
         return GradientNoiseMeasured(
             noise_scale=noise.scale,
-            trace=noise.trace / noise.mass,
-            squared_norm=noise.squared_norm / noise.mass,
+            trace=noise.trace / noise.weight,
+            squared_norm=noise.squared_norm / noise.weight,
             num_steps=sums.num_steps,
         )
 

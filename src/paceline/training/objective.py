@@ -1,4 +1,4 @@
-"""What a run minimises: a loss that carries its mass, and the metrics beside it."""
+"""What a run minimises: a loss that carries its weight, and the metrics beside it."""
 
 from abc import abstractmethod
 from collections.abc import Callable

@@ -15,10 +15,10 @@ from paceline.data.division import check_shares
 from paceline.data.order import Interval, apportion
 from paceline.errors import PacelineError, SettingsError
 from paceline.memory import (
-    Act,
     ActivationOffload,
     Choice,
     OffloadedOptimizer,
+    StepDescription,
     find_recomputable,
     plan,
     recompute,
@@ -86,12 +86,12 @@ def choose_blocks(run: Run, splits: Splits, num_workers: int, device: torch.devi
     if wanted == "full" or wanted == "selective":
         return dict.fromkeys(blocks, wanted)
     # Activations do not depend on the optimizer, and what it may cache must not be made without contents in a worker.
-    act = describe(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device)
-    return guarded(lambda: plan(act, blocks, wanted))
+    step = describe_step(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device)
+    return guarded(lambda: plan(step, blocks, wanted))
 
 
-def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -> Act:
-    """Return what a step of the run is on the worker with the largest share, for a rehearsal.
+def describe_step(run: Run, splits: Splits, num_workers: int, device: torch.device) -> StepDescription:
+    """Return the description of the run's step on the worker with the largest share, for a rehearsal.
 
     Blocks are recomputed as the rehearsal says, the rest is as the run's `memory` says. Of a model that grows it is
     the deepest.
@@ -117,17 +117,17 @@ def describe(run: Run, splits: Splits, num_workers: int, device: torch.device) -
         batch = Batch(data, num_samples, Interval(0, run.global_batch))
         return run.objective.loss(partial(_forward, module, run.precision, device.type), batch).mean
 
-    return Act(
+    return StepDescription(
         build=build,
         loss=loss,
         device=device,
         num_micro_batches=run.num_micro_batches,
-        is_exchanged=len(run.sync.near(AbsentGroup(0, num_workers, device), run.num_steps)) > 1,
+        is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.num_steps)) > 1,
         clip_norm=run.clip_norm,
     )
 
 
-def check_parts(run: Run, splits: Splits) -> None:
+def check_shards(run: Run, splits: Splits) -> None:
     """Refuse a model that the run's layout cannot share out, before there are ranks to do it.
 
     A model that cannot be built without contents is left to them.

@@ -14,7 +14,7 @@ from paceline.data.base import Data
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
-from paceline.parallel.parallelize import check_sharing
+from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.replica.checks import Precision, check_layout
@@ -116,7 +116,7 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
-        check_sharing(self.layout, self.sharded_codec, self.pipeline)
+        check_sharding(self.layout, self.sharded_codec, self.pipeline)
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
                 f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"

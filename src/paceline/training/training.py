@@ -20,12 +20,12 @@ from paceline.parallel.parallelize import parallelize
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
 from paceline.training.compiling import NO_COMPILER, compile_blocks
+from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
-from paceline.training.shares import Pacing
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
 
@@ -46,7 +46,7 @@ class Training:
     saver: AsyncSaver | None
     """On rank 0, which writes for all."""
     log: EventLog
-    pacing: Pacing
+    load_balancer: LoadBalancer
     noise: NoiseMeter | None
     """Where the gradient noise scale is measured."""
     probe: MemoryProbe
@@ -59,16 +59,16 @@ class Training:
     num_micro_batches: int = 0
     """Of the step under way."""
     global_batch: int = 0
-    """Of the step to come, as it was told last."""
+    """Of the step to come, as it was logged last."""
 
     @property
     def membership(self) -> Membership:
         """What belongs to the workers."""
         return self.replica.membership
 
-    def tell(self, event: Event) -> None:
-        """Write what all workers know, once."""
-        if self.replica.part.world.rank == 0:
+    def log_event(self, event: Event) -> None:
+        """Log, once, what all workers know."""
+        if self.replica.shard.world.rank == 0:
             self.log.write(event, step=self.step)
 
 
@@ -101,7 +101,7 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
     )
     if run.compiler != NO_COMPILER:
         compile_blocks(module, run.compiler)
-    # A norm is told only where it is bounded.
+    # A norm is reported only where it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     return Replica(
         module,
@@ -134,7 +134,7 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     replica = build_replica(run, module, splits, group, world)
     loader = _make_loader(run, splits, replica)
     saver = AsyncSaver(store) if group.rank == 0 else None
-    pacing = Pacing(
+    load_balancer = LoadBalancer(
         loader,
         None if run.sync.is_asynchronous or not run.layout.is_plain else group,
         interval=run.speed_interval,
@@ -144,14 +144,16 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     if run.noise_interval:
         noise = NoiseMeter(module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     probe = MemoryProbe(is_on=group.rank == 0)
-    training = Training(run, recipe, directory, model, replica, loader, splits, store, saver, log, pacing, noise, probe)
+    training = Training(
+        run, recipe, directory, model, replica, loader, splits, store, saver, log, load_balancer, noise, probe
+    )
     _resume(training, checkpoint)
     training.global_batch = loader.global_batch
-    training.tell(
+    training.log_event(
         RunStarted(
             recipe=recipe,
             settings=run.model_dump(mode="json"),
-            num_workers=replica.part.readers.size,
+            num_workers=replica.shard.data_parallel_group.size,
             device=str(group.device),
             num_parameters=num_parameters,
             start_step=training.step,
@@ -165,27 +167,27 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
 
 
 def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
-    readers, schedule = replica.part.readers, run.batch_schedule
-    if schedule.smallest(run.global_batch) < readers.size:
+    workers, schedule = replica.shard.data_parallel_group, run.batch_schedule
+    if schedule.smallest(run.global_batch) < workers.size:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
-            f"{schedule.smallest(run.global_batch)} with {readers.size} workers; start fewer, or keep it larger"
+            f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
         )
     loader = Loader(
         splits.train,
         run.global_batch,
-        group=readers,
-        split=replica.part.cut,
+        group=workers,
+        split=replica.shard.split_context,
         seed=run.seed,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_processes=run.num_data_processes,
-        claims=replica.desk,
+        dispatcher=replica.dispatcher,
         changes=schedule.plan(run.global_batch, run.num_steps),
         adds_micro_batches=schedule.adds_micro_batches,
     )
-    if replica.desk is not None:
-        replica.desk.hand_out(loader.take, loader.note)
+    if replica.dispatcher is not None:
+        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
     return loader
 
 

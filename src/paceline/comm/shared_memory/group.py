@@ -16,17 +16,17 @@ from torch import Tensor
 from paceline.comm.channel import Channel, Job
 from paceline.comm.group import Group, Work
 from paceline.comm.shared_memory.buffers import PLACE, Buffers
-from paceline.comm.shared_memory.control import SMALL_BYTES, open_control
-from paceline.comm.shared_memory.lane import Step
-from paceline.comm.shared_memory.ledger import MAX_AHEAD, Operation
-from paceline.comm.shared_memory.meeting import SharedMemoryError
+from paceline.comm.shared_memory.control_segment import SMALL_BYTES, open_control_segment
+from paceline.comm.shared_memory.flight_recorder import MAX_AHEAD, Operation
+from paceline.comm.shared_memory.rendezvous import SharedMemoryError
+from paceline.comm.shared_memory.ring import RingStep
 from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
 from paceline.comm.shared_memory.transfers import (
     AllGather,
     AllToAll,
-    Copy,
-    SlicedSum,
-    Sum,
+    BroadcastTransfer,
+    SlicedSumTransfer,
+    SumTransfer,
     Transfer,
     check_rows,
     check_source,
@@ -49,7 +49,7 @@ class SharedMemoryGroup(Group):
 
     Operations of at most 16 KiB are posted at once, and finished by whoever waits for them. Larger ones run in a thread
     of the group's own, asleep while it waits. Where all ranks sum a buffer that `allocate` made, each sums its
-    slice of everybody's and writes it to everybody; other tensors travel through a small shared ring, in pieces.
+    slice of everybody's and writes it to everybody; other tensors travel through a small shared ring, in chunks.
     Sums run in the order of ranks. Messages (`send`, `receive`) go over a `TorchGroup`.
 
     Args:
@@ -77,8 +77,13 @@ class SharedMemoryGroup(Group):
         super().__init__(rank, size, torch.device("cpu"), epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
-        control = open_control(dist.PrefixStore("control", store), rank, self.names, timeout_s)
-        self._hub, self._ledger, self._small, self._large = control.hub, control.ledger, control.small, control.large
+        control = open_control_segment(dist.PrefixStore("control", store), rank, self.names, timeout_s)
+        self._hub, self._recorder, self._small, self._large = (
+            control.hub,
+            control.recorder,
+            control.small,
+            control.large,
+        )
         self._buffers = Buffers(rank, size)
         self._network = TorchGroup(
             dist.PrefixStore("network", store),
@@ -91,7 +96,7 @@ class SharedMemoryGroup(Group):
         )
         self._channel: Channel | None = None
         """Made when it is first needed: many groups carry only what is small."""
-        self._outstanding: deque[Step | Job] = deque()
+        self._outstanding: deque[RingStep | Job] = deque()
         self._duplicates: list[Group] = []
         self._subgroups: list[Group] = []
         self._is_closed = False
@@ -102,7 +107,7 @@ class SharedMemoryGroup(Group):
         check_sum(flat.dtype)
         operation = self._begin(name, "all_reduce", tensor)
         if flat.nbytes <= SMALL_BYTES:
-            return self._note(Sum(flat).post(self._small, operation))
+            return self._track(SumTransfer(flat).post(self._small, operation))
         return self._submit(operation, lambda: self._sum(operation, flat))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
@@ -110,9 +115,9 @@ class SharedMemoryGroup(Group):
         check_source(source, self.size)
         flat = flatten(tensor, name)
         operation = self._begin(name, f"broadcast from {source}", tensor)
-        transfer = Copy(flat, source, self.rank)
+        transfer = BroadcastTransfer(flat, source, self.rank)
         if flat.nbytes <= SMALL_BYTES:
-            return self._note(transfer.post(self._small, operation))
+            return self._track(transfer.post(self._small, operation))
         return self._submit(operation, lambda: self._copy(operation, transfer))
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
@@ -213,7 +218,7 @@ class SharedMemoryGroup(Group):
         if self._is_closed:
             return
         self._is_closed = True
-        error = error or self._ledger.failure
+        error = error or self._recorder.failure
         last_words = f"{type(error).__name__}: {error}" if error else ""
         if self._channel is None or error is not None:
             self._leave(last_words)
@@ -233,7 +238,7 @@ class SharedMemoryGroup(Group):
         )
 
     def _leave(self, last_words: str) -> None:
-        self._ledger.leave(last_words)
+        self._recorder.leave(last_words)
         self._small.wake_others()
         self._large.wake_others()
 
@@ -246,31 +251,31 @@ class SharedMemoryGroup(Group):
             self._outstanding[0].wait()
         of = f" of {tensor.numel()} {tensor.dtype}" if tensor is not None else ""
         dense = "" if tensor is None or tensor.is_contiguous() else f", strides {tensor.stride()}"
-        return self._ledger.begin(name, f"{kind}{of}{dense}")
+        return self._recorder.begin(name, f"{kind}{of}{dense}")
 
-    def _note(self, work: Step | Job) -> Work:
+    def _track(self, work: RingStep | Job) -> Work:
         self._outstanding.append(work)
         return work
 
     def _transfer(self, operation: Operation, transfer: Transfer) -> Work:
         if transfer.num_bytes * transfer.copies <= SMALL_BYTES:
-            return self._note(transfer.post(self._small, operation))
+            return self._track(transfer.post(self._small, operation))
         return self._submit(operation, lambda: transfer.run(self._large, operation))
 
     def _submit(self, operation: Operation, function: Callable[[], None]) -> Work:
         if self._channel is None:
-            self._channel = Channel("paceline-shared-memory", note_wait=self._ledger.wait_in, waiters_run=True)
-        return self._note(self._channel.submit(function, operation.sequence))
+            self._channel = Channel("paceline-shared-memory", on_wait=self._recorder.wait_in, waiters_run=True)
+        return self._track(self._channel.submit(function, operation.sequence))
 
     def _sum(self, operation: Operation, flat: Tensor) -> None:
         parts = self._find_parts(operation, flat)
         if parts is None:
-            SlicedSum(flat, self.rank, self.size).run(self._large, operation)
+            SlicedSumTransfer(flat, self.rank, self.size).run(self._large, operation)
             return
         sum_in_place(parts, self.rank)
         self._large.post(operation, None, None).wait()
 
-    def _copy(self, operation: Operation, transfer: Copy) -> None:
+    def _copy(self, operation: Operation, transfer: BroadcastTransfer) -> None:
         parts = self._find_parts(operation, transfer.flat)
         if parts is None:
             transfer.run(self._large, operation)
@@ -283,13 +288,13 @@ class SharedMemoryGroup(Group):
         """Return everybody's tensors, once all have begun the operation; None where they are not shared."""
         mine, places = self._buffers.locate(flat), list[bytes]()
 
-        def land(slot: int) -> None:
+        def read(slot: int) -> None:
             places.extend(ctypes.string_at(self._large.address(slot, rank), PLACE.size) for rank in range(self.size))
 
         def fill(slot: int) -> None:
             ctypes.memmove(self._large.address(slot), mine, PLACE.size)
 
-        self._large.post(operation, fill, land).wait()
+        self._large.post(operation, fill, read).wait()
         return self._buffers.find_parts(flat, places)
 
     def _share_segment(
@@ -307,7 +312,7 @@ class SharedMemoryGroup(Group):
         began_s = time.monotonic()
 
         def check() -> None:
-            self._ledger.check_peers(operation, began_s, lambda: [0])
+            self._recorder.check_peers(operation, began_s, lambda: [0])
 
         descriptor, reason = _attempt(lambda: self._hub.share(made, self.timeout_s, check))
         if descriptor is not None:

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.comm.shared_memory.lane import Lane, Step
-from paceline.comm.shared_memory.ledger import Operation
+from paceline.comm.shared_memory.flight_recorder import Operation
+from paceline.comm.shared_memory.ring import RingStep, SharedRing
 from paceline.errors import SettingsError
 
 # A tile of each rank fits the cache together, and is below 32,768, from which on torch starts other threads.
@@ -21,7 +21,7 @@ _LINE_BYTES = 64
 
 
 class Transfer(ABC):
-    """One operation on this rank's tensors, which can be cut into pieces.
+    """One operation on this rank's tensors, which can be cut into chunks.
 
     Attributes:
         num_bytes: What is cut.
@@ -32,32 +32,32 @@ class Transfer(ABC):
     copies: int = 1
 
     @abstractmethod
-    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Write this rank's piece to its slot."""
+    def fill(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Write this rank's chunk to its slot."""
 
     @abstractmethod
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Read the pieces of all from their slots."""
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Read the chunks of all from their slots."""
 
-    def post(self, lane: Lane, operation: Operation) -> Step:
+    def post(self, ring: SharedRing, operation: Operation) -> RingStep:
         """Post all of it as one step."""
-        return lane.post(
-            operation, partial(self.fill, lane, 0, self.num_bytes), partial(self.land, lane, 0, self.num_bytes)
+        return ring.post(
+            operation, partial(self.fill, ring, 0, self.num_bytes), partial(self.read, ring, 0, self.num_bytes)
         )
 
-    def run(self, lane: Lane, operation: Operation) -> None:
-        """Do all of it, in as many steps as it takes; a piece is written while others still read the one before."""
-        for begin, end in self.pieces(lane):
-            step = lane.post(operation, partial(self.fill, lane, begin, end), partial(self.land, lane, begin, end))
+    def run(self, ring: SharedRing, operation: Operation) -> None:
+        """Do all of it, in as many steps as it takes; a chunk is written while others still read the one before."""
+        for begin, end in self.chunks(ring):
+            step = ring.post(operation, partial(self.fill, ring, begin, end), partial(self.read, ring, begin, end))
         step.wait()
 
-    def pieces(self, lane: Lane) -> list[tuple[int, int]]:
-        """Return begin and end of pieces that fit a slot; there is at least one."""
-        width = lane.slot_bytes // self.copies // _LINE_BYTES * _LINE_BYTES
+    def chunks(self, ring: SharedRing) -> list[tuple[int, int]]:
+        """Return begin and end of chunks that fit a slot; there is at least one."""
+        width = ring.slot_bytes // self.copies // _LINE_BYTES * _LINE_BYTES
         return [(begin, min(begin + width, self.num_bytes)) for begin in range(0, max(1, self.num_bytes), width)]
 
 
-class Sum(Transfer):
+class SumTransfer(Transfer):
     """All-reduce: each rank sums the slots of all, in the order of ranks."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -65,53 +65,53 @@ class Sum(Transfer):
         self._pointer = flat.data_ptr()
         self.num_bytes = flat.nbytes
 
-    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Copy the piece."""
-        ctypes.memmove(lane.address(slot), self._pointer + begin, end - begin)
+    def fill(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Copy the chunk."""
+        ctypes.memmove(ring.address(slot), self._pointer + begin, end - begin)
 
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Sum the pieces."""
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Sum the chunks."""
         width = self._flat.element_size()
         output = self._flat[begin // width : end // width]
-        add_up([row[: len(output)] for row in lane.rows(slot, self._flat.dtype)], output)
+        add_up([row[: len(output)] for row in ring.rows(slot, self._flat.dtype)], output)
 
 
-class SlicedSum(Sum):
-    """All-reduce of what is large: each rank sums one slice of a piece, and all copy the slices of all."""
+class SlicedSumTransfer(SumTransfer):
+    """All-reduce of what is large: each rank sums one slice of a chunk, and all copy the slices of all."""
 
     def __init__(self, flat: Tensor, rank: int, size: int) -> None:
         super().__init__(flat)
         self._rank = rank
         self._size = size
 
-    def run(self, lane: Lane, operation: Operation) -> None:
-        """Take two steps a piece; the next piece is posted before this one is summed."""
-        pieces = self.pieces(lane)
-        steps = deque([self._show(lane, operation, pieces[0])])
-        for number, (begin, end) in enumerate(pieces):
-            if number + 1 < len(pieces):
-                steps.append(self._show(lane, operation, pieces[number + 1]))
+    def run(self, ring: SharedRing, operation: Operation) -> None:
+        """Take two steps a chunk; the next chunk is posted before this one is summed."""
+        chunks = self.chunks(ring)
+        steps = deque([self._show(ring, operation, chunks[0])])
+        for number, (begin, end) in enumerate(chunks):
+            if number + 1 < len(chunks):
+                steps.append(self._show(ring, operation, chunks[number + 1]))
             shown = steps.popleft()
             shown.wait()
-            fill = partial(self._sum_slice, lane, shown.slot, end - begin)
-            summed = lane.post(operation, fill, partial(self.land, lane, begin, end))
+            fill = partial(self._sum_slice, ring, shown.slot, end - begin)
+            summed = ring.post(operation, fill, partial(self.read, ring, begin, end))
         summed.wait()
 
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
         """Copy everybody's slice of the sum."""
         for rank in range(self._size):
             first, last = self._slice(end - begin, rank)
-            ctypes.memmove(self._pointer + begin + first, lane.address(slot, rank) + first, last - first)
+            ctypes.memmove(self._pointer + begin + first, ring.address(slot, rank) + first, last - first)
 
-    def _show(self, lane: Lane, operation: Operation, piece: tuple[int, int]) -> Step:
-        return lane.post(operation, partial(self.fill, lane, *piece), None)
+    def _show(self, ring: SharedRing, operation: Operation, chunk: tuple[int, int]) -> RingStep:
+        return ring.post(operation, partial(self.fill, ring, *chunk), None)
 
-    def _sum_slice(self, lane: Lane, shown: int, num_bytes: int, slot: int) -> None:
+    def _sum_slice(self, ring: SharedRing, shown: int, num_bytes: int, slot: int) -> None:
         """Sum this rank's slice of the slots `shown`, three steps ago at most, into its own `slot`."""
         dtype, width = self._flat.dtype, self._flat.element_size()
         first, last = (place // width for place in self._slice(num_bytes, self._rank))
-        output = lane.rows(slot, dtype)[self._rank][first:last]
-        parts = [row[first:last] for row in lane.rows(shown, dtype)]
+        output = ring.rows(slot, dtype)[self._rank][first:last]
+        parts = [row[first:last] for row in ring.rows(shown, dtype)]
         for tiles in zip(output.split(TILE), *(part.split(TILE) for part in parts), strict=True):
             add_up(tiles[1:], tiles[0])
 
@@ -119,7 +119,7 @@ class SlicedSum(Sum):
         return _slice_bounds(num_bytes, self._size, rank)
 
 
-class Copy(Transfer):
+class BroadcastTransfer(Transfer):
     """Broadcast: all read the source's slot."""
 
     def __init__(self, flat: Tensor, source: int, rank: int) -> None:
@@ -129,15 +129,15 @@ class Copy(Transfer):
         self._pointer = flat.data_ptr()
         self.num_bytes = flat.nbytes
 
-    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Copy the piece, at the source."""
+    def fill(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Copy the chunk, at the source."""
         if self._is_source:
-            ctypes.memmove(lane.address(slot), self._pointer + begin, end - begin)
+            ctypes.memmove(ring.address(slot), self._pointer + begin, end - begin)
 
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Copy the piece, everywhere else."""
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Copy the chunk, everywhere else."""
         if not self._is_source:
-            ctypes.memmove(self._pointer + begin, lane.address(slot, self.source), end - begin)
+            ctypes.memmove(self._pointer + begin, ring.address(slot, self.source), end - begin)
 
 
 class AllGather(Transfer):
@@ -149,14 +149,14 @@ class AllGather(Transfer):
         self.num_bytes = tensor.nbytes
         self._size = len(output)
 
-    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Copy the piece."""
-        ctypes.memmove(lane.address(slot), self._from + begin, end - begin)
+    def fill(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Copy the chunk."""
+        ctypes.memmove(ring.address(slot), self._from + begin, end - begin)
 
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
-        """Copy the pieces of all to their rows."""
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
+        """Copy the chunks of all to their rows."""
         for rank in range(self._size):
-            ctypes.memmove(self._to + rank * self.num_bytes + begin, lane.address(slot, rank), end - begin)
+            ctypes.memmove(self._to + rank * self.num_bytes + begin, ring.address(slot, rank), end - begin)
 
 
 class AllToAll(Transfer):
@@ -169,16 +169,16 @@ class AllToAll(Transfer):
         self.copies = len(tensor)
         self.num_bytes = tensor.nbytes // self.copies
 
-    def fill(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+    def fill(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
         """Copy the columns of all rows, one row after another."""
         for row in range(self.copies):
             source = self._from + row * self.num_bytes + begin
-            ctypes.memmove(lane.address(slot) + row * (end - begin), source, end - begin)
+            ctypes.memmove(ring.address(slot) + row * (end - begin), source, end - begin)
 
-    def land(self, lane: Lane, begin: int, end: int, slot: int) -> None:
+    def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
         """Copy what the others have for this rank."""
         for rank in range(self.copies):
-            source = lane.address(slot, rank) + self._rank * (end - begin)
+            source = ring.address(slot, rank) + self._rank * (end - begin)
             ctypes.memmove(self._to + rank * self.num_bytes + begin, source, end - begin)
 
 

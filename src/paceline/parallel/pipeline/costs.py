@@ -1,4 +1,4 @@
-"""What each piece of a model costs, estimated or measured, and where stages begin by it."""
+"""What each layer of a model costs, estimated or measured, and where stages begin by it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.pieces import Piece, find_owned
+from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.topology.partition import partition
 
@@ -22,61 +22,61 @@ _NUM_REPEATS = 3
 
 def cut(
     model: nn.Module,
-    pieces: Sequence[Piece],
+    layers: Sequence[PipelineLayer],
     settings: PipelineSettings,
     mesh: Mesh,
     sample: tuple[Tensor, ...],
 ) -> list[range]:
-    """Return which pieces each stage holds; every rank of the world calls it, and they all get the same.
+    """Return which layers each stage holds; every rank of the world calls it, and they all get the same.
 
     Args:
         model: The whole.
-        pieces: Of it.
+        layers: Of it.
         settings: Say where to cut, or by which costs.
         mesh: The layout.
-        sample: Tensors that the first piece takes, for about one micro-batch.
+        sample: Tensors that the first layer takes, for about one micro-batch.
 
     Raises:
-        SettingsError: The pieces are too few, or `cuts` names what is none.
+        SettingsError: The layers are too few, or `cuts` names what is none.
     """
-    num_stages = settings.count_stages(mesh.size("pipeline"), len(pieces))
+    num_stages = settings.count_stages(mesh.size("pipeline"), len(layers))
     if isinstance(settings.cuts, tuple):
-        return cut_at(settings.cuts, [piece.name for piece in pieces])
+        return cut_at(settings.cuts, [layer.name for layer in layers])
     with undisturbed(model):
         if settings.cuts == "estimated":
-            return partition(estimate(model, pieces, sample), num_stages)
-        measured = mesh.world.gather_documents(measure(model, pieces, sample), name="costs of pipeline stages")
+            return partition(estimate(model, layers, sample), num_stages)
+        measured = mesh.world.gather_documents(measure(model, layers, sample), name="costs of pipeline stages")
     return partition([median(one) for one in zip(*measured, strict=True)], num_stages)
 
 
-def estimate(model: nn.Module, pieces: Sequence[Piece], sample: tuple[Tensor, ...]) -> list[float]:
-    """Return each piece's flops of one forward, or where none has any, its number of parameters."""
+def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
+    """Return each layer's flops of one forward, or where none has any, its number of parameters."""
     flops: list[float] = []
     value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
-        for piece in pieces:
+        for layer in layers:
             with FlopCounterMode(display=False) as counter:
-                value = piece.run(value)
+                value = layer.run(value)
             flops.append(float(counter.get_total_flops()))
     if any(flops):
         return flops
-    return [float(sum(tensor.numel() for tensor in find_owned(model, [piece]))) for piece in pieces]
+    return [float(sum(tensor.numel() for tensor in find_owned(model, [layer]))) for layer in layers]
 
 
-def measure(model: nn.Module, pieces: Sequence[Piece], sample: tuple[Tensor, ...]) -> list[float]:
-    """Return the seconds that each piece takes for one forward and backward, as medians."""
+def measure(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
+    """Return the seconds that each layer takes for one forward and backward, as medians."""
     if sample[0].is_meta or any(parameter.is_meta for parameter in model.parameters()):
         raise SettingsError(
             "a model must have values to be measured, but it is on the meta device; take cuts estimated"
         )
     costs_s = []
     value: Any = sample if len(sample) > 1 else sample[0]
-    for piece in pieces:
-        weights = [one for one in find_owned(model, [piece]) if one.requires_grad]
+    for layer in layers:
+        weights = [one for one in find_owned(model, [layer]) if one.requires_grad]
         times_s = []
         for _ in range(1 + _NUM_REPEATS):
             began_s = _now(sample[0].device)
-            output = _run_once(piece, value, weights)
+            output = _run_once(layer, value, weights)
             times_s.append(_now(sample[0].device) - began_s)
         costs_s.append(median(times_s[1:]))
         value = output
@@ -95,11 +95,11 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def _run_once(piece: Piece, value: Any, weights: list[Tensor]) -> Any:
-    """Run a piece forward and backward on its own, and return its output; no `grad` is touched."""
+def _run_once(layer: PipelineLayer, value: Any, weights: list[Tensor]) -> Any:
+    """Run a layer forward and backward on its own, and return its output; no `grad` is touched."""
     given = value if isinstance(value, tuple) else (value,)
     inputs = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in given)
-    output = piece.run(inputs if isinstance(value, tuple) else inputs[0])
+    output = layer.run(inputs if isinstance(value, tuple) else inputs[0])
     outputs = [one for one in (output if isinstance(output, tuple) else (output,)) if one.requires_grad]
     sources = [*weights, *(one for one in inputs if one.requires_grad)]
     if outputs and sources:
@@ -114,21 +114,21 @@ def _now(device: torch.device) -> float:
 
 
 def cut_at(names: Sequence[str], known: Sequence[str]) -> list[range]:
-    """Return the places of each stage's pieces, of the `known` ones, where each but the first begins at a name.
+    """Return the places of each stage's layers, of the `known` ones, where each but the first begins at a name.
 
     Raises:
-        SettingsError: There is no such piece, or not in this order.
+        SettingsError: There is no such layer, or not in this order.
     """
     for name in names:
         if name not in known[1:]:
             raise SettingsError(
-                f"cuts must name pieces of the model that a stage can begin with, but got {name!r}; they are: "
+                f"cuts must name layers of the model that a stage can begin with, but got {name!r}; they are: "
                 f"{', '.join(known[1:])}"
             )
     begins = [0, *(known.index(name) for name in names), len(known)]
     if begins != sorted(set(begins)):
         raise SettingsError(
-            f"cuts must be in the order of the pieces and each once, but got {', '.join(names)}; the pieces are: "
+            f"cuts must be in the order of the layers and each once, but got {', '.join(names)}; the layers are: "
             f"{', '.join(known)}"
         )
     return [range(begin, end) for begin, end in pairwise(begins)]

@@ -15,8 +15,8 @@ from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import cut, undisturbed
 from paceline.parallel.pipeline.forward import Description, ForwardPass
-from paceline.parallel.pipeline.orders import LossOfChunk, TorchSchedule
-from paceline.parallel.pipeline.pieces import Piece, find_owned, keep_only, list_pieces
+from paceline.parallel.pipeline.layers import PipelineLayer, find_owned, keep_only, list_layers
+from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
@@ -37,7 +37,7 @@ class Pipeline:
             not hold leave it, all others keep their names.
         mesh: The layout.
         settings: Order of work and cuts.
-        sample: Tensors that the first piece takes, for about one micro-batch, by which costs are taken.
+        sample: Tensors that the first layer takes, for about one micro-batch, by which costs are taken.
         peers: Ranks that will gather parameters of stages together with this one: theirs run as often as its own.
 
     Raises:
@@ -63,23 +63,23 @@ class Pipeline:
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self._num_losses = 0
-        pieces = list_pieces(module, settings.sequence)
-        self.pieces_of_stages = [
-            [pieces[i] for i in places] for places in cut(module, pieces, settings, mesh, _as_tuple(sample))
+        layers = list_layers(module, settings.sequence)
+        self.layers_of_stages = [
+            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, _as_tuple(sample))
         ]
-        """The pieces of each stage of the whole pipeline."""
-        self.num_stages = len(self.pieces_of_stages)
+        """The layers of each stage of the whole pipeline."""
+        self.num_stages = len(self.layers_of_stages)
         if peers is not None:
             self._check_gatherable(module)
         self.shared = self._find_shared(module)
         """Names of the parameters and buffers that several ranks hold a copy of, with the places of these ranks on the
         pipeline axis. Gradients of such a parameter must be summed over them."""
-        keep_only(module, find_owned(module, self._pieces_at(self.place)))
+        keep_only(module, find_owned(module, self._layers_at(self.place)))
         self.module = module
         """What this rank holds of the model, under the names of the whole."""
         self.stages = [
-            Stage(module, pieces, index, splits_backward=settings.behaviour.splits_backward)
-            for index, pieces in enumerate(self.pieces_of_stages)
+            Stage(module, layers, index, splits_backward=settings.behaviour.splits_backward)
+            for index, layers in enumerate(self.layers_of_stages)
             if self._place_of(index) == self.place
         ]
         """The stages of this rank."""
@@ -91,7 +91,7 @@ class Pipeline:
         """The place on the pipeline axis of the rank that holds the last stage, and so outputs and losses."""
         return self._place_of(self.num_stages - 1)
 
-    def run(self, inputs: Value, data: Any, loss: LossOfChunk, *, timed: bool = False) -> list[Tensor]:
+    def run(self, inputs: Value, data: Any, loss: ChunkLoss, *, timed: bool = False) -> list[Tensor]:
         """Run a worker's samples forward and backward, and return the loss of each micro-batch, if this rank has it.
 
         Every rank of the pipeline calls it with the same samples. Gradients are added to what `grad` holds. Autocast
@@ -148,10 +148,10 @@ class Pipeline:
         return torch.cat(tensors)
 
     def describe(self) -> list[list[str]]:
-        """Return, for each stage, its rank's place on the pipeline axis and its pieces, as JSON."""
+        """Return, for each stage, its rank's place on the pipeline axis and its layers, as JSON."""
         return [
-            [str(self._place_of(index)), *(piece.name for piece in pieces)]
-            for index, pieces in enumerate(self.pieces_of_stages)
+            [str(self._place_of(index)), *(layer.name for layer in layers)]
+            for index, layers in enumerate(self.layers_of_stages)
         ]
 
     def close(self) -> None:
@@ -161,15 +161,15 @@ class Pipeline:
     def _place_of(self, stage: int) -> int:
         return self.settings.behaviour.place(stage, self.num_ranks)
 
-    def _pieces_at(self, place: int) -> list[Piece]:
-        stages = enumerate(self.pieces_of_stages)
-        return [piece for index, pieces in stages if self._place_of(index) == place for piece in pieces]
+    def _layers_at(self, place: int) -> list[PipelineLayer]:
+        stages = enumerate(self.layers_of_stages)
+        return [layer for index, layers in stages if self._place_of(index) == place for layer in layers]
 
     def _find_shared(self, module: nn.Module) -> dict[str, list[int]]:
-        owned = [find_owned(module, self._pieces_at(place)) for place in range(self.num_ranks)]
+        owned = [find_owned(module, self._layers_at(place)) for place in range(self.num_ranks)]
         for place, tensors in enumerate(owned):
             if not any(tensor.requires_grad for tensor in tensors):
-                names = ", ".join(piece.name for piece in self._pieces_at(place))
+                names = ", ".join(layer.name for layer in self._layers_at(place))
                 raise SettingsError(
                     f"each rank of a pipeline must have parameters to train, but place {place} of {self.num_ranks} has "
                     f"none in {names}; name other cuts with --pipeline.cuts, or take fewer ranks"
@@ -183,10 +183,10 @@ class Pipeline:
         modules = dict(module.named_modules())
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         holders: dict[tuple[Tensor, int], int] = {}
-        for stage, pieces in enumerate(self.pieces_of_stages):
-            owned_modules = [modules[name] for piece in pieces for name in piece.owns if name in modules]
+        for stage, layers in enumerate(self.layers_of_stages):
+            owned_modules = [modules[name] for layer in layers for name in layer.owns if name in modules]
             inside = {parameter for owned in owned_modules for parameter in owned.parameters()}
-            for parameter in find_owned(module, pieces) & names.keys():
+            for parameter in find_owned(module, layers) & names.keys():
                 is_shared = holders.setdefault((parameter, self._place_of(stage)), stage) != stage
                 if is_shared or parameter not in inside:
                     where = "two stages of a rank" if is_shared else "no module of its stage"

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 OrderName = Literal["layer_wise", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
-LossOfChunk = Callable[[Tensor, Any], Tensor]
+ChunkLoss = Callable[[Tensor, Any], Tensor]
 """What backward runs from, of a micro-batch: from the model's output and its data."""
 LossOfPlaces = Callable[[Tensor, Tensor], Tensor]
 """The same, from the output and the places of its samples in the batch."""

@@ -21,10 +21,10 @@ class PipelineSettings(Settings):
     """Stages that each rank holds; by default 2 where the order needs several, else 1."""
     cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"
     """Where stages begin: balanced by flops (estimated: the same at each start) or by time (measured); or the
-    names of the pieces that all stages but the first begin with."""
+    names of the layers that all stages but the first begin with."""
     sequence: tuple[str, ...] = ()
     """Children of the model in the order in which they run, each on what the one before returned; ``layers.*`` are all
-    children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pieces`."""
+    children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pipeline_layers`."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -66,18 +66,18 @@ class PipelineSettings(Settings):
         fitting = (n for n in range(most, 0, -1) if num_samples % n == 0 and self.behaviour.can_run(n, num_ranks))
         return next(fitting)
 
-    def count_stages(self, num_ranks: int, num_pieces: int) -> int:
-        """Return the number of stages of a model of `num_pieces`.
+    def count_stages(self, num_ranks: int, num_layers: int) -> int:
+        """Return the number of stages of a model of `num_layers`.
 
         Raises:
-            SettingsError: There are fewer pieces than stages, or not as many `cuts` as they need.
+            SettingsError: There are fewer layers than stages, or not as many `cuts` as they need.
         """
         num_stages = num_ranks * self.num_local_stages
         product = f"pipeline({num_ranks}) * stages_per_rank({self.num_local_stages}) = {num_stages} stages"
-        if num_stages > num_pieces:
+        if num_stages > num_layers:
             raise SettingsError(
-                f"each stage must have a piece of the model, but {product} and the model has {num_pieces} pieces; take "
-                "fewer ranks or stages, or name finer pieces with --pipeline.sequence"
+                f"each stage must have a layer of the model, but {product} and the model has {num_layers} layers; take "
+                "fewer ranks or stages, or name finer layers with --pipeline.sequence"
             )
         if isinstance(self.cuts, tuple) and len(self.cuts) != num_stages - 1:
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""One stage of a model: some of its pieces, run one after the other."""
+"""One stage of a model: some of its layers, run one after the other."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,47 +6,47 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.parallel.pipeline.pieces import Piece, find_owned
+from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
 
 Value = Tensor | tuple[Tensor, ...]
-"""What goes from one piece to the next."""
+"""What goes from one layer to the next."""
 
 
 class Stage(nn.Module):
-    """Consecutive pieces of a model, under their names in the model; it holds no copies.
+    """Consecutive layers of a model, under their names in the model; it holds no copies.
 
     Args:
-        model: Whose pieces they are.
-        pieces: Those of the stage.
+        model: Whose layers they are.
+        layers: Those of the stage.
         index: Its place among the stages of the model.
         splits_backward: Whether torch will compute gradients of weights apart from those of inputs.
     """
 
-    def __init__(self, model: nn.Module, pieces: Sequence[Piece], index: int, *, splits_backward: bool) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[PipelineLayer], index: int, *, splits_backward: bool) -> None:
         super().__init__()
-        self.pieces = list(pieces)
+        self.layers = list(layers)
         self.index = index
         self._splits_backward = splits_backward
         self._model = (model,)  # in a tuple: as a submodule it would make all of the model part of the stage
         modules = dict(model.named_modules())
-        for name in dict.fromkeys(name for piece in pieces for name in piece.owns if name in modules):
+        for name in dict.fromkeys(name for layer in layers for name in layer.owns if name in modules):
             self.add_module(name.replace(".", "_"), modules[name])
-        first = [modules[name] for name in pieces[0].owns if name in modules]
+        first = [modules[name] for name in layers[0].owns if name in modules]
         self._begins_in_place = any(getattr(one, "inplace", False) for module in first for one in module.modules())
 
     def forward(self, *values: Tensor) -> Value:
-        """Return the output of the last piece."""
+        """Return the output of the last layer."""
         value: Value = values[0] if len(values) == 1 else values
         if self._begins_in_place:
             value = _each(value, lambda one: one.clone())  # autograd forbids to change what a rank received
-        for piece in self.pieces:
-            value = piece.run(value)
+        for layer in self.layers:
+            value = layer.run(value)
         return _each(value, lambda one: self._sendable(one, values))
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Yield those of the pieces as they are now, also where the model has got others since the cut."""
+        """Yield those of the layers as they are now, also where the model has got others since the cut."""
         (model,) = self._model
-        owned = find_owned(model, self.pieces)
+        owned = find_owned(model, self.layers)
         yield from (parameter for parameter in model.parameters() if parameter in owned)
 
     def _sendable(self, output: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from paceline.monitor.events import PipelineMeasured
 
-Work = Literal["forward", "backward", "inputs", "weights"]
+WorkKind = Literal["forward", "backward", "inputs", "weights"]
 """Backward: to inputs and weights at once; inputs and weights: to either, where the order parts them."""
 
 
@@ -20,7 +20,7 @@ Work = Literal["forward", "backward", "inputs", "weights"]
 class Span:
     """One piece of work of a rank, by `time.perf_counter`."""
 
-    work: Work
+    work: WorkKind
     stage: int
     micro_batch: int
     began_s: float
@@ -36,7 +36,7 @@ class Clock:
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
-    def watch(self, work: Work, stage: int, micro_batch: int) -> Iterator[None]:
+    def watch(self, work: WorkKind, stage: int, micro_batch: int) -> Iterator[None]:
         """Time what happens inside."""
         if not self.is_running:
             yield
@@ -69,7 +69,7 @@ class PipelineTimes:
         """Time that the rank computed."""
         return sum(span.ended_s - span.began_s for span in self.spans)
 
-    def tell(self) -> PipelineMeasured:
+    def to_event(self) -> PipelineMeasured:
         """Return the event of it."""
         to_unix_s = time.time() - time.perf_counter()
         first_s = min(span.began_s for span in self.spans)
@@ -104,7 +104,7 @@ class TimedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run a micro-batch backward, to the inputs only where `full_backward` is false."""
-        work: Work = "backward" if full_backward else "inputs"
+        work: WorkKind = "backward" if full_backward else "inputs"
         with self._clock.watch(work, self.stage_index, bwd_chunk_id), self._without_autocast():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
-from paceline.parallel.context import Contextual
-from paceline.parallel.pipeline import Piece
+from paceline.parallel.context import ContextParallelModule
+from paceline.parallel.pipeline import PipelineLayer
 from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.registry import register
 from paceline.training.model import Model
@@ -88,7 +88,7 @@ class BertLarge(Bert):
     num_heads: int = Field(16, ge=1)
 
 
-class BidirectionalTransformer(Contextual):
+class BidirectionalTransformer(ContextParallelModule):
     """Tokens, some of them masked, to logits of what stood at each place."""
 
     def __init__(self, settings: Bert, vocab_size: int, num_positions: int):
@@ -121,12 +121,12 @@ class BidirectionalTransformer(Contextual):
             x_BTW = layer(x_BTW)
         return self._guess(x_BTW)
 
-    def pieces(self) -> list[Piece]:
+    def pipeline_layers(self) -> list[PipelineLayer]:
         """Return what a pipeline can cut the model into: embedding, layers, head."""
         return [
-            Piece("embedding", ("embedding", "positions", "embedding_norm"), self._embed),
-            *(Piece.child(self, f"layers.{i}") for i in range(len(self.layers))),
-            Piece("head", ("transform", "transform_norm", "head", "embedding"), self._guess),
+            PipelineLayer("embedding", ("embedding", "positions", "embedding_norm"), self._embed),
+            *(PipelineLayer.child(self, f"layers.{i}") for i in range(len(self.layers))),
+            PipelineLayer("head", ("transform", "transform_norm", "head", "embedding"), self._guess),
         ]
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class BertLayer(nn.Module):
         return mapped_BTW
 
 
-class BertAttention(Contextual):
+class BertAttention(ContextParallelModule):
     """Attention of several heads in both directions, one matrix for queries, keys and values.
 
     Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
-from paceline.parallel.pipeline import Piece
+from paceline.parallel.pipeline import PipelineLayer
 from paceline.registry import register
 from paceline.training.model import Model
 
@@ -90,15 +90,15 @@ class ResidualNetwork(nn.Module):
         """Return logits of shape (batch, classes)."""
         return self._classify(self.stages(self._begin(images_BCHW)))
 
-    def pieces(self) -> list[Piece]:
+    def pipeline_layers(self) -> list[PipelineLayer]:
         """Return what a pipeline can cut the network into: stem, blocks, head."""
         blocks = [
             f"stages.{i}.{j}" for i, stage in enumerate(self.stages) for j in range(len(cast(nn.Sequential, stage)))
         ]
         return [
-            Piece("stem", ("stem",), self._begin),
-            *(Piece.child(self, name) for name in blocks),
-            Piece("head", ("head",), self._classify),
+            PipelineLayer("stem", ("stem",), self._begin),
+            *(PipelineLayer.child(self, name) for name in blocks),
+            PipelineLayer("head", ("head",), self._classify),
         ]
 
     def _begin(self, images_BCHW: Tensor) -> Tensor:

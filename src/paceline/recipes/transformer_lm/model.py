@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
-from paceline.parallel.context import Contextual
-from paceline.parallel.pipeline import Piece
+from paceline.parallel.context import ContextParallelModule
+from paceline.parallel.pipeline import PipelineLayer
 from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.registry import register
-from paceline.training.model import Depth, Model
+from paceline.training.model import LayerStack, Model
 
 INITIAL_STD = 0.02
 HIDDEN_STEP = 8
@@ -66,16 +66,16 @@ class TransformerLM(Model):
         return Transformer(self, vocab_size=spec.num_classes)
 
     @property
-    def layer_stack(self) -> Depth:
+    def layer_stack(self) -> LayerStack:
         """Its layers, each of two branches."""
-        return Depth(self.num_layers, "layers", ("attention.project.weight", "mlp.project.weight"))
+        return LayerStack(self.num_layers, "layers", ("attention.project.weight", "mlp.project.weight"))
 
     def with_depth(self, num_layers: int) -> Self:
         """Return the same settings for another number of layers."""
         return self.model_copy(update={"num_layers": num_layers})
 
 
-class Transformer(Contextual):
+class Transformer(ContextParallelModule):
     """Tokens to the logits of the token after each."""
 
     def __init__(self, settings: TransformerLM, vocab_size: int):
@@ -108,12 +108,12 @@ class Transformer(Contextual):
             x_BTW = layer(x_BTW, rotary)
         return self._finish(x_BTW)
 
-    def pieces(self) -> list[Piece]:
+    def pipeline_layers(self) -> list[PipelineLayer]:
         """Return what a pipeline can cut the model into: embedding, layers, head."""
         return [
-            Piece("embedding", ("embedding",), self._embed),
-            *(Piece.child(self, f"layers.{i}") for i in range(len(self.layers))),
-            Piece("head", ("norm", "head", "embedding"), self._finish),
+            PipelineLayer("embedding", ("embedding",), self._embed),
+            *(PipelineLayer.child(self, f"layers.{i}") for i in range(len(self.layers))),
+            PipelineLayer("head", ("norm", "head", "embedding"), self._finish),
         ]
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class DecoderLayer(nn.Module):
         return x_BTW + mapped_BTW
 
 
-class CausalAttention(Contextual):
+class CausalAttention(ContextParallelModule):
     """Causal attention of several heads, one matrix for queries, keys and values.
 
     Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of

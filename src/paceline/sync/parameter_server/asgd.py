@@ -12,7 +12,7 @@ from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.parameter_server.base import ServedRule
 from paceline.sync.parameter_server.clocks import FreeClocks
-from paceline.sync.parameter_server.shard import Landing, Push, Shard
+from paceline.sync.parameter_server.shard import Push, ServerUpdate, Shard
 
 
 @register("asgd")
@@ -23,10 +23,10 @@ class ASGD(ServedRule):
     it at once, and the worker pulls what has become of the parameters. The delay of a push counts the updates
     between its pull and it. With one worker it is SGD. Wire: a push and a pull of all parameters a step.
 
-    A push counts as one step whatever its mass, so that n workers make n steps where synchronous SGD makes one, unless
-    `pushes_per_step` says otherwise; pushes without samples change nothing. Each worker clips its own gradient before
-    it pushes. Weight decay and momentum are the servers'. With several pushes to a step, those that wait for others
-    when workers stop, evaluate or save are stepped with then.
+    A push counts as one step whatever its weight, so that n workers make n steps where synchronous SGD makes one,
+    unless `pushes_per_step` says otherwise; pushes without samples change nothing. Each worker clips its own gradient
+    before it pushes. Weight decay and momentum are the servers'. With several pushes to a step, those that wait for
+    others when workers stop, evaluate or save are stepped with then.
 
     What follows makes up for delays; on a push without delay each of them changes nothing.
     """
@@ -68,14 +68,16 @@ class ASGD(ServedRule):
         """Never: each push is a mean."""
         return False
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+    def start_server_update(
+        self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
+    ) -> ServerUpdate:
         """Return what applies pushes as they come."""
         if self.correct_momentum and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
             raise SettingsError(
                 f"the optimizer must have momentum where it is to be corrected, but got {type(optimizer).__name__}; "
                 "take SGD or AdamW, or turn correct_momentum off"
             )
-        return _AsTheyCome(self)
+        return _AsynchronousUpdate(self)
 
 
 _MOMENTUM: dict[str, Callable[[Any, float], Any]] = {
@@ -103,7 +105,7 @@ def _less_momentum(optimizer: torch.optim.Optimizer, by: float) -> Iterator[None
             group.update(found)
 
 
-class _Sum:
+class _PendingPushes:
     """Pushes that wait for others.
 
     Args:
@@ -132,18 +134,18 @@ class _Sum:
         self.weight += factor
 
 
-class _AsTheyCome(Landing):
+class _AsynchronousUpdate(ServerUpdate):
     def __init__(self, rule: ASGD) -> None:
         super().__init__(FreeClocks())
         self._rule = rule
-        self._sum = _Sum()
+        self._sum = _PendingPushes()
         self._mean_squares: list[Tensor] = []
         self._mean_delay = 0.0
         self._num_delays = 0
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Apply it."""
-        if push.mass == 0:
+        if push.weight == 0:
             return True
         delay = shard.version - push.version
         shard.delays[delay] += 1
@@ -168,18 +170,18 @@ class _AsTheyCome(Landing):
 
     def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the mean squares, if there are any yet, and the mean delay."""
-        squares = {f"{_SQUARES}/{piece.name}": t for piece, t in zip(shard.pieces, self._mean_squares, strict=False)}
+        squares = {f"{_SQUARES}/{block.name}": t for block, t in zip(shard.blocks, self._mean_squares, strict=False)}
         return squares, {"mean_delay": self._mean_delay, "num_delays": self._num_delays}
 
     def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         """Take on both."""
         self._mean_delay = numbers.get("mean_delay", 0.0)
         self._num_delays = int(numbers.get("num_delays", 0))
-        names = [f"{_SQUARES}/{piece.name}" for piece in shard.pieces]
+        names = [f"{_SQUARES}/{block.name}" for block in shard.blocks]
         self._mean_squares = [tensors[name].clone() for name in names] if tensors.keys() >= set(names) else []
 
     def _step_with_mean(self, shard: Shard) -> None:
-        mean, self._sum = self._sum, _Sum(self._sum.values)
+        mean, self._sum = self._sum, _PendingPushes(self._sum.values)
         torch._foreach_div_(mean.values, mean.weight)
         factor = mean.weight / mean.num_pushes  # of the rate: optimizers such as Adam divide by what scales gradients
         self._step(shard, mean.values, mean.used, [rate * factor for rate in mean.rates])

@@ -168,19 +168,19 @@ class Quorum(StepClocks):
 class FollowedQuorum(StepClocks):
     """Another server's quorum, so that all servers take the gradients of the same workers.
 
-    Its verdicts come here later than a worker may come with its next clock: so clocks run ahead of `step`.
+    Its announcements come here later than a worker may come with its next clock: so clocks run ahead of `step`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: dict[int, int] = {}
+        self._reported: dict[int, int] = {}
         """The clock of each that has told of a step which is not done."""
-        self._verdicts: deque[tuple[int, frozenset[int]]] = deque()
+        self._announcements: deque[tuple[int, frozenset[int]]] = deque()
 
     @property
     def arrived(self) -> Collection[int]:
         """Who has told of a step that is not done; of those that have left since, it still counts."""
-        return self._told
+        return self._reported
 
     def join(self, worker: int, clock: int = 0) -> int:
         """Let a worker take part from a step that the other server has given it, or from a later one."""
@@ -191,27 +191,27 @@ class FollowedQuorum(StepClocks):
     def tick(self, worker: int) -> None:
         """Note that a worker has told of its step, unless it is late."""
         if not self.is_late(worker):
-            self._told[worker] = self.clocks[worker]
+            self._reported[worker] = self.clocks[worker]
 
-    def hear(self, step: int, workers: Collection[int]) -> None:
+    def follow(self, step: int, workers: Collection[int]) -> None:
         """Note who counts in a step, later than in all before."""
-        self._verdicts.append((step, frozenset(workers)))
+        self._announcements.append((step, frozenset(workers)))
 
     @property
     def is_complete(self) -> bool:
-        """Whether all who count have told of the step of the next verdict, or have left."""
-        if not self._verdicts:
+        """Whether all who count have told of the next announced step, or have left."""
+        if not self._announcements:
             return False
-        step, workers = self._verdicts[0]
+        step, workers = self._announcements[0]
         return not any(
-            self._told.get(worker) != step and self.clocks.get(worker, step + 1) <= step for worker in workers
+            self._reported.get(worker) != step and self.clocks.get(worker, step + 1) <= step for worker in workers
         )
 
     def advance(self) -> frozenset[int]:
-        """Begin the step after that of the next verdict; who told of it and does not count is late."""
+        """Begin the step after the next announced one; who told of it and does not count is late."""
         assert self.is_complete
-        step, workers = self._verdicts.popleft()
+        step, workers = self._announcements.popleft()
         self.step = step + 1
-        taken = frozenset(worker for worker in workers if self._told.get(worker) == step)
-        self._told = {worker: clock for worker, clock in self._told.items() if clock > step}
+        taken = frozenset(worker for worker in workers if self._reported.get(worker) == step)
+        self._reported = {worker: clock for worker, clock in self._reported.items() if clock > step}
         return taken

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
+from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
 from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.worker import ServedWorker
-from paceline.sync.synchroniser import LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 class ServedHost(Synchroniser):
@@ -19,50 +19,52 @@ class ServedHost(Synchroniser):
 
     Args:
         rule: Settings.
-        site: The worker.
+        context: The worker's model, optimizer and group.
         hosts: The ranks of each host.
     """
 
-    def __init__(self, rule: ServerSettings, site: Site, hosts: Sequence[Sequence[int]]) -> None:
-        group = site.group
+    def __init__(self, rule: ServerSettings, context: WorkerContext, hosts: Sequence[Sequence[int]]) -> None:
+        group = context.group
         here = next(list(ranks) for ranks in hosts if group.rank in ranks)
         self._leaders = sorted(ranks[0] for ranks in hosts)
-        self._crew = group.subgroup(here, f"{rule.name} host")
+        self._host_group = group.subgroup(here, f"{rule.name} host")
         self._leader: ServedWorker | None = None
         if group.rank in self._leaders:
             leaders = group.subgroup(self._leaders, f"{rule.name} leaders")
-            self._leader = ServedWorker(rule, replace(site, group=leaders))
-        self._parameters = list(site.parameters.values())
-        pieces = [Piece(name, 0, 0, p.shape, p.dtype) for name, p in site.parameters.items()]
-        self._pack = Pack(pieces, body=torch.zeros(Pack.size_of(pieces), dtype=torch.uint8, device=group.device))
+            self._leader = ServedWorker(rule, replace(context, group=leaders))
+        self._parameters = list(context.parameters.values())
+        blocks = [ParameterBlock(name, 0, 0, p.shape, p.dtype) for name, p in context.parameters.items()]
+        self._packed = PackedTensors(
+            blocks, body=torch.zeros(PackedTensors.size_of(blocks), dtype=torch.uint8, device=group.device)
+        )
 
-    def meets(self, number: int) -> bool:
+    def is_sync_step(self, number: int) -> bool:
         """Whether all workers tell each other of the step: always."""
         return True
 
     def before_update(self, step: LocalStep) -> None:
-        """Push the host's gradient, with the mass of all its workers."""
-        mass = torch.tensor([step.mass], dtype=torch.float64, device=self._crew.device)
-        self._crew.all_reduce(mass, name="mass of the host").wait()
+        """Push the host's gradient, with the weight of all its workers."""
+        weight = torch.tensor([step.weight], dtype=torch.float64, device=self._host_group.device)
+        self._host_group.all_reduce(weight, name="weight of the host").wait()
         if self._leader is not None:
-            self._leader.before_update(replace(step, mass=float(mass)))
+            self._leader.before_update(replace(step, weight=float(weight)))
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Take on the servers' parameters."""
-        outcome = self._leader.after_update(step) if self._leader is not None else Outcome()
-        self._hand_on()
-        return outcome
+        result = self._leader.after_update(step) if self._leader is not None else SyncResult()
+        self._copy_to_host()
+        return result
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the servers'."""
         if self._leader is not None:
             with self._leader.consensus():
-                self._hand_on()
+                self._copy_to_host()
                 yield
             return
         own = [parameter.detach().clone() for parameter in self._parameters]
-        self._hand_on()
+        self._copy_to_host()
         try:
             yield
         finally:
@@ -91,18 +93,18 @@ class ServedHost(Synchroniser):
         if self._leader is not None:
             is_same = len(saved) > self._leaders[-1]
             self._leader.load_state([saved[rank] for rank in self._leaders] if is_same else saved, shared)
-        self._hand_on()
+        self._copy_to_host()
 
     def close(self) -> None:
         """Leave."""
         if self._leader is not None:
             self._leader.close()
 
-    def _hand_on(self) -> None:
+    def _copy_to_host(self) -> None:
         """Copy the parameters of the host's first worker to the others."""
         if self._leader is not None:
-            copy_all(self._pack.tensors, [parameter.detach() for parameter in self._parameters])
-        self._crew.broadcast(self._pack.bytes, name="parameters of the host").wait()
+            copy_all(self._packed.tensors, [parameter.detach() for parameter in self._parameters])
+        self._host_group.broadcast(self._packed.bytes, name="parameters of the host").wait()
         if self._leader is None:
             with torch.no_grad():
-                copy_all(self._parameters, self._pack.tensors)
+                copy_all(self._parameters, self._packed.tensors)

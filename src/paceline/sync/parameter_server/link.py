@@ -6,28 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import NOTHING, Header, Port
-from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
-from paceline.sync.parameter_server.server import Kind
+from paceline.comm.rpc import NOTHING, RpcClient, RpcHeader
+from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
+from paceline.sync.parameter_server.server import RequestKind
 from paceline.sync.parameter_server.settings import ServerSettings
-from paceline.sync.parameter_server.state import cut_pieces, pack_state, unpack_state
-from paceline.sync.parameter_server.wire import States, make_wires
-from paceline.sync.synchroniser import Delays, Site
+from paceline.sync.parameter_server.state import cut_blocks, pack_state, unpack_state
+from paceline.sync.parameter_server.wire_format import States, make_wire_formats
+from paceline.sync.synchroniser import Delays, WorkerContext
 
 
 class ServerLink:
     """A worker's pushes to one server, and its pulls from there.
 
     Args:
-        port: The way there.
-        pieces: The server's.
+        client: RPC client of the server.
+        blocks: The server's.
         rule: Settings.
-        site: The worker.
+        context: The worker's model, optimizer and group.
     """
 
-    def __init__(self, port: Port, pieces: Sequence[Piece], rule: ServerSettings, site: Site) -> None:
-        self.port = port
-        self.pieces = list(pieces)
+    def __init__(
+        self, client: RpcClient, blocks: Sequence[ParameterBlock], rule: ServerSettings, context: WorkerContext
+    ) -> None:
+        self.client = client
+        self.blocks = list(blocks)
         self.clock = 0
         self.version = 0
         self.states: States = {}
@@ -36,108 +38,110 @@ class ServerLink:
         self._pushed_bytes = 0
         """Of the push under way, by its price."""
         self._sums_samples = rule.sums_samples
-        self._optimizer = site.optimizer
+        self._optimizer = context.optimizer
         self._unit = 0.0
-        self._parameters = [site.parameters[piece.parameter] for piece in pieces]
-        num_groups = len(site.optimizer.param_groups)
-        self._push_wire, self._pull_wire = make_wires(rule.codec, rule.pull_codec, pieces, num_groups, site.seed)
-        self._pushed = port.outbox if len(port.outbox) else self._push_wire.new_body()
-        self._pulled = port.inbox if len(port.inbox) else self._pull_wire.new_body()
+        self._parameters = [context.parameters[block.parameter] for block in blocks]
+        num_groups = len(context.optimizer.param_groups)
+        self._push_format, self._pull_format = make_wire_formats(
+            rule.codec, rule.pull_codec, blocks, num_groups, context.seed
+        )
+        self._pushed = client.outbox if len(client.outbox) else self._push_format.new_body()
+        self._pulled = client.inbox if len(client.inbox) else self._pull_format.new_body()
         self.is_dropped = False
         """Whether the last push came too late to count."""
-        if self._pull_wire.is_exact:
+        if self._pull_format.is_exact:
             self._move_in()
-        self.views = [piece.of(parameter.data) for piece, parameter in zip(pieces, self._parameters, strict=True)]
-        """The pieces' parts of this worker's parameters."""
+        self.views = [block.of(parameter.data) for block, parameter in zip(blocks, self._parameters, strict=True)]
+        """The blocks' parts of this worker's parameters."""
 
     def _move_in(self) -> None:
-        """Let whole parameters on the CPU live where pulls land, which saves a copy of each pull."""
-        for piece, parameter, home in zip(
-            self.pieces, self._parameters, self._pull_wire.view(self._pulled).tensors, strict=True
+        """Let whole parameters on the CPU live where pulls arrive, which saves a copy of each pull."""
+        for block, parameter, home in zip(
+            self.blocks, self._parameters, self._pull_format.view(self._pulled).tensors, strict=True
         ):
-            if not piece.stop and parameter.is_contiguous() and parameter.device == home.device:
+            if not block.stop and parameter.is_contiguous() and parameter.device == home.device:
                 parameter.data = home.copy_(parameter.data)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the pieces' parts of this worker's gradients."""
+        """Return the blocks' parts of this worker's gradients."""
         return [
-            None if parameter.grad is None else piece.of(parameter.grad)
-            for piece, parameter in zip(self.pieces, self._parameters, strict=True)
+            None if parameter.grad is None else block.of(parameter.grad)
+            for block, parameter in zip(self.blocks, self._parameters, strict=True)
         ]
 
-    def push(self, values: Sequence[Tensor | None], mass: float) -> None:
-        """Begin to push; None where nothing was made. Without mass only the step is told of."""
+    def push(self, values: Sequence[Tensor | None], weight: float) -> None:
+        """Begin to push; None where nothing was made. Without weight only the step is told of."""
         body, self._pushed_bytes = NOTHING, 0
-        self._unit = self._unit or mass
-        if mass > 0:
-            body, self._pushed_bytes = self._pushed, self._push_wire.price
-            factor = mass / self._unit if self._sums_samples else 1.0
+        self._unit = self._unit or weight
+        if weight > 0:
+            body, self._pushed_bytes = self._pushed, self._push_format.price
+            factor = weight / self._unit if self._sums_samples else 1.0
             used = [float(value is not None) for value in values]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             given = [
                 torch.zeros_like(view) if value is None else value * factor if factor != 1.0 else value
                 for view, value in zip(self.views, values, strict=True)
             ]
-            states = self._push_wire.write(body, given, [*rates, *used], self.states, self.clock)
+            states = self._push_format.write(body, given, [*rates, *used], self.states, self.clock)
             # What a parameter held back that nobody used was not sent: it stays.
-            names = [piece.name for piece, is_used in zip(self.pieces, used, strict=True) if is_used]
+            names = [block.name for block, is_used in zip(self.blocks, used, strict=True) if is_used]
             self._pending = self.states | {name: states[name] for name in names if name in states}
-        self.port.begin(Header(Kind.SWAP, self.clock, self.version, mass=mass, value=self._unit), body)
+        self.client.begin(RpcHeader(RequestKind.SWAP, self.clock, self.version, weight=weight, value=self._unit), body)
 
     def pull(self) -> int:
         """Wait for parameters, and return the bytes of push and pull."""
-        header, body = self.port.finish(self._pulled)
+        header, body = self.client.finish(self._pulled)
         self.states, self._pending = self._pending or self.states, {}
-        tensors, _ = self._pull_wire.read(body, header.clock)
-        if self._pull_wire.is_exact:
+        tensors, _ = self._pull_format.read(body, header.clock)
+        if self._pull_format.is_exact:
             apart = [(view, t) for view, t in zip(self.views, tensors, strict=True) if view.data_ptr() != t.data_ptr()]
             copy_all([view for view, _ in apart], [tensor for _, tensor in apart])
         elif self.views:
             torch._foreach_add_(self.views, [t.to(view.device) for view, t in zip(self.views, tensors, strict=True)])
         self.clock, self.version, self.is_dropped = header.clock, header.version, header.value > 0
-        return self._pushed_bytes + self._pull_wire.price
+        return self._pushed_bytes + self._pull_format.price
 
     def read(self) -> int:
         """Make the parameters the server's, and return their version."""
-        header, body = self.port.call(Header(Kind.READ))
-        copy_all(self.views, Pack(self.pieces, 0, body).tensors)
+        header, body = self.client.call(RpcHeader(RequestKind.READ))
+        copy_all(self.views, PackedTensors(self.blocks, 0, body).tensors)
         return header.version
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Tell the server the parameters that this worker has."""
-        pack = Pack(self.pieces)
-        copy_all(pack.tensors, self.views)
-        self.port.call(Header(Kind.TELL), pack.bytes)
+        packed = PackedTensors(self.blocks)
+        copy_all(packed.tensors, self.views)
+        self.client.call(RpcHeader(RequestKind.REPORT), packed.bytes)
 
     def come_back(self, clock: int) -> int:
         """Take part again from a clock that is at least `clock`, and return it."""
-        self.clock = self.port.call(Header(Kind.BACK, clock))[0].clock
+        self.clock = self.client.call(RpcHeader(RequestKind.BACK, clock))[0].clock
         return self.clock
 
     def count_delays(self) -> Delays:
         """Return how stale its pushes were, of all workers."""
-        document = unpack_state(self.port.call(Header(Kind.COUNT))[1])[1]
+        document = unpack_state(self.client.call(RpcHeader(RequestKind.COUNT))[1])[1]
         return Delays(dict(document["delays"]), document["num_dropped"])
 
     def load(self, shared: Mapping[str, Tensor], number: int | None) -> None:
         """Load the server: from what was saved, or from this worker's parameters."""
         document = unpack_state(shared[f"document/{number}"])[1] if number is not None else {}
-        tensors = cut_pieces(shared, self.pieces)
+        tensors = cut_blocks(shared, self.blocks)
         if not tensors:
-            tensors = {f"parameter/{piece.name}": view for piece, view in zip(self.pieces, self.views, strict=True)}
-        self.port.call(Header(Kind.LOAD), pack_state(tensors, document))
+            tensors = {f"parameter/{block.name}": view for block, view in zip(self.blocks, self.views, strict=True)}
+        self.client.call(RpcHeader(RequestKind.LOAD), pack_state(tensors, document))
 
     def load_states(self, saved: Mapping[str, Tensor]) -> None:
         """Take on what the codec of pushes held back."""
-        for piece, view in zip(self.pieces, self.views, strict=True):
-            prefix = f"{piece.name}/"
+        for block, view in zip(self.blocks, self.views, strict=True):
+            prefix = f"{block.name}/"
             state = {
                 name.removeprefix(prefix): tensor.to(view.device, copy=True)
                 for name, tensor in saved.items()
                 if name.startswith(prefix)
             }
             if state:
-                self.states[piece.name] = state
+                self.states[block.name] = state
 
     def document(self) -> dict[str, Any]:
         """Return the scalars that it keeps, as JSON."""

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import NOTHING, Header, Reply, Service
+from paceline.comm.rpc import NOTHING, RpcHeader, RpcReply, RpcService
 from paceline.compression import Codec, NoCodec
 from paceline.errors import CommunicationError
 from paceline.sync.parameter_server.clocks import FollowedQuorum
-from paceline.sync.parameter_server.shard import Landing, Push, Shard
+from paceline.sync.parameter_server.shard import Push, ServerUpdate, Shard
 from paceline.sync.parameter_server.state import pack_state, unpack_state
-from paceline.sync.parameter_server.wire import States, Wire, make_wires, without_residuals
+from paceline.sync.parameter_server.wire_format import States, WireFormat, make_wire_formats, without_residuals
 
 
-class Kind(IntEnum):
+class RequestKind(IntEnum):
     """What a worker asks for."""
 
     SWAP = 0
     """Take a push, and give the parameters as soon as the worker may have them."""
     READ = 1
     """Give the parameters as they are now, not encoded."""
-    TELL = 2
+    REPORT = 2
     """Learn the parameters that the worker has, and their version."""
     AWAY = 3
     """Wait for the worker no longer."""
@@ -38,30 +38,36 @@ class Kind(IntEnum):
     """Tell how stale pushes were."""
 
 
-class Server(Service):
+class Server(RpcService):
     """Serves a shard to workers.
 
     Args:
         shard: Its parameters.
-        landing: What becomes of pushes; an attribute too.
+        server_update: What becomes of pushes; an attribute too.
         workers: Ranks that take part from the beginning.
         codec: Of pushes.
         pull_codec: Of the differences to what a worker has, which are then pulled in place of parameters.
-        seed: Of what codecs draw.
+        seed: Random seed of the codecs.
     """
 
     def __init__(
-        self, shard: Shard, landing: Landing, workers: Sequence[int], codec: Codec, pull_codec: Codec, seed: int
+        self,
+        shard: Shard,
+        server_update: ServerUpdate,
+        workers: Sequence[int],
+        codec: Codec,
+        pull_codec: Codec,
+        seed: int,
     ) -> None:
         self._shard = shard
-        self.landing = landing
+        self.server_update = server_update
         for worker in workers:
-            landing.clocks.join(worker)
+            server_update.clocks.join(worker)
         num_groups = len(shard.optimizer.param_groups)
         self._num_groups = num_groups
-        self._push_wire, pull_wire = make_wires(codec, pull_codec, shard.pieces, num_groups, seed)
-        whole_wire = Wire(NoCodec(), shard.pieces)
-        self._mirrors = {worker: _Mirror(pull_wire, whole_wire, shard) for worker in workers}
+        self._push_format, pull_format = make_wire_formats(codec, pull_codec, shard.blocks, num_groups, seed)
+        whole_format = WireFormat(NoCodec(), shard.blocks)
+        self._mirrors = {worker: _Mirror(pull_format, whole_format, shard) for worker in workers}
         self._changed = threading.Condition()
         self._tickets: dict[int, _Ticket] = {}
         """Workers that wait for parameters."""
@@ -70,26 +76,26 @@ class Server(Service):
         """Workers that did not say goodbye."""
         self._bodies: dict[int, Tensor] = {}
 
-    def buffer(self, caller: int) -> Tensor:
+    def request_buffer(self, caller: int) -> Tensor:
         """Return the worker's own buffer for pushes."""
         if caller not in self._bodies:
-            self._bodies[caller] = self._push_wire.new_body()
+            self._bodies[caller] = self._push_format.new_body()
         return self._bodies[caller]
 
-    def lend(self, caller: int, outbox: Tensor) -> None:
+    def set_reply_buffer(self, caller: int, outbox: Tensor) -> None:
         """Let what the worker pulls lie where it sees it."""
         self._mirrors[caller].move(outbox)
 
-    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+    def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         """Do what is asked for."""
         with self._changed:
             self._check()
-            if header.kind == Kind.SWAP:
+            if header.kind == RequestKind.SWAP:
                 return self._swap(caller, header, body)
             reply = self._answer(caller, header, body)
             return lambda: reply
 
-    def lose(self, caller: int, error: BaseException | None) -> None:
+    def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Let nobody wait for a worker that is gone."""
         with self._changed:
             if error is not None:
@@ -103,23 +109,23 @@ class Server(Service):
             self._failure = error
             self._changed.notify_all()
 
-    def hear(self, step: int, workers: Collection[int]) -> None:
+    def follow(self, step: int, workers: Collection[int]) -> None:
         """Follow the first server: these workers count in a step."""
         with self._changed:
             self._check()
-            clocks = self.landing.clocks
+            clocks = self.server_update.clocks
             assert isinstance(clocks, FollowedQuorum)
-            clocks.hear(step, workers)
+            clocks.follow(step, workers)
             self._settle()
 
-    def _swap(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
-        is_taken = self.landing.push(self._shard, self._read_push(caller, header, body))
-        self._shard.num_dropped += header.mass > 0 and not is_taken
+    def _swap(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
+        is_taken = self.server_update.push(self._shard, self._read_push(caller, header, body))
+        self._shard.num_dropped += header.weight > 0 and not is_taken
         ticket = self._tickets[caller] = _Ticket(not is_taken)
-        self.landing.clocks.tick(caller)
+        self.server_update.clocks.tick(caller)
         self._settle()
 
-        def wait() -> Reply:
+        def wait() -> RpcReply:
             with self._changed:
                 while ticket.reply is None:
                     self._check()
@@ -128,54 +134,54 @@ class Server(Service):
 
         return wait
 
-    def _read_push(self, caller: int, header: Header, body: Tensor) -> Push:
+    def _read_push(self, caller: int, header: RpcHeader, body: Tensor) -> Push:
         mirror = self._mirrors[caller]
-        push = Push(caller, header.clock, header.version, header.mass, header.value, [], [], [])
-        if header.mass > 0:
-            push.values, numbers = self._push_wire.read(body, header.clock)
+        push = Push(caller, header.clock, header.version, header.weight, header.value, [], [], [])
+        if header.weight > 0:
+            push.values, numbers = self._push_format.read(body, header.clock)
             push.rates, push.used = numbers[: self._num_groups], [flag > 0 for flag in numbers[self._num_groups :]]
             push.known = mirror.known.tensors
         return push
 
     def _settle(self) -> None:
         """Do what is due, and give parameters to all who may have them, before anybody can change them again."""
-        self.landing.settle(self._shard)
+        self.server_update.settle(self._shard)
         for worker, ticket in list(self._tickets.items()):
-            if self.landing.clocks.may_read(worker):
-                self.landing.clocks.read(worker)
-                clock, is_dropped = self.landing.clocks.clocks[worker], float(ticket.is_dropped)
-                header = Header(Kind.SWAP, clock, self._shard.version, value=is_dropped)
+            if self.server_update.clocks.may_read(worker):
+                self.server_update.clocks.read(worker)
+                clock, is_dropped = self.server_update.clocks.clocks[worker], float(ticket.is_dropped)
+                header = RpcHeader(RequestKind.SWAP, clock, self._shard.version, value=is_dropped)
                 ticket.reply = header, self._mirrors[worker].pull(self._shard, clock)
                 del self._tickets[worker]
         self._changed.notify_all()
 
     def _leave(self, worker: int) -> None:
-        self.landing.clocks.leave(worker)
+        self.server_update.clocks.leave(worker)
         self._settle()
 
-    def _answer(self, caller: int, header: Header, body: Tensor) -> Reply:
-        clocks, shard = self.landing.clocks, self._shard
+    def _answer(self, caller: int, header: RpcHeader, body: Tensor) -> RpcReply:
+        clocks, shard = self.server_update.clocks, self._shard
         clock, reply = 0, NOTHING
-        if header.kind == Kind.AWAY:
+        if header.kind == RequestKind.AWAY:
             self._leave(caller)
-        elif header.kind == Kind.BACK:
+        elif header.kind == RequestKind.BACK:
             clock = clocks.join(caller, header.clock)
-        elif header.kind == Kind.READ:
+        elif header.kind == RequestKind.READ:
             reply = shard.values.bytes.clone()
-        elif header.kind == Kind.TELL:
-            self._mirrors[caller].learn(body)
-        elif header.kind == Kind.SAVE:
+        elif header.kind == RequestKind.REPORT:
+            self._mirrors[caller].set_known(body)
+        elif header.kind == RequestKind.SAVE:
             reply = self._save()
-        elif header.kind == Kind.LOAD:
+        elif header.kind == RequestKind.LOAD:
             self._load(body)
-        elif header.kind == Kind.COUNT:
+        elif header.kind == RequestKind.COUNT:
             reply = pack_state({}, self._counts())
-        return Header(header.kind, clock, shard.version), reply
+        return RpcHeader(header.kind, clock, shard.version), reply
 
     def _save(self) -> Tensor:
         tensors, scalars = self._shard.state()
-        kept, numbers = self.landing.state(self._shard)
-        document = {"scalars": scalars, "version": self._shard.version, "landing": numbers, **self._counts()}
+        kept, numbers = self.server_update.state(self._shard)
+        document = {"scalars": scalars, "version": self._shard.version, "server_update": numbers, **self._counts()}
         return pack_state(tensors | kept, document)
 
     def _counts(self) -> dict[str, Any]:
@@ -187,7 +193,7 @@ class Server(Service):
         self._shard.version = document.get("version", 0)
         self._shard.delays = Counter(dict(document.get("delays", ())))
         self._shard.num_dropped = document.get("num_dropped", 0)
-        self.landing.load_state(self._shard, tensors, document.get("landing", {}))
+        self.server_update.load_state(self._shard, tensors, document.get("server_update", {}))
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -200,38 +206,38 @@ class _Ticket:
 
     is_dropped: bool
     """Whether what it pushed came too late."""
-    reply: Reply | None = None
+    reply: RpcReply | None = None
 
 
 class _Mirror:
     """What a server knows of one worker: the parameters that it has."""
 
-    def __init__(self, wire: Wire, whole: Wire, shard: Shard) -> None:
-        self._wire = wire
+    def __init__(self, wire_format: WireFormat, whole: WireFormat, shard: Shard) -> None:
+        self._wire_format = wire_format
         self._whole = whole
-        self._body = wire.new_body()
+        self._body = wire_format.new_body()
         self._states: States = {}
         # Where pulls are not encoded, the last one is what the worker has.
-        self.known = wire.view(self._body) if wire.is_exact else whole.view(whole.new_body())
+        self.known = wire_format.view(self._body) if wire_format.is_exact else whole.view(whole.new_body())
         self.known.bytes.copy_(shard.values.bytes)
 
     def pull(self, shard: Shard, clock: int) -> Tensor:
         """Return the body of a pull at a worker's clock, and note what the worker makes of it."""
-        if self._wire.is_exact:
+        if self._wire_format.is_exact:
             self.known.bytes.copy_(shard.values.bytes)
             return self._body
         differences = torch._foreach_sub(shard.values.tensors, self.known.tensors)
-        self._states = without_residuals(self._wire.write(self._body, differences, (), self._states, clock))
-        torch._foreach_add_(self.known.tensors, self._wire.read(self._body, clock)[0])
+        self._states = without_residuals(self._wire_format.write(self._body, differences, (), self._states, clock))
+        torch._foreach_add_(self.known.tensors, self._wire_format.read(self._body, clock)[0])
         return self._body
 
     def move(self, body: Tensor) -> None:
         """Let pulls lie in another body."""
         self._body = body
-        if self._wire.is_exact:
+        if self._wire_format.is_exact:
             body.copy_(self.known.bytes)
-            self.known = self._wire.view(body)
+            self.known = self._wire_format.view(body)
 
-    def learn(self, body: Tensor) -> None:
+    def set_known(self, body: Tensor) -> None:
         """Note that the worker has these."""
         self.known.bytes.copy_(body)

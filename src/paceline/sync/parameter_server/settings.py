@@ -12,7 +12,7 @@ from paceline.comm.group import Group
 from paceline.compression import Codec, NoCodec, RandomK
 from paceline.compression.message import message_bytes
 from paceline.errors import SettingsError
-from paceline.sync.parameter_server.shard import Landing
+from paceline.sync.parameter_server.shard import ServerUpdate
 from paceline.sync.rule import Rule, Traffic
 
 
@@ -41,7 +41,7 @@ class ServerSettings(Rule):
 
     @property
     def sums_samples(self) -> bool:
-        """Whether pushes count by their mass; else each is a mean, and counts as one."""
+        """Whether pushes count by their weight; else each is a mean, and counts as one."""
         return True
 
     @property
@@ -54,7 +54,7 @@ class ServerSettings(Rule):
         """Never: what must be saved is the servers'."""
         return False
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Each worker alone."""
         return [group.rank]
 
@@ -64,7 +64,9 @@ class ServerSettings(Rule):
         return self.num_servers if self.placement == "own" else 0
 
     @abstractmethod
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+    def start_server_update(
+        self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
+    ) -> ServerUpdate:
         """Return what the server of that number does with pushes."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:

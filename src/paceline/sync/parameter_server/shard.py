@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
 from paceline.sync.parameter_server.clocks import Clocks
-from paceline.sync.parameter_server.pieces import Pack, Piece, copy_all
 
 
 @dataclass
@@ -21,18 +21,18 @@ class Push:
         worker: Who.
         clock: Its steps before.
         version: Of the parameters that it was made from.
-        mass: Of its samples; 0 if there were none, and then there are no values.
+        weight: Number of its samples, or tokens; 0 if there were none, and then there are no values.
         unit: What values are counted in: they are a sum over samples, divided by it.
         rates: Learning rates, by parameter group.
-        used: Whether each piece had a gradient.
-        values: By piece.
-        known: The parameters that it was made from, by piece, where the landing needs them.
+        used: Whether each block had a gradient.
+        values: By block.
+        known: The parameters that it was made from, by block, where the update needs them.
     """
 
     worker: int
     clock: int
     version: int
-    mass: float
+    weight: float
     unit: float
     rates: Sequence[float]
     used: Sequence[bool]
@@ -40,7 +40,7 @@ class Push:
     known: Sequence[Tensor] = ()
 
 
-class Landing(ABC):
+class ServerUpdate(ABC):
     """What becomes of pushes on one server; called by one thread at a time.
 
     Attributes:
@@ -61,7 +61,7 @@ class Landing(ABC):
         """Do what has become due since a worker's clock moved, or it left."""
 
     def state(self, shard: "Shard") -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return what it keeps: tensors by ``<kind>/<piece>``, and numbers."""
+        """Return what it keeps: tensors by ``<kind>/<block>``, and numbers."""
         return {}, {}
 
     def load_state(self, shard: "Shard", tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
@@ -72,16 +72,16 @@ class Shard:
     """A server's parameters, and an optimizer of them with the settings of the workers' own.
 
     Args:
-        pieces: What of the parameters it holds.
+        blocks: What of the parameters it holds.
         parameters: All of them, by name.
         optimizer: A worker's; it is left as it is.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+        self, blocks: Sequence[ParameterBlock], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        self.pieces = list(pieces)
-        self.values = Pack(pieces)
+        self.blocks = list(blocks)
+        self.values = PackedTensors(blocks)
         self.version = 0
         """Updates that were made."""
         self.delays: Counter[int] = Counter()
@@ -89,11 +89,11 @@ class Shard:
         self.num_dropped = 0
         """Pushes that came too late for their step."""
         with torch.no_grad():
-            copy_all(self.values.tensors, [piece.of(parameters[piece.parameter]) for piece in pieces])
+            copy_all(self.values.tensors, [block.of(parameters[block.parameter]) for block in blocks])
         self.parameters = [nn.Parameter(tensor) for tensor in self.values.tensors]
         by_original: dict[int, list[nn.Parameter]] = {}
-        for piece, parameter in zip(pieces, self.parameters, strict=True):
-            by_original.setdefault(id(parameters[piece.parameter]), []).append(parameter)
+        for block, parameter in zip(blocks, self.parameters, strict=True):
+            by_original.setdefault(id(parameters[block.parameter]), []).append(parameter)
         originals = [p for group in optimizer.param_groups for p in group["params"]]
         # The parameters stand for themselves in the copy, so that they are not copied with it.
         self.optimizer = copy.deepcopy(optimizer, {id(p): p for p in originals})
@@ -115,25 +115,25 @@ class Shard:
         self.version += 1
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, object]]]:
-        """Return the tensors by ``parameter/<piece>`` and ``optimizer/<piece>/<key>``; and other state by piece."""
+        """Return the tensors by ``parameter/<block>`` and ``optimizer/<block>/<key>``; and other state by block."""
         tensors: dict[str, Tensor] = {}
         scalars: dict[str, dict[str, object]] = {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            tensors[f"parameter/{piece.name}"] = parameter.detach()
+        for block, parameter in zip(self.blocks, self.parameters, strict=True):
+            tensors[f"parameter/{block.name}"] = parameter.detach()
             for key, kept in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(kept, Tensor):
-                    tensors[f"optimizer/{piece.name}/{key}"] = kept
+                    tensors[f"optimizer/{block.name}/{key}"] = kept
                 else:
-                    scalars.setdefault(piece.name, {})[key] = kept
+                    scalars.setdefault(block.name, {})[key] = kept
         return tensors, scalars
 
     def load_state(self, tensors: dict[str, Tensor], scalars: dict[str, dict[str, object]]) -> None:
-        """Take on a state: that of a piece may be missing from the optimizer's."""
+        """Take on a state: that of a block may be missing from the optimizer's."""
         self.optimizer.state.clear()
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+        for block, parameter in zip(self.blocks, self.parameters, strict=True):
             with torch.no_grad():
-                parameter.copy_(tensors[f"parameter/{piece.name}"])
-            prefix = f"optimizer/{piece.name}/"
+                parameter.copy_(tensors[f"parameter/{block.name}"])
+            prefix = f"optimizer/{block.name}/"
             kept = {name.removeprefix(prefix): t.clone() for name, t in tensors.items() if name.startswith(prefix)}
-            if kept or piece.name in scalars:
-                self.optimizer.state[parameter] = {**kept, **scalars.get(piece.name, {})}
+            if kept or block.name in scalars:
+                self.optimizer.state[parameter] = {**kept, **scalars.get(block.name, {})}

@@ -7,10 +7,10 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.registry import register
+from paceline.sync.parameter_server.aggregation import StepAggregation
 from paceline.sync.parameter_server.base import ServedRule
 from paceline.sync.parameter_server.clocks import BoundedClocks, Quorum
-from paceline.sync.parameter_server.gathering import Together
-from paceline.sync.parameter_server.shard import Landing, Push, Shard
+from paceline.sync.parameter_server.shard import Push, ServerUpdate, Shard
 
 
 @register("ssp")
@@ -18,13 +18,13 @@ class SSP(ServedRule):
     """Stale-synchronous parallel (Ho et al. 2013): a read at clock c sees all updates up to c - staleness - 1.
 
     Each worker's own optimizer takes its step, and what that changed is pushed; servers only add it, weighted by the
-    worker's part of a step's mass, and the worker pulls: its own updates are in it, those of the others up to the
+    worker's part of a step's weight, and the worker pulls: its own updates are in it, those of the others up to the
     bound, and later ones as they have come. It waits only for workers that are more than `staleness` steps behind. A
     worker that died, or has no samples left, is waited for by nobody. With staleness 0 it equals `EveryStep` up to the
     order of summation, with SGD, and with momentum too where a worker's part stays the same. Wire: a push
     and a pull of all parameters a step.
 
-    Each worker clips its own gradient. The difference to Ho et al.: a worker's part is of the mass of the last
+    Each worker clips its own gradient. The difference to Ho et al.: a worker's part is of the weight of the last
     step that was complete, since that of this step is not known yet; with staleness 0 it is of the step itself.
     """
 
@@ -36,47 +36,49 @@ class SSP(ServedRule):
         """Always."""
         return True
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+    def start_server_update(
+        self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
+    ) -> ServerUpdate:
         """Return what adds updates."""
         if self.staleness == 0:
-            return Together(Quorum(), lambda shard, mean: _add(shard, mean.values, 1.0))
-        return _Adding(self.staleness)
+            return StepAggregation(Quorum(), lambda shard, mean: _add(shard, mean.values, 1.0))
+        return _AddUpdates(self.staleness)
 
 
-class _Adding(Landing):
+class _AddUpdates(ServerUpdate):
     """Adds each update as it comes."""
 
     clocks: BoundedClocks
 
     def __init__(self, staleness: int) -> None:
         super().__init__(BoundedClocks(staleness))
-        self._masses: dict[int, float] = {}
+        self._weights: dict[int, float] = {}
         """What was pushed of each step that is not complete."""
-        self._step_mass = 0.0
+        self._step_weight = 0.0
         """Of the last step that was; 0 before there was one."""
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Add it."""
         clock = self.clocks.clocks[push.worker]
-        self._masses[clock] = self._masses.get(clock, 0.0) + push.mass
-        if push.mass > 0:
+        self._weights[clock] = self._weights.get(clock, 0.0) + push.weight
+        if push.weight > 0:
             shard.delays[shard.version - push.version] += 1
-            step_mass = self._step_mass or push.mass * len(self.clocks.clocks)
-            _add(shard, push.values, push.unit / step_mass)
+            step_weight = self._step_weight or push.weight * len(self.clocks.clocks)
+            _add(shard, push.values, push.unit / step_weight)
         return True
 
     def settle(self, shard: Shard) -> None:
-        """Learn the mass of steps that became complete."""
-        for clock in sorted(clock for clock in self._masses if clock < self.clocks.slowest):
-            self._step_mass = self._masses.pop(clock) or self._step_mass
+        """Learn the weight of steps that became complete."""
+        for clock in sorted(clock for clock in self._weights if clock < self.clocks.slowest):
+            self._step_weight = self._weights.pop(clock) or self._step_weight
 
     def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the mass of a step."""
-        return {}, {"step_mass": self._step_mass}
+        """Return the weight of a step."""
+        return {}, {"step_weight": self._step_weight}
 
     def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """Take on the mass of a step."""
-        self._step_mass = numbers.get("step_mass", 0.0)
+        """Take on the weight of a step."""
+        self._step_weight = numbers.get("step_weight", 0.0)
 
 
 def _add(shard: Shard, values: Sequence[Tensor], factor: float) -> None:

@@ -11,13 +11,13 @@ from paceline.comm.group import Group
 from paceline.comm.hosts import find_hosts
 from paceline.errors import SettingsError
 from paceline.registry import register
+from paceline.sync.parameter_server.aggregation import StepAggregation
 from paceline.sync.parameter_server.base import ServedRule
 from paceline.sync.parameter_server.clocks import FollowedQuorum, Quorum
-from paceline.sync.parameter_server.gathering import Together
 from paceline.sync.parameter_server.host import ServedHost
-from paceline.sync.parameter_server.shard import Landing
+from paceline.sync.parameter_server.shard import ServerUpdate
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import Site, Synchroniser
+from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("parameter_server")
@@ -71,16 +71,16 @@ class ParameterServer(ServedRule):
         """Never: the servers' is run."""
         return False
 
-    def near(self, group: Group, step: int) -> Sequence[int]:
+    def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the workers of this worker's host."""
         return next(ranks for ranks in self._hosts(group) if group.rank in ranks)
 
-    def start_synchroniser(self, site: Site) -> Synchroniser:
+    def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return the worker's side; behind the first of its host where there are several."""
-        hosts = self._hosts(site.group)
-        if len(hosts) == site.group.size:
-            return super().start_synchroniser(site)
-        return ServedHost(self, site, hosts)
+        hosts = self._hosts(context.group)
+        if len(hosts) == context.group.size:
+            return super().start_synchroniser(context)
+        return ServedHost(self, context, hosts)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """A push and a pull a step, and an all-reduce and a broadcast inside a host."""
@@ -98,7 +98,9 @@ class ParameterServer(ServedRule):
         ranks = range(group.size)
         return [list(ranks[first : first + self.host_size]) for first in ranks[:: self.host_size]]
 
-    def start_landing(self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0) -> Landing:
+    def start_server_update(
+        self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
+    ) -> ServerUpdate:
         """Return what sums a step's pushes.
 
         Raises:
@@ -110,4 +112,4 @@ class ParameterServer(ServedRule):
                 "lower it, or start more workers"
             )
         clocks = FollowedQuorum() if self.follows_first and number else Quorum(self.num_backups)
-        return Together(clocks, lambda shard, mean: shard.step(mean.values, mean.used, mean.rates))
+        return StepAggregation(clocks, lambda shard, mean: shard.step(mean.values, mean.used, mean.rates))

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange, Header
+from paceline.comm.rpc import RpcEndpoint, RpcHeader
 from paceline.compression.codec import RESIDUALS, FeedbackDroppedWarning
-from paceline.sync.desk import SampleDesk
+from paceline.sync.parameter_server.blocks import copy_all
 from paceline.sync.parameter_server.link import ServerLink
-from paceline.sync.parameter_server.pieces import copy_all
-from paceline.sync.parameter_server.server import Kind
+from paceline.sync.parameter_server.placement import ServerPlacement
+from paceline.sync.parameter_server.server import RequestKind
 from paceline.sync.parameter_server.settings import ServerSettings
-from paceline.sync.parameter_server.stage import Stage
-from paceline.sync.parameter_server.state import join_pieces, pack_state, unpack_state
-from paceline.sync.synchroniser import Delays, Desk, LocalStep, Outcome, Site, Synchroniser
+from paceline.sync.parameter_server.state import join_blocks, pack_state, unpack_state
+from paceline.sync.sample_dispatcher import DispatcherClient
+from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
 
 
 class ServedWorker(Synchroniser):
@@ -30,22 +30,22 @@ class ServedWorker(Synchroniser):
 
     Args:
         rule: Settings.
-        site: The worker.
+        context: The worker's model, optimizer and group.
     """
 
-    def __init__(self, rule: ServerSettings, site: Site) -> None:
+    def __init__(self, rule: ServerSettings, context: WorkerContext) -> None:
         self._rule = rule
-        self._site = site
-        self._parameters = dict(site.parameters)
-        stage = Stage(rule, site)
+        self._context = context
+        self._parameters = dict(context.parameters)
+        placement = ServerPlacement(rule, context)
         server = None
-        if (number := stage.number_of(stage.everybody.rank)) is not None:
-            server = stage.make_server(number)
-        self._verdicts = stage.open_verdicts(server)  # before pushes can come
-        self._exchange = Exchange(stage.everybody, stage.routes, server, rule.name, stage.body_bytes)
+        if (number := placement.number_of(placement.everybody.rank)) is not None:
+            server = placement.make_server(number)
+        self._announcements = placement.open_announcements(server)  # before pushes can come
+        self._endpoint = RpcEndpoint(placement.everybody, placement.routes, server, rule.name, placement.body_bytes)
         self._links = [
-            ServerLink(self._exchange.ports[place], pieces, rule, site)
-            for place, pieces in zip(stage.servers, stage.shares, strict=True)
+            ServerLink(self._endpoint.clients[place], blocks, rule, context)
+            for place, blocks in zip(placement.servers, placement.blocks_by_server, strict=True)
         ]
         self._views = [view for link in self._links for view in link.views]
         self._before = [torch.empty_like(view) for view in self._views] if rule.runs_optimizer else None
@@ -55,22 +55,24 @@ class ServedWorker(Synchroniser):
         self._away = threading.Lock()
         """Held to go away and to come back: workers without samples go away in the thread that asks for some."""
         self._loaded: list[dict[str, Any]] | None = None
-        self._desk = (
-            SampleDesk(site.group, self._go_away, lambda: not self._is_dropped) if rule.is_asynchronous else None
+        self._dispatcher = (
+            DispatcherClient(context.group, self._go_away, lambda: not self._is_dropped)
+            if rule.is_asynchronous
+            else None
         )
         if rule.placement == "own":  # their processes have built a model of their own
             self.load_state([], {})
 
     @property
-    def desk(self) -> Desk | None:
+    def dispatcher(self) -> SampleDispatcher | None:
         """Where workers get their samples, where they do not step together."""
-        return self._desk
+        return self._dispatcher
 
     def count_delays(self) -> Delays:
         """Return how stale the pushes to the first server have been so far."""
         return self._links[0].count_delays()
 
-    def meets(self, number: int) -> bool:
+    def is_sync_step(self, number: int) -> bool:
         """Whether all workers tell each other of the step: in each, where they are in step."""
         return not self._rule.is_asynchronous
 
@@ -81,21 +83,21 @@ class ServedWorker(Synchroniser):
             copy_all(self._before, self._views)
             return
         for link in self._links:
-            link.push(link.gradients(), step.mass)
+            link.push(link.gradients(), step.weight)
 
-    def after_update(self, step: LocalStep) -> Outcome:
+    def after_update(self, step: LocalStep) -> SyncResult:
         """Push what the update has changed, and wait for the servers' parameters."""
         if self._before is not None:
-            self._push_updates(step.mass)
+            self._push_updates(step.weight)
         began_s = time.perf_counter()
         wire_bytes = sum(link.pull() for link in self._links)
         self._is_dropped = self._links[0].is_dropped
         if self._rule.follows_first:
             wire_bytes += self._catch_up()
         waited_s = time.perf_counter() - began_s
-        if self._desk is not None and step.is_asked_to_stop:
-            self._desk.ask_to_stop()
-        return Outcome(waited_s, wire_bytes)
+        if self._dispatcher is not None and step.stop_requested:
+            self._dispatcher.ask_to_stop()
+        return SyncResult(waited_s, wire_bytes)
 
     def _catch_up(self) -> int:
         """Pull again where a server was at an earlier step than another when it replied; return the bytes."""
@@ -106,13 +108,13 @@ class ServedWorker(Synchroniser):
             wire_bytes += sum(link.pull() for link in behind)
         return wire_bytes
 
-    def _push_updates(self, mass: float) -> None:
+    def _push_updates(self, weight: float) -> None:
         assert self._before is not None
         changes = torch._foreach_sub(self._views, self._before)
         with torch.no_grad():  # the pull brings differences to what the servers know
             copy_all(self._views, self._before)
         for link in self._links:
-            link.push(changes[: len(link.views)], mass)
+            link.push(changes[: len(link.views)], weight)
             changes = changes[len(link.views) :]
 
     def _come_back(self) -> None:
@@ -130,43 +132,43 @@ class ServedWorker(Synchroniser):
         with self._away:
             if not self._is_away:
                 for link in self._links:
-                    link.port.call(Header(Kind.AWAY))
+                    link.client.call(RpcHeader(RequestKind.AWAY))
                 self._is_away = True
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, parameters are the servers'."""
-        self._meet("evaluation begins")
+        self._synchronise("evaluation begins")
         own = [parameter.detach().clone() for parameter in self._parameters.values()]
         for link in self._links:
             link.read()
-        self._site.group.barrier(name=f"{self._rule.name}: all have read")
+        self._context.group.barrier(name=f"{self._rule.name}: all have read")
         try:
             yield
         finally:
             with torch.no_grad():
                 copy_all(list(self._parameters.values()), own)
-        self._part("judged")
+        self._resume("judged")
 
     def shared_state(self) -> dict[str, Tensor]:
         """Return, on the first worker, what the servers keep."""
-        self._meet("servers are saved")
-        if self._site.group.rank:
+        self._synchronise("servers are saved")
+        if self._context.group.rank:
             return {}
         tensors: dict[str, Tensor] = {}
         for number, link in enumerate(self._links):
-            saved, document = unpack_state(link.port.call(Header(Kind.SAVE))[1])
+            saved, document = unpack_state(link.client.call(RpcHeader(RequestKind.SAVE))[1])
             tensors |= saved
             tensors[f"document/{number}"] = pack_state({}, document)
         documents = {name: t for name, t in tensors.items() if name.startswith("document/")}
-        return join_pieces(tensors, [piece for link in self._links for piece in link.pieces]) | documents
+        return join_blocks(tensors, [block for link in self._links for block in link.blocks]) | documents
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec of pushes holds back, as ``<piece>/<site>``."""
+        """Return what the codec of pushes holds back, as ``<block>/<site>``."""
         return {
-            f"{piece}/{site}": kept
+            f"{block}/{site}": kept
             for link in self._links
-            for piece, state in link.states.items()
+            for block, state in link.states.items()
             for site, kept in state.items()
         }
 
@@ -182,43 +184,47 @@ class ServedWorker(Synchroniser):
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Load the servers, each from the first worker, and tell them what this worker has."""
         for number, link in enumerate(self._links):
-            if self._site.group.rank == 0:
+            if self._context.group.rank == 0:
                 link.load(shared, number if f"document/{number}" in shared else None)
-        self._meet("servers are loaded")
-        is_same = len(saved) == self._site.group.size and self._loaded is not None
+        self._synchronise("servers are loaded")
+        is_same = len(saved) == self._context.group.size and self._loaded is not None
         for number, link in enumerate(self._links):
             if is_same and self._loaded is not None:
                 link.load_document(self._loaded[number])
-                link.load_states(saved[self._site.group.rank])
+                link.load_states(saved[self._context.group.rank])
             else:
                 link.version = link.read()
-            link.tell()
-        if not is_same and self._site.group.rank == 0 and any(RESIDUALS & {n.split("/")[-1] for n in t} for t in saved):
+            link.report()
+        if (
+            not is_same
+            and self._context.group.rank == 0
+            and any(RESIDUALS & {n.split("/")[-1] for n in t} for t in saved)
+        ):
             warnings.warn(
                 f"what the codec of pushes of {len(saved)} workers had held back is dropped, since "
-                f"{self._site.group.size} push to {len(self._links)} servers here; resume with as many workers and "
+                f"{self._context.group.size} push to {len(self._links)} servers here; resume with as many workers and "
                 "servers to keep it",
                 FeedbackDroppedWarning,
                 stacklevel=2,
             )
         self._loaded = None
-        self._part("loaded")
+        self._resume("loaded")
 
     def close(self) -> None:
         """Leave; servers beside this worker serve on until all have left."""
-        if self._desk is not None:
-            self._desk.close()
-        self._exchange.close()
-        if self._verdicts is not None:
-            self._verdicts.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        self._endpoint.close()
+        if self._announcements is not None:
+            self._announcements.close()
 
-    def _meet(self, what: str) -> None:
+    def _synchronise(self, what: str) -> None:
         """Wait until all workers have pushed what they had."""
         if self._rule.is_asynchronous:  # others may have steps to do before they come
             self._go_away()
-        self._site.group.barrier(name=f"{self._rule.name}: {what}")
+        self._context.group.barrier(name=f"{self._rule.name}: {what}")
 
-    def _part(self, what: str) -> None:
+    def _resume(self, what: str) -> None:
         """Begin to step again, once all can: or the first would go ahead without the others."""
         self._come_back()
-        self._site.group.barrier(name=f"{self._rule.name}: {what}")
+        self._context.group.barrier(name=f"{self._rule.name}: {what}")

@@ -8,14 +8,14 @@ import time
 import pytest
 import torch
 
-from paceline.comm import LocalGroup, exchange, join
-from paceline.comm.exchange import NOTHING, Exchange, Header, Service
+from paceline.comm import LocalGroup, join, rpc
 from paceline.comm.host_group import HostGroup
+from paceline.comm.rpc import NOTHING, RpcEndpoint, RpcHeader, RpcService
 from paceline.errors import CommunicationError
 from paceline.testing.processes import run_processes
 
 
-class Sums(Service):
+class Sums(RpcService):
     """Adds up what is pushed, and gives the sum to who pulls; kind 1 waits until `gate` is set."""
 
     def __init__(self, size=4):
@@ -26,10 +26,10 @@ class Sums(Service):
         self.lock = threading.Lock()
         self.failure = None
 
-    def buffer(self, caller):
+    def request_buffer(self, caller):
         return self.bodies.setdefault(caller, torch.empty(16, dtype=torch.uint8))
 
-    def take(self, caller, header, body):
+    def handle(self, caller, header, body):
         if header.kind == 9:
             raise RuntimeError("the roof fell in")
         with self.lock:
@@ -44,12 +44,12 @@ class Sums(Service):
             if self.failure is not None:
                 raise self.failure
             with self.lock:
-                reply = Header(header.kind, header.clock + 1, header.version, caller, 7, header.mass, header.value)
+                reply = RpcHeader(header.kind, header.clock + 1, header.version, caller, 7, header.weight, header.value)
                 return reply, self.total.clone().view(torch.uint8)
 
         return wait
 
-    def lose(self, caller, error):
+    def drop_caller(self, caller, error):
         self.lost[caller] = error
 
     def fail(self, error):
@@ -60,31 +60,31 @@ class Sums(Service):
 def _open(group, servers=1):
     service = Sums() if group.rank < servers else None
     routes = [(caller, server) for caller in range(group.size) for server in range(servers)]
-    return Exchange(group, routes, service, "sums"), service
+    return RpcEndpoint(group, routes, service, "sums"), service
 
 
 def _ones(value=1.0):
     return torch.full((4,), value).view(torch.uint8)
 
 
-def _call_for_ever(port):
+def _call_for_ever(client):
     while True:
-        port.call(Header(0), _ones())
+        client.call(RpcHeader(0), _ones())
 
 
 @pytest.mark.parametrize(("size", "servers"), [(1, 1), (3, 1), (3, 2), (3, 3)])
 def test_every_header_and_body_arrives_at_every_server_and_back(size, servers):
     def work(group):
         opened, service = _open(group, servers)
-        for number, port in enumerate(opened.ports.values()):
-            port.begin(Header(0, 3, 2**40, 5, 6, mass=0.1, value=-1e300), _ones(number + 1.0))
+        for number, client in enumerate(opened.clients.values()):
+            client.begin(RpcHeader(0, 3, 2**40, 5, 6, weight=0.1, value=-1e300), _ones(number + 1.0))
         into = torch.zeros(16, dtype=torch.uint8)
-        for port in opened.ports.values():
-            header, body = port.finish(into)
-            assert header == Header(0, 4, 2**40, group.rank, 7, 0.1, -1e300)
+        for client in opened.clients.values():
+            header, body = client.finish(into)
+            assert header == RpcHeader(0, 4, 2**40, group.rank, 7, 0.1, -1e300)
             assert body is into
         group.barrier()
-        sums = [port.call(Header(0))[1].view(torch.float32).tolist() for port in opened.ports.values()]
+        sums = [client.call(RpcHeader(0))[1].view(torch.float32).tolist() for client in opened.clients.values()]
         opened.close()
         return sums, dict(service.lost) if service else None
 
@@ -97,11 +97,11 @@ def test_one_that_waits_holds_up_nobody_else():
     def work(group):
         opened, _ = _open(group)
         if group.rank == 1:
-            opened.ports[0].call(Header(2), _ones())  # waits for rank 2's last request
+            opened.clients[0].call(RpcHeader(2), _ones())  # waits for rank 2's last request
         if group.rank == 2:
             for _ in range(5):
-                opened.ports[0].call(Header(0), _ones())
-            opened.ports[0].call(Header(1))
+                opened.clients[0].call(RpcHeader(0), _ones())
+            opened.clients[0].call(RpcHeader(1))
         opened.close()
         return True
 
@@ -109,13 +109,13 @@ def test_one_that_waits_holds_up_nobody_else():
 
 
 def test_a_caller_that_computes_longer_than_the_time_out_is_not_lost(monkeypatch):
-    monkeypatch.setattr(exchange, "_ALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(rpc, "_ALIVE_INTERVAL_S", 0.05)
 
     def work(group):
         opened, service = _open(group)
         if group.rank == 1:
             time.sleep(1.2)
-            opened.ports[0].call(Header(0), _ones())
+            opened.clients[0].call(RpcHeader(0), _ones())
         opened.close()
         return service.lost if service else None
 
@@ -129,7 +129,7 @@ def test_a_caller_that_dies_is_lost_and_the_others_go_on():
             group.close(RuntimeError("struck by lightning"))
             return None
         for _ in range(3):
-            opened.ports[0].call(Header(0), _ones())
+            opened.clients[0].call(RpcHeader(0), _ones())
         opened.close()
         return service.lost if service else None
 
@@ -142,14 +142,14 @@ def test_a_caller_that_dies_is_lost_and_the_others_go_on():
 def test_a_server_that_dies_is_named_to_every_caller():
     def work(group):
         opened, _ = _open(group, servers=2)
-        opened.ports[1].call(Header(0), _ones())
+        opened.clients[1].call(RpcHeader(0), _ones())
         group.barrier()
         if group.rank == 1:
             group.close(RuntimeError("struck by lightning"))
             return "dead"
         with pytest.raises(CommunicationError, match="the server on rank 1 is lost"):
-            _call_for_ever(opened.ports[1])
-        opened.ports[0].call(Header(0), _ones())  # the other server is still there
+            _call_for_ever(opened.clients[1])
+        opened.clients[0].call(RpcHeader(0), _ones())  # the other server is still there
         return "told"
 
     assert LocalGroup.run(3, work, timeout_s=5) == ["told", "dead", "told"]
@@ -162,7 +162,7 @@ def test_a_service_that_fails_ends_every_request_and_says_why():
         if group.rank == 2:
             time.sleep(0.2)  # rank 1 waits by now
         with pytest.raises(error, match="the roof fell in"):
-            opened.ports[0].call(Header(9 if group.rank == 2 else 2), NOTHING)
+            opened.clients[0].call(RpcHeader(9 if group.rank == 2 else 2), NOTHING)
         return True
 
     def work_but_for_the_server(group):
@@ -187,7 +187,7 @@ def test_ranks_on_gpus_exchange_over_their_group_on_cpus():
 
     def work(group):
         opened, service = _open(OnGpus(group.rank, group._room))
-        opened.ports[0].call(Header(0), _ones())
+        opened.clients[0].call(RpcHeader(0), _ones())
         group.barrier()
         opened.close()
         return None if service is None else service.total.tolist()
@@ -198,12 +198,12 @@ def test_ranks_on_gpus_exchange_over_their_group_on_cpus():
 def _push_over_processes(killed):
     group = join(timeout_s=20)
     opened, service = _open(group)
-    port = opened.ports[0]
+    client = opened.clients[0]
     for step in range(30):
         if (group.rank, step) == (killed, 10):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            port.call(Header(0), _ones())
+            client.call(RpcHeader(0), _ones())
         except CommunicationError as error:
             return str(error)
         time.sleep(0.005)
@@ -225,21 +225,21 @@ def test_processes_that_are_killed(killed):
         assert all("the server on rank 0 is lost" in value for value in others), [r.output for r in results]
 
 
-class _Doubles(Service):
+class _Doubles(RpcService):
     """Replies twice what is asked, in the memory that it was lent."""
 
     def __init__(self):
         self.lent = {}
         self.addresses = set()
 
-    def lend(self, caller, outbox):
+    def set_reply_buffer(self, caller, outbox):
         self.lent[caller] = outbox
 
-    def take(self, caller, header, body):
+    def handle(self, caller, header, body):
         self.addresses.add(body.data_ptr())
         reply = self.lent[caller] if caller in self.lent else torch.empty(16, dtype=torch.uint8)
         torch.mul(body.view(torch.float32), 2, out=reply.view(torch.float32))
-        return lambda: (Header(header.kind), reply)
+        return lambda: (RpcHeader(header.kind), reply)
 
 
 def _double_in_shared_memory(hosts):
@@ -248,20 +248,20 @@ def _double_in_shared_memory(hosts):
         group = HostGroup(group.store, group.rank, group.size, timeout_s=20, host=hosts[group.rank])
     service = _Doubles() if group.rank < 2 else None
     routes = [(caller, server) for caller in range(group.size) for server in range(2)]
-    opened = Exchange(group, routes, service, "doubles", {0: (32, 16), 1: (16, 16)})
+    opened = RpcEndpoint(group, routes, service, "doubles", {0: (32, 16), 1: (16, 16)})
     seen = {}
-    for server, port in opened.ports.items():
+    for server, client in opened.clients.items():
         for step in range(3):
             value = torch.full((4,), float(10 * group.rank + step))
             asked = value.view(torch.uint8)
-            if len(port.outbox):
-                asked = port.outbox[:16].copy_(asked)
-            _, body = port.call(Header(0), asked)
+            if len(client.outbox):
+                asked = client.outbox[:16].copy_(asked)
+            _, body = client.call(RpcHeader(0), asked)
             assert body.view(torch.float32).equal(2 * value), (server, step, body)
-            assert (len(port.inbox) > 0) == (len(port.outbox) > 0) == (body.data_ptr() == port.inbox.data_ptr())
-            _, body = port.call(Header(0), value.view(torch.uint8))  # what lies elsewhere is sent
+            assert (len(client.inbox) > 0) == (len(client.outbox) > 0) == (body.data_ptr() == client.inbox.data_ptr())
+            _, body = client.call(RpcHeader(0), value.view(torch.uint8))  # what lies elsewhere is sent
             assert body.view(torch.float32).equal(2 * value)
-        seen[server] = [len(port.outbox), len(port.inbox)]
+        seen[server] = [len(client.outbox), len(client.inbox)]
     opened.close()
     return [[seen[0], seen[1]], len(service.lent) if service else 0]
 

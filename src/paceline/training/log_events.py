@@ -1,4 +1,4 @@
-"""What a training tells the log."""
+"""What a training writes to its log."""
 
 import time
 import traceback
@@ -21,16 +21,16 @@ from paceline.replica.step_result import StepResult
 from paceline.training.training import Training
 
 
-def tell_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
+def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     """Write to the log how this worker failed; step -1 is before the first."""
     trace = "".join(traceback.format_exception(error))
     place = find_user_line(error)
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
 
 
-def tell_step(training: Training, result: StepResult, num_samples: int) -> None:
+def log_step(training: Training, result: StepResult, num_samples: int) -> None:
     """Write what a step of `num_samples` did."""
-    training.tell(
+    training.log_event(
         StepFinished(
             loss=result.loss,
             weight=result.weight,
@@ -46,32 +46,32 @@ def tell_step(training: Training, result: StepResult, num_samples: int) -> None:
     )
     interval = training.run.timeline_interval
     if interval and training.step % interval == 0:
-        for event in tell_timeline(result):
+        for event in timeline_events(result):
             training.log.write(event, step=training.step)
-        pipeline = training.replica.part.pipeline
+        pipeline = training.replica.shard.pipeline
         if pipeline is not None and pipeline.times is not None:
-            training.log.write(pipeline.times.tell(), step=training.step)
+            training.log.write(pipeline.times.to_event(), step=training.step)
     if result.newly_unused:
-        training.tell(UnusedParameters(names=result.newly_unused))
+        training.log_event(UnusedParameters(names=result.newly_unused))
 
 
-def tell_delays(training: Training) -> None:
+def log_delays(training: Training) -> None:
     """Write how stale what was pushed to servers has been."""
     delays = training.replica.count_delays() if training.replica.group.rank == 0 else None
     if delays is not None:
         ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
-        training.tell(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
+        training.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
 
 
-def tell_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
+def log_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
     """Write which checkpoints are whole by now."""
     for checkpoint in saved:
-        training.tell(
+        training.log_event(
             CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)
         )
 
 
-def tell_timeline(result: StepResult) -> Iterator[Event]:
+def timeline_events(result: StepResult) -> Iterator[Event]:
     """Return the events of one step on this worker: its buckets, then the step."""
     times = result.times
     began_s = times.began_s

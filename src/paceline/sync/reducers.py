@@ -12,10 +12,10 @@ from paceline.compression.codec import Codec, State
 from paceline.compression.exchange import exchange_blocks
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
-from paceline.sync.exchanger import Exchanger, Parcel
+from paceline.sync.reducer import FlatBucket, GradientReducer
 
 
-class DenseExchanger(Exchanger):
+class DenseReducer(GradientReducer):
     """Sums whole buffers: by the group's own all-reduce, or by a program.
 
     Args:
@@ -30,58 +30,58 @@ class DenseExchanger(Exchanger):
         self._program = ProgramGroup(group, program) if program is not None else None
         self._group = self._program or group
 
-    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Start one all-reduce."""
-        return self._group.all_reduce(parcel.buffer, name=parcel.name)
+        return self._group.all_reduce(bucket.buffer, name=bucket.name)
 
-    def land(self, parcel: Parcel, divisor: float) -> None:
+    def finalize(self, bucket: FlatBucket, divisor: float) -> None:
         """Divide; by exactly 1 it costs no pass over the buffer."""
         if divisor != 1.0:
-            parcel.numerators.div_(divisor)
+            bucket.numerators.div_(divisor)
 
     def commit(self, unused: Collection[str]) -> None:
         """Nothing is kept."""
 
-    def wire_bytes(self, parcel: Parcel) -> int:
+    def wire_bytes(self, bucket: FlatBucket) -> int:
         """Return what an all-reduce sends that sends as little as can be."""
-        return round(2 * (self._size - 1) / self._size * parcel.numerators.nbytes)
+        return round(2 * (self._size - 1) / self._size * bucket.numerators.nbytes)
 
     def close(self) -> None:
-        """Close the connections that are this exchange's own."""
+        """Close the connections that are this reducer's own."""
         if self._program is not None:
             self._program.close()
 
 
-class CodecExchanger(Exchanger):
+class CodecReducer(GradientReducer):
     """Sums blocks through a codec, in a thread of its own, and keeps the codec's state.
 
-    A codec meets gradients that are divided by the mass already, so that what it keeps of one step has the right
-    weight in any other. Whether they are finite is told to all with each parcel: signs and largest elements hide it.
+    A codec gets gradients that are divided by the weight already, so that what it keeps of one step has the right
+    weight in any other. Whether they are finite is told to all with each bucket: signs and largest elements hide it.
     """
 
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes, self.num_lanes = codec.bucket_bytes, codec.num_lanes
+        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
-        self._lanes = [_Lane(group, program) for _ in range(self.num_lanes)]
-        self._num_exchanges = 0
+        self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
+        self._num_reductions = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}
         self._pending: dict[str, State] = {}
 
-    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
-        """Queue the parcel; every rank takes the same lane for it."""
-        lane = self._lanes[self._num_exchanges % len(self._lanes)]
-        self._num_exchanges += 1
+    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+        """Queue the bucket; every rank takes the thread of the same number for it."""
+        thread = self._threads[self._num_reductions % len(self._threads)]
+        self._num_reductions += 1
 
         def job() -> None:
-            with torch.cuda.device_of(parcel.buffer):  # a thread begins on GPU 0; of tensors on the CPU it knows none
-                self._exchange(parcel, lane.group, divisor() * loss_scale, step, loss_scale)
+            with torch.cuda.device_of(bucket.buffer):  # a thread begins on GPU 0; of tensors on the CPU it knows none
+                self._reduce(bucket, thread.group, divisor() * loss_scale, step, loss_scale)
 
-        return lane.channel.submit(job)
+        return thread.channel.submit(job)
 
-    def land(self, parcel: Parcel, divisor: float) -> None:
+    def finalize(self, bucket: FlatBucket, divisor: float) -> None:
         """Nothing is left to do."""
 
     def commit(self, unused: Collection[str]) -> None:
@@ -104,39 +104,39 @@ class CodecExchanger(Exchanger):
             if any(by_worker):
                 self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
-    def wire_bytes(self, parcel: Parcel) -> int:
+    def wire_bytes(self, bucket: FlatBucket) -> int:
         """Return the codec's own price."""
-        return sum(self._codec.wire_bytes(view.shape, self._size) for view in parcel.blocks.values())
+        return sum(self._codec.wire_bytes(view.shape, self._size) for view in bucket.blocks.values())
 
     def close(self) -> None:
         """Let threads and connections go."""
-        for lane in self._lanes:
-            lane.close()
+        for thread in self._threads:
+            thread.close()
 
-    def _exchange(self, parcel: Parcel, group: Group, divisor: float, step: int, loss_scale: float) -> None:
+    def _reduce(self, bucket: FlatBucket, group: Group, divisor: float, step: int, loss_scale: float) -> None:
         values = {}
-        for block, view in parcel.blocks.items():
+        for block, view in bucket.blocks.items():
             if view.is_complex():
                 raise SettingsError(
                     f"parameters must be real for codec {self._codec.name!r}, but {block} is {view.dtype}"
                 )
             value = view.float().contiguous()
             values[block] = value / divisor if divisor != 1.0 else value
-        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=parcel.name)
-        tail = torch.cat([parcel.flags.float(), parcel.flags.new_zeros(1, dtype=torch.float32)])
+        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name)
+        tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
         tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
-        group.all_reduce(tail, name=f"{parcel.name} flags").wait()
-        parcel.num_non_finite = int(tail[-1])
-        parcel.flags.copy_(tail[:-1])
+        group.all_reduce(tail, name=f"{bucket.name} flags").wait()
+        bucket.num_non_finite = int(tail[-1])
+        bucket.flags.copy_(tail[:-1])
         for block, exchanged in done.items():
             self._pending[block] = exchanged.state
-            parcel.blocks[block].copy_(exchanged.total)
+            bucket.blocks[block].copy_(exchanged.total)
         if loss_scale != 1.0:
-            parcel.numerators.mul_(loss_scale)
+            bucket.numerators.mul_(loss_scale)
 
 
-class _Lane:
-    """A thread that exchanges parcels, and connections that nobody else uses."""
+class _CodecThread:
+    """A thread that sums buckets through a codec, and connections that nobody else uses."""
 
     def __init__(self, group: Group, program: Algorithm | None) -> None:
         self._connections = group.duplicate("codec")

@@ -1,4 +1,4 @@
-"""A model as a sequence of pieces, and what is left of it on a rank that holds some of them."""
+"""A model as a sequence of layers, and what is left of it on a rank that holds some of them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,62 +11,63 @@ from paceline.errors import SettingsError
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The smallest part of a model that a pipeline does not cut."""
+class PipelineLayer:
+    """A layer of a model, for a pipeline: the smallest part that it does not cut."""
 
     name: str
     """What cuts call it; the name of its submodule, where it is one."""
     owns: tuple[str, ...]
-    """Names of the submodules, parameters and buffers of the model that it uses. Several pieces may own the same."""
+    """Names of the submodules, parameters and buffers of the model that it uses. Several layers may own the same."""
     run: Callable[[Any], Any]
-    """From what the piece before returned (the model's input, for the first) to its own output."""
+    """From what the layer before returned (the model's input, for the first) to its own output."""
 
     @classmethod
-    def child(cls, module: nn.Module, name: str) -> "Piece":
-        """Return the piece that is a submodule, called with what the piece before returned."""
+    def child(cls, module: nn.Module, name: str) -> "PipelineLayer":
+        """Return the layer that is a submodule, called with what the layer before returned."""
         return cls(name, (name,), partial(_run_child, module, name))
 
 
 @runtime_checkable
-class HasPieces(Protocol):
-    """A model that says itself which pieces it is a sequence of: ``forward(x)`` runs them one after the other."""
+class HasPipelineLayers(Protocol):
+    """A model that says itself which layers it is a sequence of: ``forward(x)`` runs them one after the other."""
 
-    def pieces(self) -> Sequence[Piece]:
+    def pipeline_layers(self) -> Sequence[PipelineLayer]:
         """Return them in the order in which they run; each between two tensors, or tuples of tensors."""
         ...
 
 
-def list_pieces(module: nn.Module, sequence: Sequence[str] = ()) -> list[Piece]:
-    """Return the pieces of `module`.
+def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[PipelineLayer]:
+    """Return the layers of `module`.
 
     Args:
-        module: One that has `pieces`, an `nn.Sequential` (those inside it are opened too), or any with a `sequence`.
+        module: One that has `pipeline_layers`, an `nn.Sequential` (those inside it are opened too), or any with a
+            `sequence`.
         sequence: Names of its children in the order in which they run; ``layers.*`` are all children of ``layers``.
 
     Raises:
-        SettingsError: It cannot be seen what the pieces are, they leave parameters out, or a name is wrong.
+        SettingsError: It cannot be seen what the layers are, they leave parameters out, or a name is wrong.
     """
     if sequence:
-        pieces = [Piece.child(module, name) for pattern in sequence for name in _expand(module, pattern)]
-    elif isinstance(module, HasPieces):
-        pieces = list(module.pieces())
+        layers = [PipelineLayer.child(module, name) for pattern in sequence for name in _expand(module, pattern)]
+    elif isinstance(module, HasPipelineLayers):
+        layers = list(module.pipeline_layers())
     elif type(module) is nn.Sequential:
-        pieces = [Piece.child(module, name) for name in _open(module)]
+        layers = [PipelineLayer.child(module, name) for name in _open(module)]
     else:
         children = ", ".join(name for name, _ in module.named_children())
         raise SettingsError(
-            f"a model must be a sequence of pieces to run as a pipeline, but got {type(module).__name__}; name its "
+            f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; name its "
             f"children in the order in which they run with --pipeline.sequence (it has: {children}), or give it a "
-            "method `pieces`"
+            "method `pipeline_layers`"
         )
-    _check(module, pieces)
-    return pieces
+    _check(module, layers)
+    return layers
 
 
-def find_owned(module: nn.Module, pieces: Sequence[Piece]) -> set[Tensor]:
-    """Return the parameters and buffers that `pieces` use."""
+def find_owned(module: nn.Module, layers: Sequence[PipelineLayer]) -> set[Tensor]:
+    """Return the parameters and buffers that `layers` use."""
     owned: set[Tensor] = set()
-    for name in {name for piece in pieces for name in piece.owns}:
+    for name in {name for layer in layers for name in layer.owns}:
         place, _, leaf = name.rpartition(".")
         holder = module.get_submodule(place)
         child = holder.get_submodule(leaf) if leaf in dict(holder.named_children()) else None
@@ -80,7 +81,7 @@ def find_owned(module: nn.Module, pieces: Sequence[Piece]) -> set[Tensor]:
 def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
     """Take all parameters and buffers out of `module` but those `owned`, whose names stay what they are.
 
-    A submodule that has lost all it had becomes an `Elsewhere`.
+    A submodule that has lost all it had becomes an `AbsentModule`.
     """
     kept = {id(tensor) for tensor in owned}
     holders: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -93,12 +94,12 @@ def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
             continue
         tensors = [*child.parameters(), *child.buffers()]
         if tensors and not any(id(tensor) in kept for tensor in tensors):
-            setattr(module, name, Elsewhere())
+            setattr(module, name, AbsentModule())
         else:
             keep_only(child, owned)
 
 
-class Elsewhere(nn.Module):
+class AbsentModule(nn.Module):
     """What stands for a submodule that another rank of the pipeline holds."""
 
     def forward(self, *_: Any) -> NoReturn:
@@ -135,17 +136,17 @@ def _open(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _check(module: nn.Module, pieces: Sequence[Piece]) -> None:
-    names = [piece.name for piece in pieces]
+def _check(module: nn.Module, layers: Sequence[PipelineLayer]) -> None:
+    names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SettingsError(
-            f"the pieces of a model must have names of their own, but {', '.join(twice)} come twice; name each once"
+            f"the layers of a model must have names of their own, but {', '.join(twice)} come twice; name each once"
         )
-    owned = {id(tensor) for tensor in find_owned(module, pieces)}
+    owned = {id(tensor) for tensor in find_owned(module, layers)}
     left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) not in owned]
     if left:
         raise SettingsError(
-            f"the pieces of a model must own all its parameters and buffers, but not {', '.join(left[:5])}; the pieces "
+            f"the layers of a model must own all its parameters and buffers, but not {', '.join(left[:5])}; the layers "
             f"are: {', '.join(names)}"
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.data.batch import Batch, map_tensors
-from paceline.parallel.context import cut_sequences, whole_sequences
+from paceline.parallel.context import full_sequences, split_sequences
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
@@ -22,21 +22,21 @@ from paceline.parallel.tensor import TensorSplit
 from paceline.topology.layout import Layout
 
 
-class Part:
-    """A rank's part of a worker's model: all of it, unless the ranks of a layout share it.
+class ModelShard:
+    """A rank's shard of a worker's model: all of it, unless the ranks of a layout share it.
 
-    Ranks of one worker are *inside* it: they agree on loss, mass and overflow among themselves before the workers do,
-    and each element of a gradient counts once in a norm, on one of them. `sharded` ranks that hold parameters in common
-    (ZeRO stages 2 and 3) count as one worker here, whose samples are those of all.
+    The ranks of one worker are its *model-parallel group*: they sum loss and weight and agree on overflow among
+    themselves before the workers do, and each element of a gradient counts once in a norm, on one of them. `sharded`
+    ranks that hold parameters in common (ZeRO stages 2 and 3) count as one worker here, whose samples are those of all.
 
     Args:
-        group: The ranks that hold this same part, each for samples of its own: gradients are summed over them.
+        group: The ranks that hold this same shard, each for samples of its own: gradients are summed over them.
         layout: How all ranks are laid out.
         mesh: The same, with this rank's place; None where every rank holds a whole model.
         module: What this rank holds.
         pipeline: Runs the model, where its layers are on several ranks.
         tensor_split: How matrices are split, where they are.
-        coded: Sums gradients over the sharded axis through a codec, where there is one.
+        reduce_scatter: Sums gradients over the sharded axis through a codec, where there is one.
     """
 
     def __init__(
@@ -48,52 +48,52 @@ class Part:
         module: nn.Module | None = None,
         pipeline: Pipeline | None = None,
         tensor_split: TensorSplit | None = None,
-        coded: CodedReduceScatter | None = None,
+        reduce_scatter: CodedReduceScatter | None = None,
     ) -> None:
         self.group = group
         self.mesh = mesh
         self.module = module or nn.Module()
         self.layout = layout or Layout()
         self.pipeline = pipeline
-        self.coded = coded
+        self.reduce_scatter = reduce_scatter
         self._tensor_split = tensor_split
-        self._gathers_blocks = self.layout.shares_parameters and pipeline is None
-        self._sharers: dict[str, Group] = {}
+        self._gathers_blocks = self.layout.shards_parameters and pipeline is None
+        self._tied_groups: dict[str, Group] = {}
         self.world = mesh.world if mesh is not None else group
         """All ranks."""
-        self.inside: Group = LocalGroup(device=group.device, epoch=group.epoch)
+        self.model_parallel_group: Group = LocalGroup(device=group.device, epoch=group.epoch)
         """The ranks of this worker."""
-        self.readers = group
+        self.data_parallel_group = group
         """The ranks that take different samples."""
-        self.observers = group
+        self.statistics_group = group
         """The ranks with the layers of this one that see other samples, or other tokens of them."""
         if mesh is not None:
-            sharded = ("sharded",) if self.layout.shares_parameters else ()
-            self.inside = mesh.group(*sharded, "tensor", "pipeline")
-            self.readers = mesh.group("data", "sharded")
-            self.observers = mesh.group("data", "sharded", "context") if sharded else group
-            self._sharers = self._find_sharers(mesh)
+            sharded = ("sharded",) if self.layout.shards_parameters else ()
+            self.model_parallel_group = mesh.group(*sharded, "tensor", "pipeline")
+            self.data_parallel_group = mesh.group("data", "sharded")
+            self.statistics_group = mesh.group("data", "sharded", "context") if sharded else group
+            self._tied_groups = self._find_tied_groups(mesh)
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds a whole model, and needs no other to run it."""
-        return self.mesh is None or (self.inside.size == 1 and self.mesh.size("context") == 1)
+        return self.mesh is None or (self.model_parallel_group.size == 1 and self.mesh.size("context") == 1)
 
     @contextmanager
-    def running_alike(self) -> Iterator[bool]:
+    def replicated_inputs(self) -> Iterator[bool]:
         """Inside, every rank may call the module on the same whole samples; yields whether it can."""
-        with whole_sequences(self.module):
+        with full_sequences(self.module):
             yield self.pipeline is None
 
     @property
-    def stream(self) -> tuple[int, ...]:
+    def random_stream(self) -> tuple[int, ...]:
         """What tells this rank's random numbers from others': ranks that compute the same draw the same."""
         if self.mesh is None:
-            return (self.readers.rank,)
+            return (self.data_parallel_group.rank,)
         cuts_tokens = self._tensor_split is not None and self._tensor_split.cuts_tokens
         place = self.mesh.coordinate("tensor") if cuts_tokens else 0
         stage = self.mesh.coordinate("pipeline")
-        return (self.readers.rank, self.mesh.coordinate("context"), place, stage)
+        return (self.data_parallel_group.rank, self.mesh.coordinate("context"), place, stage)
 
     @property
     def counts_loss(self) -> bool:
@@ -103,7 +103,7 @@ class Part:
         is_last = self.pipeline is None or self.pipeline.place == self.pipeline.last_place
         return is_last and self.mesh.coordinate("tensor") == 0
 
-    def counts(self, name: str, parameter: Tensor) -> bool:
+    def counts_in_norm(self, name: str, parameter: Tensor) -> bool:
         """Return whether this rank's elements of a parameter are those that count in a norm."""
         if self.mesh is None:
             return True
@@ -119,31 +119,31 @@ class Part:
             )
         return self.mesh.coordinate("tensor") == 0
 
-    def agree(self, weight: float, loss: Tensor, stop: bool) -> tuple[float, Tensor, bool]:
-        """Return what the ranks of this worker weigh together, their loss, and whether one was asked to stop.
+    def reduce_step_scalars(self, weight: float, loss: Tensor, stop: bool) -> tuple[float, Tensor, bool]:
+        """Return the sums over this worker's ranks of weight and loss, and whether one was asked to stop.
 
         Args:
-            weight: Mass of this rank's samples.
+            weight: Weight of this rank's samples.
             loss: Sum of their losses, each times its weight; 0-dim.
             stop: Whether this rank was asked to stop.
         """
-        if self.inside.size == 1:
+        if self.model_parallel_group.size == 1:
             return weight, loss, stop
         values = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if self.counts_loss:
             values[0], values[1] = weight, loss
         values[2] = float(stop)
-        self.sum_inside(values, "step of a worker")
+        self.sum_over_model_parallel(values, "step of a worker")
         return float(values[0]), values[1], bool(values[2])
 
-    def cut(self, batch: Batch) -> Batch:
+    def split_context(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch: of each sequence, where a context axis cuts them."""
         if self.mesh is None or self.mesh.size("context") == 1:
             return batch
         mesh = self.mesh
-        return replace(batch, data=map_tensors(lambda tensor: cut_sequences(tensor, mesh), batch.data))
+        return replace(batch, data=map_tensors(lambda tensor: split_sequences(tensor, mesh), batch.data))
 
-    def computing(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Return the context that forward and backward run in; without it logits are gathered whole."""
         if self._tensor_split is None or self.pipeline is not None:
             return nullcontext()
@@ -154,42 +154,42 @@ class Part:
         if self._gathers_blocks:
             set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
 
-    def list_common(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
+    def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return which ranks of this worker hold the same values, and of which parameters."""
         common: dict[Group, list[str]] = {}
         if self.mesh is not None and self.mesh.size("tensor") > 1:
             whole = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
             common[self.mesh.group("tensor")] = whole
-        for name, group in self._sharers.items():
+        for name, group in self._tied_groups.items():
             common[group] = [*common.get(group, []), name]
         return list(common.items())
 
-    def sum_inside(self, values: Tensor, name: str) -> None:
+    def sum_over_model_parallel(self, values: Tensor, name: str) -> None:
         """Replace `values` by their sum over the ranks of this worker."""
-        if self.inside.size > 1:
-            self.inside.all_reduce(values, name=name).wait()
+        if self.model_parallel_group.size > 1:
+            self.model_parallel_group.all_reduce(values, name=name).wait()
 
-    def norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    def gradient_norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the worker's model, 0-dim, float64."""
-        counted = [local(p.grad) for n, p in parameters.items() if p.grad is not None and self.counts(n, p)]
+        counted = [local(p.grad) for n, p in parameters.items() if p.grad is not None and self.counts_in_norm(n, p)]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if counted:
             norms = torch._foreach_norm(counted)
             squares = torch.stack([norm.double() for norm in norms]).square().sum()
-        self.sum_inside(squares, "squared norm")
+        self.sum_over_model_parallel(squares, "squared norm")
         return squares.sqrt()
 
-    def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def reduce_tied_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of what several stages of a pipeline hold a copy of; after backward, on all of them."""
-        for name, group in self._sharers.items():
+        for name, group in self._tied_groups.items():
             if (gradient := parameters[name].grad) is None:
                 gradient = parameters[name].grad = torch.zeros_like(parameters[name])
             group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
 
     def close(self) -> None:
-        """Let go of what the parts run on."""
-        if self.coded is not None:
-            self.coded.close()
+        """Let go of what the shard runs on."""
+        if self.reduce_scatter is not None:
+            self.reduce_scatter.close()
         if self in self.world.membership.shards:
             self.world.membership.shards.remove(self)
             self.world.membership.reading = None
@@ -200,16 +200,16 @@ class Part:
         """Return how the model is cut, as JSON: the same on every rank, and however many workers there are."""
         plan = self._tensor_split.plan if self._tensor_split is not None else None
         return {
-            "sharded": self.layout.sharded if self.layout.shares_parameters else 1,
+            "sharded": self.layout.sharded if self.layout.shards_parameters else 1,
             "tensor": self.layout.tensor,
             "tensor_plan": dict(plan) if plan is not None else None,
             "stages": self.pipeline.describe() if self.pipeline is not None else None,
         }
 
-    def _find_sharers(self, mesh: Mesh) -> dict[str, Group]:
+    def _find_tied_groups(self, mesh: Mesh) -> dict[str, Group]:
         """Return the ranks that hold copies of a parameter, by its name, where this is one of several."""
         groups: dict[tuple[int, ...], Group] = {}
-        sharers = {}
+        groups_by_name = {}
         shared = self.pipeline.shared if self.pipeline is not None else {}
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         for name, places in shared.items():
@@ -218,8 +218,8 @@ class Part:
             ranks = tuple(mesh.ranks("pipeline")[place] for place in places)
             if ranks not in groups:
                 groups[ranks] = mesh.subgroup(ranks, "stages that share parameters")
-            sharers[name] = groups[ranks]
-        return sharers
+            groups_by_name[name] = groups[ranks]
+        return groups_by_name
 
 
 def summed_gradient(parameter: Tensor) -> Tensor | None:

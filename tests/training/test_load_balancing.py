@@ -25,7 +25,7 @@ from paceline.sync import EveryStep, LocalSGD
 from paceline.testing import faults
 from paceline.testing.slow import Scripted
 from paceline.training import Classification, Model
-from paceline.training.shares import LEAST_GAIN, Pacing, divide, find_slow, follow, measure
+from paceline.training.load_balancing import LEAST_GAIN, LoadBalancer, divide, find_slow, follow, measure
 
 always = settings(deadline=None, derandomize=True)
 
@@ -66,11 +66,11 @@ def pace(step_s, num_workers=4, num_steps=60, global_batch=40, num_samples=10_00
     def worker(group):
         clock, events, taken = Stopped(), [], []
         loader = Loader(Data(num_samples), global_batch, group=group, **options)
-        pacing = Pacing(loader, group, interval=5, is_following=is_following, clock=clock)
+        load_balancer = LoadBalancer(loader, group, interval=5, is_following=is_following, clock=clock)
         mine, number, batches = 0, 0, iter(loader)
         while number < num_steps:
             batch = next(batches)
-            with pacing.computing(batch.num_samples):
+            with load_balancer.computing(batch.num_samples):
                 clock.now_s += step_s(group.rank, number, batch.num_samples)
             clock.now_s += 100.0  # waiting is no computing
             mine += batch.num_samples
@@ -78,7 +78,7 @@ def pace(step_s, num_workers=4, num_steps=60, global_batch=40, num_samples=10_00
                 loader.ack(batch)
                 taken.append(mine)
                 mine, number = 0, number + 1
-                events += [(number, event) for event in pacing.end_step(number, StepTimes())]
+                events += [(number, event) for event in load_balancer.end_step(number, StepTimes())]
         batches.close()
         return events, taken, loader.state_dict()
 
@@ -227,13 +227,15 @@ def step_by_hand(computed, numbers, interval=3):
 
     def worker(group):
         clock = Stopped()
-        pacing = Pacing(Loader(Data(1000), 20, group=group), group, interval=interval, is_following=True, clock=clock)
+        load_balancer = LoadBalancer(
+            Loader(Data(1000), 20, group=group), group, interval=interval, is_following=True, clock=clock
+        )
         events = []
         for number in numbers:
             time_s, num_samples = computed(group.rank, number)
-            with pacing.computing(num_samples):
+            with load_balancer.computing(num_samples):
                 clock.now_s += time_s
-            events += [(number, type(event)) for event in pacing.end_step(number, StepTimes())]
+            events += [(number, type(event)) for event in load_balancer.end_step(number, StepTimes())]
         return events
 
     events, others = LocalGroup.run(2, worker)
@@ -255,15 +257,15 @@ def test_standing_still_inside_forward_is_no_computing():
     def worker(group):
         clock = Stopped()
         loader = Loader(Data(1000), 20, group=group)
-        pacing = Pacing(loader, group, interval=3, is_following=True, clock=clock)
+        load_balancer = LoadBalancer(loader, group, interval=3, is_following=True, clock=clock)
         waited_s = (0.0, 3.0)[group.rank]
         events = []
         for number in range(1, 20):
-            with pacing.computing(10):
+            with load_balancer.computing(10):
                 clock.now_s += 1.0 + waited_s
             landed = BucketTimes(0, ["a"], 4, 4, 0.0, 0.0, 0.0, landed_s=1.0, waited_s=waited_s)
             later = BucketTimes(1, ["b"], 4, 4, 0.0, 0.0, 0.0, landed_s=9.0, waited_s=0.9)
-            events += pacing.end_step(number, StepTimes(backward_ended_s=5.0, buckets=[landed, later]))
+            events += load_balancer.end_step(number, StepTimes(backward_ended_s=5.0, buckets=[landed, later]))
         return events
 
     assert LocalGroup.run(2, worker) == [[], []]
@@ -326,7 +328,7 @@ def test_workers_that_step_alone_follow_speed_too(tmp_path):
 
 
 @pytest.mark.parametrize("sync", ["local_sgd", "dpsgd"])
-def test_workers_that_seldom_meet_come_to_the_same_shares(sync, tmp_path):
+def test_workers_that_seldom_synchronise_come_to_the_same_shares(sync, tmp_path):
     settings = {"num_workers": 2, "num_steps": 18, "global_batch": 12, "checkpoint_interval": 7}
     records = run_scripted(tmp_path, sample_s=(0.002, 0.01), sync=sync, **settings)
     assert select(records, SharesChanged)[0].event.shares[1] < 5

@@ -1,4 +1,4 @@
-"""What a group of one host shares from the start: the ledger, and two lanes."""
+"""What a group of one host shares from the start: the flight recorder, and two rings."""
 
 import os
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shared_memory.lane import Lane
-from paceline.comm.shared_memory.ledger import BLOCK_BYTES, Ledger
-from paceline.comm.shared_memory.meeting import Hub, exchange_documents, find_obstacle, raise_together
+from paceline.comm.shared_memory.flight_recorder import BLOCK_BYTES, FlightRecorder
+from paceline.comm.shared_memory.rendezvous import Hub, exchange_documents, find_obstacle, raise_together
+from paceline.comm.shared_memory.ring import SharedRing
 from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
 
 # Small operations run in the caller's thread, through many slots; the others in one of their own, through few. Large
@@ -21,16 +21,16 @@ _LARGE_SLOTS = 6
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlSegment:
     """This rank's ends of what is shared."""
 
     hub: Hub
-    ledger: Ledger
-    small: Lane
-    large: Lane
+    recorder: FlightRecorder
+    small: SharedRing
+    large: SharedRing
 
 
-def open_control(store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> Control:
+def open_control_segment(store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> ControlSegment:
     """Meet the other ranks of a host, and share memory with them; errors call ranks by their `names`.
 
     Raises:
@@ -53,7 +53,7 @@ def open_control(store: dist.Store, rank: int, names: Sequence[int], timeout_s: 
         try:
             hub.connect(documents[0][1])
             descriptor = hub.share(descriptor, timeout_s)
-            control = _lay_out(hub, Segment(descriptor, num_bytes), descriptor, rank, names, timeout_s)
+            control = _divide(hub, Segment(descriptor, num_bytes), descriptor, rank, names, timeout_s)
         except OSError as error:
             obstacle = str(error)
             hub.close()
@@ -63,16 +63,22 @@ def open_control(store: dist.Store, rank: int, names: Sequence[int], timeout_s: 
         if descriptor is not None:
             os.close(descriptor)
         raise
-    control.ledger.own_descriptor()
+    control.recorder.own_descriptor()
     return control
 
 
-def _lay_out(hub: Hub, segment: Segment, descriptor: int, rank: int, names: Sequence[int], timeout_s: float) -> Control:
+def _divide(
+    hub: Hub, segment: Segment, descriptor: int, rank: int, names: Sequence[int], timeout_s: float
+) -> ControlSegment:
     size = len(names)
     memory = torch.frombuffer(segment.buffer, dtype=torch.uint8)
-    ledger = Ledger(memoryview(segment.buffer).cast("B"), segment.address, descriptor, rank, names, timeout_s)
+    recorder = FlightRecorder(memoryview(segment.buffer).cast("B"), segment.address, descriptor, rank, names, timeout_s)
     first = size * BLOCK_BYTES
-    small = Lane(0, ledger, memory, first=first, num_slots=_SMALL_SLOTS, slot_bytes=SMALL_BYTES, is_callers=True)
+    small = SharedRing(
+        0, recorder, memory, first=first, num_slots=_SMALL_SLOTS, slot_bytes=SMALL_BYTES, is_callers_thread=True
+    )
     first += size * _SMALL_SLOTS * SMALL_BYTES
-    large = Lane(1, ledger, memory, first=first, num_slots=_LARGE_SLOTS, slot_bytes=_LARGE_BYTES, is_callers=False)
-    return Control(hub, ledger, small, large)
+    large = SharedRing(
+        1, recorder, memory, first=first, num_slots=_LARGE_SLOTS, slot_bytes=_LARGE_BYTES, is_callers_thread=False
+    )
+    return ControlSegment(hub, recorder, small, large)

@@ -22,18 +22,18 @@ class Counter:
     def claim(self, num_samples):
         with self.lock:
             left = self.boundary - self.ledger._ledger.next_claim
-            return tuple(self.ledger.take(min(num_samples, left))) if left > 0 else None
+            return tuple(self.ledger.claim_next(min(num_samples, left))) if left > 0 else None
 
     def ack(self, interval):
         with self.lock:
-            self.ledger.note(*interval)
+            self.ledger.mark_used(*interval)
         return True
 
 
 def _make_loader(group, counter, num_processes=0, num_micro_batches=1):
     data = TensorDataset(torch.arange(50), torch.arange(50))
     return Loader(
-        data, 9, group=group, claims=counter, num_micro_batches=num_micro_batches, num_processes=num_processes
+        data, 9, group=group, dispatcher=counter, num_micro_batches=num_micro_batches, num_processes=num_processes
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank has begun, where it waits, and whether it lives: in shared memory, written by each for all to read.
+"""Flight recorder in shared memory: what each rank has begun, where it waits, and whether it lives.
 
 A rank is told to live by a lock that it holds on its byte of the segment's file. The kernel lets go of it when the
 process ends, however it ends. (A socket would not do: it stays open in the children that a data loader has forked.)
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from paceline.comm.positions import Position, describe_ranks
+from paceline.comm.heartbeat import Heartbeat, describe_ranks
 from paceline.comm.shared_memory.futex import fence
 from paceline.errors import CommunicationError, PeerTimeoutError
 
@@ -33,7 +33,7 @@ BLOCK_BYTES = _HEADER_BYTES + NUM_ENTRIES * _ENTRY_BYTES
 """Shared memory for each rank."""
 
 # Places in the header: words of 4 bytes (those others sleep on have a cache line of their own), then text.
-_LANE, _LANE_STRIDE = 0, 16
+_RING, _RING_STRIDE = 0, 16
 _BEGUN, _WAITING, _LEFT, _PID = 32, 33, 34, 35
 _WAITING_SINCE = 18  # in words of 8 bytes
 _HOST, _HOST_BYTES = 256, 128
@@ -53,7 +53,7 @@ class Operation:
     entry: bytes
 
 
-class Ledger:
+class FlightRecorder:
     """The ranks' blocks at the beginning of a shared segment.
 
     Args:
@@ -86,12 +86,12 @@ class Ledger:
         self._write_text(_HOST, _HOST_BYTES, socket.gethostname())
 
     def own_descriptor(self) -> None:
-        """Close it with this ledger; nobody else may, since to close any of a file's lets go of all locks on it."""
+        """Close it with this recorder; nobody else may, since to close any of a file's lets go of all locks on it."""
         weakref.finalize(self, os.close, self._descriptor).atexit = False
 
-    def lane_word(self, rank: int, lane: int) -> int:
-        """Return the index of the 4-byte word in which `rank` counts its steps in a lane."""
-        return rank * BLOCK_BYTES // 4 + _LANE + lane * _LANE_STRIDE
+    def ring_word(self, rank: int, ring: int) -> int:
+        """Return the index of the 4-byte word in which `rank` counts its steps in a ring."""
+        return rank * BLOCK_BYTES // 4 + _RING + ring * _RING_STRIDE
 
     def begin(self, name: str, details: str) -> Operation:
         """Note that this rank begins its next operation."""
@@ -152,7 +152,7 @@ class Ledger:
 
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
-        return describe_ranks({self.names[other]: self._read_position(other) for other in self.others}, sequence)
+        return describe_ranks({self.names[other]: self._read_heartbeat(other) for other in self.others}, sequence)
 
     def find_process(self, rank: int) -> int | None:
         """Return the id of the process that is `rank`, 0 where it cannot be seen from here, or None if it is gone."""
@@ -200,12 +200,12 @@ class Ledger:
         text = bytes(self._memory[place : place + name_length + what_length])
         return text[:name_length].decode(errors="replace"), text[name_length:].decode(errors="replace")
 
-    def _read_position(self, rank: int) -> tuple[Position | None, Position | None]:
-        """Return the position of a rank twice, the second time with a later beat if it lives."""
+    def _read_heartbeat(self, rank: int) -> tuple[Heartbeat | None, Heartbeat | None]:
+        """Return the heartbeat of a rank twice, the second time with a later beat if it lives."""
         block = rank * BLOCK_BYTES // 4
         begun, waiting = self.words[block + _BEGUN], self.words[block + _WAITING]
         waited_s = time.monotonic() - self._doubles[block // 2 + _WAITING_SINCE] if waiting else 0.0
-        here = Position(
+        here = Heartbeat(
             host=self._read_text(rank, _HOST),
             pid=self.words[block + _PID],
             begun=begun,

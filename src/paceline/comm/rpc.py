@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.line import NOTHING, Header, Line, Reply
+from paceline.comm.rpc_connection import NOTHING, RpcConnection, RpcHeader, RpcReply
 from paceline.comm.shared_memory.segment import round_to_pages
 from paceline.errors import CommunicationError
 
-__all__ = ["NOTHING", "Exchange", "Header", "Port", "Reply", "Service"]
+__all__ = ["NOTHING", "RpcClient", "RpcEndpoint", "RpcHeader", "RpcReply", "RpcService"]
 
 Route = tuple[int, int]
 """The ranks of a caller and of who serves it."""
@@ -26,31 +26,31 @@ _GOODBYE, _ALIVE = -1, -2
 _ALIVE_INTERVAL_S = 1.0
 
 
-class Service(ABC):
+class RpcService(ABC):
     """Answers the requests of workers; each worker's come one after another, those of several at once."""
 
-    def buffer(self, caller: int) -> Tensor:
+    def request_buffer(self, caller: int) -> Tensor:
         """Return where a caller's bodies of the usual size are received, always the same: it is its until the reply."""
         return NOTHING
 
-    def lend(self, caller: int, outbox: Tensor) -> None:
+    def set_reply_buffer(self, caller: int, outbox: Tensor) -> None:
         """Note memory that a caller sees too: a reply's body that begins there need not be sent."""
 
     @abstractmethod
-    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+    def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         """Take in a request, without waiting for anybody, and return what waits for its reply.
 
         A body that is replied must stay as it is until the reply to the caller's next request.
         """
 
-    def lose(self, caller: int, error: BaseException | None) -> None:
+    def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Note that a caller has left, or is lost with an `error`: nobody must wait for it from now on."""
 
     def fail(self, error: BaseException) -> None:
         """Note that the service cannot go on: whoever waits for a reply must get the `error` now."""
 
 
-class Port(ABC):
+class RpcClient(ABC):
     """A worker's way to one service: one request at a time, from any thread.
 
     Args:
@@ -70,7 +70,7 @@ class Port(ABC):
         self._turn = threading.Lock()
         """Held from a request to the end of its reply."""
 
-    def begin(self, header: Header, body: Tensor = NOTHING) -> None:
+    def begin(self, header: RpcHeader, body: Tensor = NOTHING) -> None:
         """Send a request; its body is left alone until `finish`, which must follow.
 
         Raises:
@@ -83,7 +83,7 @@ class Port(ABC):
             self._turn.release()
             raise
 
-    def finish(self, into: Tensor | None = None) -> Reply:
+    def finish(self, into: Tensor | None = None) -> RpcReply:
         """Wait for the reply and return it.
 
         Args:
@@ -97,16 +97,16 @@ class Port(ABC):
         finally:
             self._turn.release()
 
-    def call(self, header: Header, body: Tensor = NOTHING, *, into: Tensor | None = None) -> Reply:
+    def call(self, header: RpcHeader, body: Tensor = NOTHING, *, into: Tensor | None = None) -> RpcReply:
         """Send a request and wait for its reply."""
         self.begin(header, body)
         return self.finish(into)
 
     @abstractmethod
-    def _begin(self, header: Header, body: Tensor) -> None: ...
+    def _begin(self, header: RpcHeader, body: Tensor) -> None: ...
 
     @abstractmethod
-    def _finish(self, into: Tensor | None) -> Reply: ...
+    def _finish(self, into: Tensor | None) -> RpcReply: ...
 
     def keep_alive(self) -> None:
         """Let the service know that this worker lives, if it is not asking for something anyway."""
@@ -115,62 +115,62 @@ class Port(ABC):
         """Say goodbye."""
 
 
-class _OwnPort(Port):
+class _LocalClient(RpcClient):
     """To the service of one's own process."""
 
-    def __init__(self, server: int, service: Service) -> None:
+    def __init__(self, server: int, service: RpcService) -> None:
         super().__init__(server)
         self._service = service
-        self._wait: Callable[[], Reply] | None = None
+        self._wait: Callable[[], RpcReply] | None = None
 
-    def _begin(self, header: Header, body: Tensor) -> None:
-        self._wait = self._service.take(self.server, header, body)
+    def _begin(self, header: RpcHeader, body: Tensor) -> None:
+        self._wait = self._service.handle(self.server, header, body)
 
-    def _finish(self, into: Tensor | None) -> Reply:
+    def _finish(self, into: Tensor | None) -> RpcReply:
         assert self._wait is not None
         header, body = self._wait()
         self._wait = None
         return header, body if into is None or len(into) != len(body) else into.copy_(body)
 
     def close(self) -> None:
-        self._service.lose(self.server, None)
+        self._service.drop_caller(self.server, None)
 
 
-class _LinkPort(Port):
+class _RemoteClient(RpcClient):
     """To the service of another process."""
 
-    def __init__(self, server: int, line: Line, name: str) -> None:
+    def __init__(self, server: int, connection: RpcConnection, name: str) -> None:
         super().__init__(server)
-        self._line = line
+        self._connection = connection
         self._name = name
-        self.outbox, self.inbox = line.outbox, line.inbox
+        self.outbox, self.inbox = connection.outbox, connection.inbox
 
-    def _begin(self, header: Header, body: Tensor) -> None:
+    def _begin(self, header: RpcHeader, body: Tensor) -> None:
         try:
-            self._line.send(header, body)
+            self._connection.send(header, body)
         except CommunicationError as error:
             raise self._explain(error) from error
 
-    def _finish(self, into: Tensor | None) -> Reply:
+    def _finish(self, into: Tensor | None) -> RpcReply:
         try:
-            return self._line.receive(NOTHING if into is None else into)
+            return self._connection.receive(NOTHING if into is None else into)
         except CommunicationError as error:
             raise self._explain(error) from error
 
     def keep_alive(self) -> None:
-        self._say(_ALIVE)
+        self._notify(_ALIVE)
 
     def close(self) -> None:
-        said = self._say(_GOODBYE)
-        self._line.link.close(None if said else CommunicationError("it left in the middle of a request"))
+        was_sent = self._notify(_GOODBYE)
+        self._connection.link.close(None if was_sent else CommunicationError("it left in the middle of a request"))
 
-    def _say(self, kind: int) -> bool:
+    def _notify(self, kind: int) -> bool:
         """Send a header that has no reply, unless a request is under way; return whether it went."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            self._line.send(Header(kind), NOTHING)
-            self._line.wait_until_sent()
+            self._connection.send(RpcHeader(kind), NOTHING)
+            self._connection.wait_until_sent()
             return True
         except CommunicationError:
             return False  # whoever asks for something next hears of it
@@ -181,10 +181,10 @@ class _LinkPort(Port):
         return type(error)(f"{self._name}: the server on rank {self.server} is lost: {error}")
 
 
-class Exchange:
-    """The ports of this rank, and the threads that serve others.
+class RpcEndpoint:
+    """The RPC clients of this rank, and the threads that serve others.
 
-    Every rank of the group makes it, with the same routes. Whoever calls must ask at least once in the group's
+    Every rank of the group makes it, with the same routes. A caller must ask at least once in the group's
     time-out; a thread sees to that while the worker computes.
 
     Args:
@@ -200,15 +200,15 @@ class Exchange:
         self,
         group: Group,
         routes: Collection[Route],
-        service: Service | None,
+        service: RpcService | None,
         name: str,
         body_bytes: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
         group = group.on_cpu()
-        self.ports: dict[int, Port] = {}
+        self.clients: dict[int, RpcClient] = {}
         """By the rank that serves."""
         self._service = service
-        self._lines: list[Line] = []
+        self._connections: list[RpcConnection] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         self._boxes = _share_boxes(group, routes, body_bytes or {})
@@ -218,40 +218,42 @@ class Exchange:
                 self._open(group, caller, server, f"{name} of rank {caller} at {server}")
         for thread in self._threads:
             thread.start()
-        # Threads know no more than they need, or an exchange that was forgotten would live on in them.
+        # Threads know no more than they need, or an endpoint that was forgotten would live on in them.
         self._end = weakref.finalize(self, self._closed.set)
         self._end.atexit = False
-        if any(isinstance(port, _LinkPort) for port in self.ports.values()):
-            arguments = list(self.ports.values()), self._closed
+        if any(isinstance(client, _RemoteClient) for client in self.clients.values()):
+            arguments = list(self.clients.values()), self._closed
             threading.Thread(target=_keep_alive, args=arguments, name="paceline-alive", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye to who serves, and serve on until all callers have said so or are lost."""
         self._closed.set()
-        for port in self.ports.values():
-            port.close()
+        for client in self.clients.values():
+            client.close()
         for thread in self._threads:
             thread.join()
-        for line in self._lines:
-            line.link.close()
+        for connection in self._connections:
+            connection.link.close()
 
     def _open(self, group: Group, caller: int, server: int, name: str) -> None:
         if caller == server:
             assert self._service is not None
-            self.ports[server] = _OwnPort(server, self._service)
+            self.clients[server] = _LocalClient(server, self._service)
             return
         link = group.link(server if group.rank == caller else caller, name)
         requests, replies = self._boxes.get((caller, server), (NOTHING, NOTHING))
         if group.rank == caller:
-            self.ports[server] = _LinkPort(server, Line(link, name, requests, replies), name)
+            self.clients[server] = _RemoteClient(server, RpcConnection(link, name, requests, replies), name)
             return
         assert self._service is not None
         if len(replies):
-            self._service.lend(caller, replies)
-        line = Line(link, name, replies, requests)
-        self._lines.append(line)
+            self._service.set_reply_buffer(caller, replies)
+        connection = RpcConnection(link, name, replies, requests)
+        self._connections.append(connection)
         self._threads.append(
-            threading.Thread(target=_serve, args=(self._service, line, caller, self._lines), name=name, daemon=True)
+            threading.Thread(
+                target=_serve, args=(self._service, connection, caller, self._connections), name=name, daemon=True
+            )
         )
 
 
@@ -272,36 +274,38 @@ def _share_boxes(
     return {route: (buffers[a][mine], buffers[b][theirs]) for route, ((a, mine), (b, theirs)) in places.items()}
 
 
-def _serve(service: Service, line: Line, caller: int, lines: list[Line]) -> None:
+def _serve(service: RpcService, connection: RpcConnection, caller: int, connections: list[RpcConnection]) -> None:
     """Answer one caller until it leaves."""
     try:
         while True:
-            header, body = line.receive(NOTHING if len(line.inbox) else service.buffer(caller))
+            header, body = connection.receive(NOTHING if len(connection.inbox) else service.request_buffer(caller))
             if header.kind == _GOODBYE:
-                line.wait_until_sent()
-                service.lose(caller, None)
+                connection.wait_until_sent()
+                service.drop_caller(caller, None)
                 return
             if header.kind != _ALIVE:
-                line.send(*service.take(caller, header, body)())
+                connection.send(*service.handle(caller, header, body)())
     except BaseException as error:
-        _part(service, caller, error, line, lines)
+        _drop(service, caller, error, connection, connections)
 
 
-def _part(service: Service, caller: int, error: BaseException, line: Line, lines: list[Line]) -> None:
+def _drop(
+    service: RpcService, caller: int, error: BaseException, connection: RpcConnection, connections: list[RpcConnection]
+) -> None:
     """Let go of a caller that is lost; if it is the service that cannot go on, of all."""
     try:
         if isinstance(error, CommunicationError):
-            service.lose(caller, error)
-            line.link.close(error)  # it may live, and wait for a reply of a service that has failed elsewhere
+            service.drop_caller(caller, error)
+            connection.link.close(error)  # it may live, and wait for a reply of a service that has failed elsewhere
             return
     except BaseException as other:  # others' requests came to their turn, and one of them failed
         error = other
     service.fail(error)
-    for line in lines:
-        line.link.close(error)
+    for connection in connections:
+        connection.link.close(error)
 
 
-def _keep_alive(ports: list[Port], closed: threading.Event) -> None:
+def _keep_alive(clients: list[RpcClient], closed: threading.Event) -> None:
     while not closed.wait(_ALIVE_INTERVAL_S):
-        for port in ports:
-            port.keep_alive()
+        for client in clients:
+            client.keep_alive()

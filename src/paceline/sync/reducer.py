@@ -1,6 +1,6 @@
-"""What sums tensors over workers, in parcels: as they are, or through a codec.
+"""What sums tensors over workers, in flat buckets: as they are, or through a codec.
 
-Everything exchanged is a numerator whose mass travels beside it; landing divides.
+Everything exchanged is a numerator whose weight travels beside it; `finalize` divides.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from paceline.comm.group import Work
 
 
 @dataclass
-class Parcel:
+class FlatBucket:
     """Some parameters' gradients, exchanged together.
 
     Args:
@@ -38,13 +38,13 @@ class Parcel:
         self.numerators, self.flags = self.buffer[:num_elements], self.buffer[num_elements:]
 
 
-class Exchanger(ABC):
-    """Carries out a rule for one replica. Ranks call it alike; parcels are exchanged in the order of the calls."""
+class GradientReducer(ABC):
+    """Sums flat buckets over the workers. Ranks call it alike; buckets are summed in the order of the calls."""
 
     bucket_bytes: int | None = None
-    """Size of a parcel that suits it; None where the device's does."""
+    """Size of a bucket that suits it; None where the device's does."""
 
-    num_lanes: int = 1
+    max_in_flight: int = 1
     """Exchanges under way at a time."""
 
     can_split: bool = False
@@ -54,29 +54,29 @@ class Exchanger(ABC):
     """Name of the codec whose state it keeps; no other can go on from that."""
 
     @abstractmethod
-    def exchange(self, parcel: Parcel, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
-        """Start to sum the parcel's blocks and flags over the workers, in place.
+    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+        """Start to sum the bucket's blocks and flags over the workers, in place.
 
         Args:
-            parcel: What is exchanged; to be left alone until the work is done.
+            bucket: What is summed; to be left alone until the work is done.
             divisor: Returns what numerators are divided by to become gradients, once all workers have said their
                 weights. May be called from another thread.
             step: Updates done before.
             loss_scale: What fp16's gradients are scaled by; they stay so.
         """
 
-    def begin_layout(self, parcels: Sequence[Parcel]) -> None:
+    def begin_layout(self, buckets: Sequence[FlatBucket]) -> None:
         """Note the buckets of a step, from now on."""
 
     @abstractmethod
-    def land(self, parcel: Parcel, divisor: float) -> None:
-        """Make gradients of an arrived parcel, in place."""
+    def finalize(self, bucket: FlatBucket, divisor: float) -> None:
+        """Make means of an arrived bucket's sums, in place."""
 
     def commit(self, unused: Collection[str]) -> None:
-        """Keep the state that this step's exchanges led to, but for blocks that nobody used: they were not landed."""
+        """Keep the state that this step's exchanges led to, but for blocks that nobody used: these have no gradient."""
 
     def roll_back(self) -> None:
-        """Keep the state from before this step: its exchanges were not landed."""
+        """Keep the state from before this step: its sums were not used."""
 
     def state(self) -> dict[str, Tensor]:
         """Return this worker's state, as named tensors."""
@@ -86,8 +86,8 @@ class Exchanger(ABC):
         """Take on the states that all workers saved, of whatever number they were."""
 
     @abstractmethod
-    def wire_bytes(self, parcel: Parcel) -> int:
-        """Return the bytes this worker sends in an exchange of such a parcel."""
+    def wire_bytes(self, bucket: FlatBucket) -> int:
+        """Return the bytes this worker sends for such a bucket."""
 
     def close(self) -> None:
         """Let connections and threads go."""

@@ -1,11 +1,11 @@
 """Who is slow, and shares that follow speed.
 
 Each worker measures how long it computes a sample: forward and backward, without waiting for data or for others. What
-it tells is the median over an interval of steps; what counts is the lower of its last two. A disturbance only ever
+it sends is the median over an interval of steps; what counts is the lower of its last two. A disturbance only ever
 makes a worker slower, so neither a slow step nor a slow spell shorter than an interval changes anything.
 
-Shares of a global batch are then made proportional to speed, so that all are done at the same time. What is learnt
-from does not change, since every exchange carries its mass; in which order it is summed does, and which worker's random
+Shares of a global batch are then made proportional to speed, so that all are done at the same time. What is learnt from
+does not change, since every exchange carries its weight; in which order it is summed does, and which worker's random
 numbers a sample meets. So shares move only where the slowest worker's step becomes a tenth shorter by it: noise, and
 what whole samples cannot divide better, leave them alone. Every worker keeps one sample of each whole global batch, or
 nobody would see that it is fast again. Where a step costs something that no sample causes, speed depends on the share;
@@ -38,7 +38,7 @@ _LEAST_LOAD = 0.75
 sample just by what every step costs."""
 
 
-class Pacing:
+class LoadBalancer:
     """Measures how fast each worker computes, names those that are slow, and lets shares follow speed.
 
     Every worker has one, and calls it alike.
@@ -65,8 +65,8 @@ class Pacing:
         self._stopwatch = _Stopwatch(self._group.device, clock)
         self._num_samples = 0
         self._steps: list[tuple[float, int]] = []
-        """Seconds of computing, and samples, of each step since workers told each other last."""
-        self._told: tuple[Work, Tensor] | None = None
+        """Seconds of computing, and samples, of each step since workers last sent them."""
+        self._sent: tuple[Work, Tensor] | None = None
         self._last: Tensor | None = None
         self._named: set[int] = set()
 
@@ -90,19 +90,19 @@ class Pacing:
         steps, self._steps = self._steps, []
         if len(steps) < self._interval:  # the run went on from within an interval
             return []
-        events = self._hear()
-        self._tell(steps)
+        events = self._receive()
+        self._send(steps)
         return events
 
-    def _tell(self, steps: Sequence[tuple[float, int]]) -> None:
+    def _send(self, steps: Sequence[tuple[float, int]]) -> None:
         mine = torch.tensor(measure(steps), dtype=torch.float64, device=self._group.device)
         everybody = mine.new_zeros(self._group.size, len(mine))
-        self._told = self._group.all_gather(everybody, mine, name="speeds"), everybody
+        self._sent = self._group.all_gather(everybody, mine, name="speeds"), everybody
 
-    def _hear(self) -> list[Event]:
-        if self._told is None:
+    def _receive(self) -> list[Event]:
+        if self._sent is None:
             return []
-        (work, everybody), self._told = self._told, None
+        (work, everybody), self._sent = self._sent, None
         work.wait()
         last, self._last = self._last, everybody
         if last is None:

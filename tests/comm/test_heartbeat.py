@@ -4,18 +4,18 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from paceline.comm import positions
-from paceline.comm.positions import Position, PositionBoard
+from paceline.comm import heartbeat
+from paceline.comm.heartbeat import Heartbeat, HeartbeatBoard
 
 
 @pytest.fixture
 def open_board(monkeypatch):
     """Open boards of one store that post quickly, and close them at the end."""
-    monkeypatch.setattr(positions, "POST_INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "POST_INTERVAL_S", 0.02)
     store, boards = dist.HashStore(), []
 
     def open_one(rank, size=6):
-        boards.append(PositionBoard(store, rank, range(size)))
+        boards.append(HeartbeatBoard(store, rank, range(size)))
         return boards[-1]
 
     open_one.store = store
@@ -26,7 +26,7 @@ def open_board(monkeypatch):
 
 def freeze_at(store, rank, begun, name):
     """Leave the last post of a process that posts no more."""
-    store.set(f"position/{rank}", json.dumps(asdict(Position("far", 7, begun=begun, begun_name=name))))
+    store.set(f"heartbeat/{rank}", json.dumps(asdict(Heartbeat("far", 7, begun=begun, begun_name=name))))
 
 
 def test_causes_come_before_victims(open_board):

@@ -1,8 +1,8 @@
-"""Where each rank is, told out of band, so that a time-out can name who is missing.
+"""Heartbeats: where each rank is, posted out of band, so that a time-out can name who is missing.
 
-Each rank posts its position (which operation it has begun, which it waits in) to a store every quarter of a second from
-a thread of its own; nothing is posted on the path of an operation. When one fails, everybody's posts are read twice: a
-rank whose posts have stopped is dead or frozen, the others say where they are.
+Each rank posts its heartbeat (which operation it has begun, which it waits in) to a store every quarter of a second
+from a thread of its own; nothing is posted on the path of an operation. When one fails, everybody's posts are read
+twice: a rank whose posts have stopped is dead or frozen, the others say where they are.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 @dataclass
-class Position:
-    """What a rank posts."""
+class Heartbeat:
+    """What a rank posts four times a second: where it is."""
 
     host: str
     pid: int
@@ -44,8 +44,8 @@ class Position:
     """Why the rank stopped, where it could say so."""
 
 
-class PositionBoard:
-    """Posts this rank's position and reads everybody's.
+class HeartbeatBoard:
+    """Posts this rank's heartbeat and reads everybody's.
 
     Args:
         store: Where they are posted.
@@ -57,12 +57,12 @@ class PositionBoard:
         self._store = store
         self._rank = rank
         self._names = names
-        self._mine = Position(socket.gethostname(), os.getpid())
+        self._mine = Heartbeat(socket.gethostname(), os.getpid())
         self._waiting_since_s = 0.0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._post()
-        self._thread = threading.Thread(target=self._keep_posting, name="paceline-positions", daemon=True)
+        self._thread = threading.Thread(target=self._keep_posting, name="paceline-heartbeat", daemon=True)
         self._thread.start()
 
     def begin(self, sequence: int, name: str) -> None:
@@ -83,9 +83,9 @@ class PositionBoard:
             self._mine.last_words = last_words or "it has finished"
             _run_within(_STORE_TIMEOUT_S, self._post)
 
-    def read(self, rank: int) -> Position | None:
+    def read(self, rank: int) -> Heartbeat | None:
         """Return what a rank has posted last; None where it posted nothing or the store does not answer."""
-        return _run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"position/{rank}"))
+        return _run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"heartbeat/{rank}"))
 
     def describe_others(self, sequence: int) -> str:
         """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
@@ -107,18 +107,18 @@ class PositionBoard:
             waited_s = time.monotonic() - self._waiting_since_s if self._mine.waiting else 0.0
             self._mine.waiting_since_s = round(waited_s, 1)
             try:
-                self._store.set(f"position/{self._rank}", json.dumps(asdict(self._mine)))
+                self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(self._mine)))
             except RuntimeError:
                 self._closed.set()  # the store is gone; whoever waits finds out and says so
 
-    def _read(self) -> list[Position | None]:
-        return [self._read_one(f"position/{rank}") for rank in range(len(self._names))]
+    def _read(self) -> list[Heartbeat | None]:
+        return [self._read_one(f"heartbeat/{rank}") for rank in range(len(self._names))]
 
-    def _read_one(self, key: str) -> Position | None:
+    def _read_one(self, key: str) -> Heartbeat | None:
         if not self._store.check([key]):
             return None
         self._store.wait([key], timedelta(seconds=5))
-        return Position(**json.loads(self._store.get(key)))
+        return Heartbeat(**json.loads(self._store.get(key)))
 
 
 def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
@@ -135,21 +135,21 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def describe_ranks(positions: Mapping[int, tuple[Position | None, Position | None]], sequence: int) -> str:
+def describe_ranks(heartbeats: Mapping[int, tuple[Heartbeat | None, Heartbeat | None]], sequence: int) -> str:
     """Return in plain words where ranks are, the ones that hold up operation `sequence` first.
 
     Args:
-        positions: Of each rank, by what it is called, an earlier and a later one; None where there is none.
+        heartbeats: Of each rank, by what it is called, an earlier and a later one; None where there is none.
         sequence: Number of the operation.
     """
-    lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in positions.items()]
+    lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in heartbeats.items()]
     return "; ".join(f"rank {rank} {text}" for rank, _, text in sorted(lines, key=lambda line: line[1]))
 
 
 _LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
 
 
-def _describe(before: Position | None, after: Position | None, sequence: int) -> tuple[int, str]:
+def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, words); the lowest urgency is the likeliest cause."""
     if after is None:
         return 0, "has never been heard of"

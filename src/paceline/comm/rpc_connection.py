@@ -9,12 +9,12 @@ from torch import Tensor
 from paceline.comm.group import MAX_TAG, Group, Work
 
 _FIELDS = struct.Struct("<6q2d")
-"""Kind, size of the body (negative where it is in shared memory), clock, version, start, stop; mass, value."""
+"""Kind, size of the body (negative where it is in shared memory), clock, version, start, stop; weight, value."""
 _HEADER_TAG = 0
 
 
 @dataclass(frozen=True)
-class Header:
+class RpcHeader:
     """What a request or reply says beside its body.
 
     Args:
@@ -23,7 +23,7 @@ class Header:
         version: Of what the body holds, or was made from.
         start: First of a range.
         stop: End of a range.
-        mass: What the body weighs.
+        weight: Number of samples, or tokens, that the body is a sum over.
         value: Any other number.
     """
 
@@ -32,16 +32,16 @@ class Header:
     version: int = 0
     start: int = 0
     stop: int = 0
-    mass: float = 0.0
+    weight: float = 0.0
     value: float = 0.0
 
 
-Reply = tuple[Header, Tensor]
+RpcReply = tuple[RpcHeader, Tensor]
 """A header and its body: uint8, 1-dim."""
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Line:
+class RpcConnection:
     """Messages over a link of two, which take turns.
 
     Where both ends share memory, a body that lies in the `outbox` is read from there: only its header is sent. It must
@@ -67,7 +67,7 @@ class Line:
         self._awaited: tuple[Tensor, Work] | None = None
         """A body that was not sent yet."""
 
-    def send(self, header: Header, body: Tensor) -> None:
+    def send(self, header: RpcHeader, body: Tensor) -> None:
         """Begin to send; what was sent before has arrived."""
         self._headers.reverse()
         kind, *fields = astuple(header)
@@ -87,7 +87,7 @@ class Line:
         for work in works:
             work.wait()
 
-    def receive(self, usual: Tensor) -> Reply:
+    def receive(self, usual: Tensor) -> RpcReply:
         """Return what is sent next; its body lies in `usual` if it is of that size, and not in the inbox."""
         received = torch.frombuffer(self._received, dtype=torch.uint8)
         work = self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")
@@ -95,7 +95,7 @@ class Line:
             self._awaited = usual, self._await(usual)
         work.wait()
         kind, num_bytes, *fields = _FIELDS.unpack_from(self._received)
-        return Header(kind, *fields), self._receive_body(num_bytes)
+        return RpcHeader(kind, *fields), self._receive_body(num_bytes)
 
     def _receive_body(self, num_bytes: int) -> Tensor:
         if num_bytes <= 0:

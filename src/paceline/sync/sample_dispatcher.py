@@ -1,4 +1,4 @@
-"""The desk where workers that go at their own pace get samples: it stands beside the first of them."""
+"""The sample dispatcher of workers that go at their own pace: it runs in the process of the first of them."""
 
 import threading
 import time
@@ -7,17 +7,17 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from paceline.comm.exchange import NOTHING, Exchange, Header, Reply, Service
 from paceline.comm.group import Group
-from paceline.sync.synchroniser import Desk
+from paceline.comm.rpc import NOTHING, RpcEndpoint, RpcHeader, RpcReply, RpcService
+from paceline.sync.synchroniser import SampleDispatcher
 
-Interval = tuple[int, int]
+SampleRange = tuple[int, int]
 """Start and stop of positions in the global order of samples."""
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
 
 
-class Answer(IntEnum):
+class ClaimAnswer(IntEnum):
     """What a claim gets."""
 
     TAKE = 0
@@ -28,19 +28,19 @@ class Answer(IntEnum):
     """Nothing more before the boundary."""
 
 
-class Handout:
+class SampleAssignments:
     """Who has which samples, without threads or time. What a worker had that is gone is handed out again."""
 
     def __init__(self) -> None:
-        self.take: Callable[[int], Interval] | None = None
+        self.claim_next: Callable[[int], SampleRange] | None = None
         """Returns the next positions, at most so many."""
-        self.note: Callable[[int, int], None] | None = None
-        """Learns which positions were used."""
+        self.mark_used: Callable[[int, int], None] | None = None
+        """Told which positions were used."""
         self.boundary = 0
         self.is_stopping = False
         self._is_exhausted = True
-        self._out: dict[int, list[Interval]] = {}
-        self._returned: list[Interval] = []
+        self._assigned: dict[int, list[SampleRange]] = {}
+        self._returned: list[SampleRange] = []
 
     def set_boundary(self, position: int) -> None:
         """Hand out what is before `position`, from now on."""
@@ -48,30 +48,30 @@ class Handout:
         self._is_exhausted = False
         self._returned.clear()
 
-    def claim(self, worker: int, num_samples: int, boundary: int) -> tuple[Answer, Interval]:
-        """Answer a worker that knows of that boundary: it may have heard of it before this desk has."""
-        if boundary != self.boundary or self.take is None:
-            return Answer.WAIT, (0, 0)
-        found = self._next(self.take, num_samples)
+    def claim(self, worker: int, num_samples: int, boundary: int) -> tuple[ClaimAnswer, SampleRange]:
+        """Answer a worker that knows of that boundary: it may know of a newer one than this dispatcher does."""
+        if boundary != self.boundary or self.claim_next is None:
+            return ClaimAnswer.WAIT, (0, 0)
+        found = self._next(self.claim_next, num_samples)
         if found is not None:
-            self._out.setdefault(worker, []).append(found)
-            return Answer.TAKE, found
-        return (Answer.WAIT if any(self._out.values()) else Answer.DONE), (0, 0)
+            self._assigned.setdefault(worker, []).append(found)
+            return ClaimAnswer.TAKE, found
+        return (ClaimAnswer.WAIT if any(self._assigned.values()) else ClaimAnswer.DONE), (0, 0)
 
-    def ack(self, worker: int, interval: Interval, *, is_used: bool) -> None:
+    def ack(self, worker: int, interval: SampleRange, *, is_used: bool) -> None:
         """Note that a worker has used what it claimed, or that it could not."""
-        assert self.note is not None
-        self._out[worker].remove(interval)
+        assert self.mark_used is not None
+        self._assigned[worker].remove(interval)
         if is_used:
-            self.note(*interval)
+            self.mark_used(*interval)
         else:
             self._returned.append(interval)
 
-    def lose(self, worker: int) -> None:
-        """Take back what a worker had."""
-        self._returned += self._out.pop(worker, [])
+    def release(self, worker: int) -> None:
+        """Take back what a worker had, which is gone."""
+        self._returned += self._assigned.pop(worker, [])
 
-    def _next(self, take: Callable[[int], Interval], num_samples: int) -> Interval | None:
+    def _next(self, claim_next: Callable[[int], SampleRange], num_samples: int) -> SampleRange | None:
         if self._returned:
             start, stop = self._returned.pop(0)
             if stop - start > num_samples:
@@ -79,13 +79,13 @@ class Handout:
             return start, min(stop, start + num_samples)
         if self._is_exhausted or self.is_stopping:
             return None
-        start, stop = take(num_samples)
+        start, stop = claim_next(num_samples)
         self._is_exhausted = stop >= self.boundary
         return (start, min(stop, self.boundary)) if start < self.boundary else None
 
 
-class SampleDesk(Desk):
-    """One worker's way to the desk; that of rank 0 stands in its process. Every worker opens it.
+class DispatcherClient(SampleDispatcher):
+    """One worker's client of the sample dispatcher, which runs in rank 0's process. Every worker opens it.
 
     Args:
         group: All workers.
@@ -97,10 +97,10 @@ class SampleDesk(Desk):
     def __init__(
         self, group: Group, when_idle: Callable[[], None] = lambda: None, was_used: Callable[[], bool] = lambda: True
     ) -> None:
-        self._service = _DeskService() if group.rank == 0 else None
+        self._service = _DispatcherService() if group.rank == 0 else None
         self._when_idle, self._was_used = when_idle, was_used
-        self._exchange = Exchange(group, [(rank, 0) for rank in range(group.size)], self._service, "desk")
-        self._port = self._exchange.ports[0]
+        self._endpoint = RpcEndpoint(group, [(rank, 0) for rank in range(group.size)], self._service, "dispatcher")
+        self._client = self._endpoint.clients[0]
         self._boundary = 0
         # Each is counted by one thread only.
         self._num_claimed = self._num_acknowledged = 0
@@ -112,10 +112,10 @@ class SampleDesk(Desk):
         """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
         return self._is_stopping
 
-    def hand_out(self, take: Callable[[int], Interval], note: Callable[[int, int], None]) -> None:
-        """Say on rank 0 where samples come from."""
+    def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
+        """Set, on rank 0, where samples come from."""
         if self._service is not None:
-            self._service.hand_out(take, note)
+            self._service.set_source(claim_next, mark_used)
 
     def set_boundary(self, position: int) -> None:
         """Hand out nothing at or after `position`."""
@@ -123,15 +123,15 @@ class SampleDesk(Desk):
         if self._service is not None:
             self._service.set_boundary(position)
 
-    def claim(self, num_samples: int) -> Interval | None:
+    def claim(self, num_samples: int) -> SampleRange | None:
         """Return positions that nobody else has, once there are some; None where all come together."""
         poll_s = _POLL_S
         while True:
-            header, _ = self._port.call(Header(_Kind.CLAIM, start=num_samples, stop=self._boundary))
-            if header.clock == Answer.TAKE:
+            header, _ = self._client.call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
+            if header.clock == ClaimAnswer.TAKE:
                 self._num_claimed += 1
                 return header.start, header.stop
-            if header.clock == Answer.DONE:
+            if header.clock == ClaimAnswer.DONE:
                 self._is_stopping = header.version > 0
                 return None
             if self._num_claimed == self._num_acknowledged:
@@ -139,10 +139,10 @@ class SampleDesk(Desk):
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
-    def ack(self, interval: Interval) -> bool:
+    def ack(self, interval: SampleRange) -> bool:
         """Note that claimed positions were used; False if the step did not count."""
         is_used = self._was_used()
-        self._port.call(Header(_Kind.ACK, start=interval[0], stop=interval[1], mass=float(is_used)))
+        self._client.call(RpcHeader(_Kind.ACK, start=interval[0], stop=interval[1], weight=float(is_used)))
         self._num_acknowledged += 1
         return is_used
 
@@ -150,52 +150,52 @@ class SampleDesk(Desk):
         """Let nothing new be handed out to anybody."""
         if not self._has_asked:
             self._has_asked = True
-            self._port.call(Header(_Kind.STOP))
+            self._client.call(RpcHeader(_Kind.STOP))
 
     def close(self) -> None:
-        """Leave; the desk itself stays until all have left."""
-        self._exchange.close()
+        """Leave; the dispatcher itself stays until all have left."""
+        self._endpoint.close()
 
 
 class _Kind(IntEnum):
     CLAIM = 0
     """`start`: at most so many; `stop`: the boundary that the worker knows of."""
     ACK = 1
-    """`mass` 0: they were not used."""
+    """`weight` 0: they were not used."""
     STOP = 2
 
 
-class _DeskService(Service):
-    """The desk itself."""
+class _DispatcherService(RpcService):
+    """The dispatcher itself."""
 
     def __init__(self) -> None:
-        self._handout = Handout()
+        self._assignments = SampleAssignments()
         self._lock = threading.Lock()
 
-    def hand_out(self, take: Callable[[int], Interval], note: Callable[[int, int], None]) -> None:
+    def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
         with self._lock:
-            self._handout.take, self._handout.note = take, note
+            self._assignments.claim_next, self._assignments.mark_used = claim_next, mark_used
 
     def set_boundary(self, position: int) -> None:
         with self._lock:
-            self._handout.set_boundary(position)
+            self._assignments.set_boundary(position)
 
-    def take(self, caller: int, header: Header, body: Tensor) -> Callable[[], Reply]:
+    def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         with self._lock:
             reply = self._answer(caller, header)
         return lambda: (reply, NOTHING)
 
-    def lose(self, caller: int, error: BaseException | None) -> None:
+    def drop_caller(self, caller: int, error: BaseException | None) -> None:
         with self._lock:
-            self._handout.lose(caller)
+            self._assignments.release(caller)
 
-    def _answer(self, caller: int, header: Header) -> Header:
-        handout = self._handout
-        answer, interval = Answer.DONE, (0, 0)
+    def _answer(self, caller: int, header: RpcHeader) -> RpcHeader:
+        assignments = self._assignments
+        answer, interval = ClaimAnswer.DONE, (0, 0)
         if header.kind == _Kind.CLAIM:
-            answer, interval = handout.claim(caller, header.start, header.stop)
+            answer, interval = assignments.claim(caller, header.start, header.stop)
         elif header.kind == _Kind.ACK:
-            handout.ack(caller, (header.start, header.stop), is_used=header.mass > 0)
+            assignments.ack(caller, (header.start, header.stop), is_used=header.weight > 0)
         else:
-            handout.is_stopping = True
-        return Header(header.kind, answer, handout.is_stopping, *interval)
+            assignments.is_stopping = True
+        return RpcHeader(header.kind, answer, assignments.is_stopping, *interval)
