@@ -88,14 +88,14 @@ class Loader:
             num_processes = num_processes or parts.num_processes
         if global_batch is None:
             raise SettingsError("global_batch must be given: the samples of a step, over all workers")
-        self._finds_claims = False
+        self._finds_dispatcher = False
         """Whether it is to find out who hands out samples, if somebody does."""
         if group is None:
             group = find_group()
             if group.membership.reading is None:
                 group.membership.loaders.add(self)
             group, split = group.membership.reading or (group, split)
-            self._finds_claims = True
+            self._finds_dispatcher = True
         self._split = split
         self._rank, self._num_workers, self._device = group.rank, group.size, group.device
         self._group, self._membership = group, group.membership
@@ -293,7 +293,7 @@ class Loader:
         which they have agreed to: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
-            if self._finds_claims and self._membership.dispatcher is not None:
+            if self._finds_dispatcher and self._membership.dispatcher is not None:
                 yield from self._iterate_at_own_pace(self._membership.dispatcher)
             else:
                 yield from self._iterate()
@@ -306,7 +306,7 @@ class Loader:
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
         self._dispatcher = dispatcher
-        dispatcher.hand_out(self.take, self.note)
+        dispatcher.set_source(self.claim_next, self.mark_used)
         membership, end = self._membership, self._end_step
         next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
         while True:

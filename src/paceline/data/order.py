@@ -113,27 +113,23 @@ class GlobalOrder:
 
 
 class Dispatcher(Protocol):
-    """Who hands out positions to workers that go at their own pace."""
+    """Who hands out positions to workers that go at their own pace, as one of them sees it."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+
+    def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
+        """Say where samples come from: `claim_next` returns the next of them, `mark_used` learns which were used."""
+
+    def set_boundary(self, position: int) -> None:
+        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
 
     def claim(self, num_samples: int) -> tuple[int, int] | None:
         """Return start and stop of the next positions that nobody has; None where all come together."""
 
     def ack(self, interval: tuple[int, int]) -> bool:
         """Note that claimed positions were used; False if they were not, and are handed out again."""
-
-
-class Dispatcher(Dispatcher, Protocol):
-    """The same, as one of those workers sees it."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
-
-    def hand_out(self, take: Callable[[int], tuple[int, int]], note: Callable[[int, int], None]) -> None:
-        """Say where samples come from: `take` returns the next of them, `note` learns which were used."""
-
-    def set_boundary(self, position: int) -> None:
-        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
 
 
 def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:

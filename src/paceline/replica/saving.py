@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
-from paceline.replica.gathering import gather, set_source, tell_of
+from paceline.replica.gathering import gather, read_header, scatter
 from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
@@ -91,7 +91,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     replicas, others = _name(objects)
     world = next(iter(replicas.values())).shard.world
     checkpoint = _find_saver(Path(folder), world, None).find() if world.rank == 0 else None
-    header = tell_of(checkpoint, world)
+    header = read_header(checkpoint, world)
     if header is None:
         return False
     for prefix, replica in replicas.items():
@@ -99,7 +99,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     restore_objects(checkpoint, others, world)
     prefix = f"rank{world.rank}/random/"
     wanted = {name: whole for name, whole in header[1].items() if name.startswith(prefix)}
-    loaded = dict(set_source(wanted, checkpoint.read if checkpoint is not None else None, world))
+    loaded = dict(scatter(wanted, checkpoint.read if checkpoint is not None else None, world))
     _load_random_states({name.removeprefix(prefix): state for name, state in loaded.items()}, world)
     return True
 

@@ -103,7 +103,7 @@ class Rule(Family):
         return 0
 
     def next_change(self, step: int) -> int | None:
-        """Return the first step after `step` in which `reduce_ranks` or `phase` answers otherwise; None if there is none."""
+        """Return the first step after `step` in which `reduce_ranks` or `phase` change; None if they stay."""
         return None
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
