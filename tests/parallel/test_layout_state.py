@@ -128,7 +128,7 @@ def save(replica: Any, store: CheckpointStore) -> Checkpoint | None:
 
 def add_up_feedback(replica: Any) -> dict[str, torch.Tensor]:
     """Return what all ranks hold back of the parameters that this one has, as whole tensors."""
-    kept = {name: tensor.tolist() for name, tensor in replica.feedback().items()}
+    kept = {name: tensor.tolist() for name, tensor in replica.state.feedback().items()}
     everybody = replica.group.gather_documents(kept, name="feedback")
     found = {}
     for name, parameter in replica.module.named_parameters():
@@ -227,14 +227,16 @@ def grow_by_workers(group: Any, store: CheckpointStore) -> list[float]:
         for step in range(2):
             take_step(replica, step, 1)
         checkpoint = save(replica, store)
-        velocities = {name: t.tolist() for name, t in replica.sync_state()[1].items() if name.startswith("velocity")}
+        velocities = {
+            name: t.tolist() for name, t in replica.state.sync_state()[1].items() if name.startswith("velocity")
+        }
         replica.close()
     else:
         velocities = {}
     expected = group.gather_documents(velocities, name="velocities")[group.rank % 2]
     grown = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
     restore(checkpoint, grown)
-    found = {name: t for name, t in grown.sync_state()[1].items() if name.startswith("velocity")}
+    found = {name: t for name, t in grown.state.sync_state()[1].items() if name.startswith("velocity")}
     assert found
     assert found.keys() == expected.keys()
     differences = [float((tensor - torch.tensor(expected[name])).abs().sum()) for name, tensor in found.items()]

@@ -139,7 +139,7 @@ def test_feedback_that_cannot_be_used_is_dropped_with_a_warning(name, num_worker
         def worker(group):
             replica = _make(group, name, Optional)
             restore(store.find_newest_valid(pytest.fail) if group.rank == 0 else None, replica)
-            assert replica.feedback() == {}
+            assert replica.state.feedback() == {}
             replica.backward(replica(torch.ones(2, 8)).square().mean(), weight=1.0)
             replica.update()
             replica.close()
@@ -156,7 +156,7 @@ def test_feedback_of_the_same_codec_is_kept_without_a_warning(tmp_path):
             replica = _make(group, "int8", Optional)
             restore(store.find_newest_valid(pytest.fail) if group.rank == 0 else None, replica)
             replica.close()
-            return sorted(replica.feedback())
+            return sorted(replica.state.feedback())
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -41,7 +41,7 @@ def _train(group, name, num_steps=6, **options):
     replica = make_replica(module, group, sync=_sync(name), hash_interval=1, **options)
     for step in range(num_steps):
         _step(replica, step)
-    state = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.feedback()).items()}
+    state = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.state.feedback()).items()}
     replica.close()
     return state
 
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_bit_for_bit_with_its_feedback(name, tmp_path):
                 replica = make_replica(module, group, sync=_sync(name))
                 restore(store.find_newest_valid(_fail) if group.rank == 0 else None, replica)
             _step(replica, step)
-        state = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.feedback()).items()}
+        state = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.state.feedback()).items()}
         replica.close()
         store.close()
         return state
@@ -116,7 +116,7 @@ def test_what_has_landed_and_what_is_held_back_are_the_gradients(name):
             loss = (replica(torch.eye(40)).T * gradients[group.rank]).sum()
             replica.backward(loss, weight=weights[group.rank])
             replica.update()
-        state = replica.feedback()
+        state = replica.state.feedback()
         replica.close()
         return -module.weight.detach().double(), given, state
 
@@ -142,12 +142,12 @@ def test_another_number_of_workers_shares_out_what_was_held_back(name, num_after
         if group.rank == 0:
             store.save(tensors, document, 3)
         replica.close()
-        return {key: tensor.clone() for key, tensor in replica.feedback().items()}
+        return {key: tensor.clone() for key, tensor in replica.state.feedback().items()}
 
     def after(group):
         replica = make_replica(make_module(seed=1), group, sync=_sync(name))
         restore(store.find_newest_valid(_fail) if group.rank == 0 else None, replica)
-        state = replica.feedback()
+        state = replica.state.feedback()
         replica.close()
         return state
 
@@ -166,12 +166,12 @@ def test_a_gradient_that_is_not_finite_is_found_behind_a_finite_loss(name):
         module = make_module()
         replica = make_replica(module, group, sync=_sync(name))
         _step(replica, 0)
-        before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.feedback()).items()}
+        before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.state.feedback()).items()}
         if group.rank == 1:
             module.block.weight.register_hook(lambda gradient: gradient * torch.inf)
         with pytest.raises(NonFiniteError, match="on 1 of 2 ranks"):
             _step(replica, 2)
-        after = module.state_dict() | replica.feedback()
+        after = module.state_dict() | replica.state.feedback()
         replica.close()
         return all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
@@ -186,14 +186,14 @@ def test_an_overflow_under_loss_scaling_is_skipped_and_forgotten(name):
         results = []
         before = {}
         for step in range(3):
-            before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.feedback()).items()}
+            before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.state.feedback()).items()}
             handle = None
             if step == 2 and group.rank == 1:
                 handle = module.block.weight.register_hook(lambda gradient: gradient * torch.inf)
             results.append(_step(replica, 0).skipped)
             if handle is not None:
                 handle.remove()
-        after = module.state_dict() | replica.feedback()
+        after = module.state_dict() | replica.state.feedback()
         same = all(torch.equal(tensor, after[key]) for key, tensor in before.items())
         results.append(_step(replica, 0).skipped)
         replica.close()
@@ -212,7 +212,7 @@ def test_an_exchange_that_is_cut_off_leaves_state_and_parameters_as_they_were(na
         module = make_module()
         replica = make_replica(module, group, sync=_sync(name), bucket_bytes=100)
         _step(replica, 0)
-        before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.feedback()).items()}
+        before = {key: tensor.clone() for key, tensor in (module.state_dict() | replica.state.feedback()).items()}
         if group.rank == 1:
             inputs, targets = make_batch()
             calls = []
@@ -225,7 +225,7 @@ def test_an_exchange_that_is_cut_off_leaves_state_and_parameters_as_they_were(na
             replica.backward(F.cross_entropy(replica(inputs), targets), weight=1.0)
         with pytest.raises(CommunicationError, match="lightning"):
             _step(replica, 2)
-        after = module.state_dict() | replica.feedback()
+        after = module.state_dict() | replica.state.feedback()
         unchanged[group.rank] = all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
     with pytest.raises(RuntimeError, match="lightning"):

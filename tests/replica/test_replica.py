@@ -163,7 +163,7 @@ def test_ranks_whose_gradients_become_ready_in_different_orders_agree_on_one():
             first, second = (module.left, module.right) if group.rank == 0 else (module.right, module.left)
             replica.backward(second(first(x)).square().mean(), weight=1)
             replica.update()
-        return replica.document()["gradients"]["layout"]
+        return replica.state.document()["gradients"]["layout"]
 
     layouts = LocalGroup.run(2, worker)
     assert layouts[0] == layouts[1]
@@ -434,15 +434,15 @@ def test_state_continues_bit_for_bit_with_three_workers_and_learnt_buckets():
         replica = make_replica(module, group, bucket_bytes=200)
         for step in range(6):
             if step == stop_at:
-                state, weights = replica.document(), copy.deepcopy(module.state_dict())
+                state, weights = replica.state.document(), copy.deepcopy(module.state_dict())
                 module = make_module(seed=5)
                 replica = make_replica(module, group, bucket_bytes=200)
                 module.load_state_dict(weights)
-                replica.load_state_dict(state)
+                replica.state.load_document(state)
             inputs, targets = make_batch(seed=step + 10 * group.rank)
             replica.backward(F.cross_entropy(replica(inputs), targets), weight=group.rank + 1)
             replica.update()
-        return module.state_dict(), replica.document()
+        return module.state_dict(), replica.state.document()
 
     straight = LocalGroup.run(3, worker)[0]
     resumed = LocalGroup.run(3, lambda group: worker(group, stop_at=3))[0]

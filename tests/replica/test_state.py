@@ -50,7 +50,7 @@ def state_of(replica):
     tensors = {name: tensor.clone() for name, tensor in replica.module.state_dict().items()}
     for name, parameter in replica.module.named_parameters():
         tensors |= {f"{key} of {name}": t.clone() for key, t in replica.optimizer.state.get(parameter, {}).items()}
-    return tensors | {name: tensor.clone() for name, tensor in replica.feedback().items()}
+    return tensors | {name: tensor.clone() for name, tensor in replica.state.feedback().items()}
 
 
 def assert_equal(ours, theirs):
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_what_to_do(tmp_path, sai
     def work(group):
         replica = make_replica(group)
         tensors, document = capture(replica)
-        old = {"optimizer": {"type": "AdamW", "scalars": {}}, "replicas": [replica.document()], "num_workers": 2}
+        old = {"optimizer": {"type": "AdamW", "scalars": {}}, "replicas": [replica.state.document()], "num_workers": 2}
         with CheckpointStore(tmp_path) as store:
             save(store, group, tensors, old if said is None else document | {"format": said})
             message = rf"must be of format {FORMAT}, but \S+ is of format {said or 1}; go on from it with the version"

@@ -42,11 +42,11 @@ def test_a_tuned_replica_settles_on_one_layout_and_keeps_it_when_resumed():
         states = []
         for _ in range(30):
             run_one_step(replica)
-            states.append(replica.document()["gradients"])
+            states.append(replica.state.document()["gradients"])
         resumed = make_replica(make_module(), group, bucket_bytes="tuned")
-        resumed.load_document(replica.document())
+        resumed.state.load_document(replica.state.document())
         run_one_step(resumed)
-        return states, resumed.state_dict()["gradients"]
+        return states, resumed.state.document()["gradients"]
 
     for states, resumed in LocalGroup.run(2, worker):
         assert states[-1]["is_tuned"]
@@ -57,11 +57,11 @@ def test_a_resumed_tuning_measures_its_first_size_and_not_the_saved_layout():
     def worker(group):
         replica = make_replica(make_module(), group, bucket_bytes="tuned")
         run_one_step(replica)
-        first = replica.document()["gradients"]
+        first = replica.state.document()["gradients"]
         in_midst = {"layout": [[name] for names in first["layout"] for name in names], "is_tuned": False}
         resumed = make_replica(make_module(), group, bucket_bytes="tuned")
-        resumed.load_document(replica.document() | {"gradients": in_midst})
-        return first, resumed.state_dict()["gradients"]
+        resumed.state.load_document(replica.state.document() | {"gradients": in_midst})
+        return first, resumed.state.document()["gradients"]
 
     for first, resumed in LocalGroup.run(2, worker):
         assert len(first["layout"]) == 1

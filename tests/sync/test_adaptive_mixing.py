@@ -25,7 +25,7 @@ class SlowLinkGroup(LocalGroup):
 
 
 def edges_of(replica):
-    return {tuple(edge) for edge in replica.sync_state()[1]["edges"].tolist()}
+    return {tuple(edge) for edge in replica.state.sync_state()[1]["edges"].tolist()}
 
 
 def run_steps(group, rule, num_steps, lr=0.1):
@@ -52,7 +52,7 @@ def test_the_mean_is_kept_while_graphs_change():
         graphs = []
         for step in range(12):
             take_step(replica, step)
-            graphs.append(replica.sync_state()[1].get("edges"))
+            graphs.append(replica.state.sync_state()[1].get("edges"))
         replica.close()
         return graphs, flat(replica.module)
 
@@ -119,7 +119,7 @@ def test_what_was_chosen_is_saved(num_resumed):
         replica = make_replica(group, rule)
         for step in range(4):
             take_step(replica, step)
-        _, shared = replica.sync_state()
+        _, shared = replica.state.sync_state()
         replica.close()
         return shared
 
@@ -127,8 +127,8 @@ def test_what_was_chosen_is_saved(num_resumed):
 
     def resume(group):
         replica = make_replica(group, rule)
-        replica.load_sync_state([{}] * 4, shared)
-        _, loaded = replica.sync_state()
+        replica.state.load_sync_state([{}] * 4, shared)
+        _, loaded = replica.state.sync_state()
         take_step(replica, 4)
         replica.close()
         return loaded

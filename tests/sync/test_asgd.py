@@ -247,7 +247,7 @@ def test_what_a_codec_holds_back_of_a_push_comes_later(name):
             total += gradient
             replica.backward((module.weight * gradient).sum(), weight=1.0)
             replica.update()
-        held_back = replica.sync_state()[0]
+        held_back = replica.state.sync_state()[0]
         with replica.consensus():
             arrived = -module.weight.detach().clone()
         replica.close()

@@ -101,7 +101,7 @@ def test_workers_do_not_all_draw_the_same():
         replica = make_replica(group, ChocoSGD(codec=RandomK(density=0.2, dense_below=0)), apart=False)
         began = flat(replica.module)
         take_step(replica, 0)
-        copy = replica.sync_state()[0]["copy"]
+        copy = replica.state.sync_state()[0]["copy"]
         replica.close()
         return tuple((copy != began).tolist())
 
@@ -117,7 +117,7 @@ def test_a_saved_state_is_the_same_on_both_sides_of_an_edge(codec):
         replica = make_replica(group, rule)
         for step in range(4):
             take_step(replica, step)
-        saved, own = replica.sync_state()[0], flat(replica.module)
+        saved, own = replica.state.sync_state()[0], flat(replica.module)
         optimizer = copy.deepcopy(replica.optimizer.state_dict())
         take_step(replica, 4)
         replica.close()
@@ -130,7 +130,7 @@ def test_a_saved_state_is_the_same_on_both_sides_of_an_edge(codec):
         nn.utils.vector_to_parameters(saved[group.rank][1].clone(), replica.module.parameters())
         replica.optimizer.load_state_dict(saved[group.rank][2])
         replica.num_updates = 4
-        replica.load_sync_state([state if group.rank == r else {} for r, (state, *_) in enumerate(saved)], {})
+        replica.state.load_sync_state([state if group.rank == r else {} for r, (state, *_) in enumerate(saved)], {})
         take_step(replica, 4)
         replica.close()
         return flat(replica.module)

@@ -65,7 +65,7 @@ def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
                 if group.rank == 0:
                     store.save(tensors, document, 7)
         begun = flatten(module)
-        _, shared = replica.sync_state()
+        _, shared = replica.state.sync_state()
         shared = {name: tensor.clone() for name, tensor in shared.items()}
         with replica.consensus():
             consensus = flatten(module)

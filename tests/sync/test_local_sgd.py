@@ -105,7 +105,7 @@ def test_what_has_arrived_and_what_is_held_back_are_the_differences(codec, perio
                 )
                 replica.update()
             given += sum(weight * where for weight, where in zip(weights, gone, strict=True)) / sum(weights)
-        state, _ = replica.sync_state()
+        state, _ = replica.state.sync_state()
         replica.close()
         return module.weight.detach().double(), given, {name.split("/")[-1]: kept for name, kept in state.items()}
 
@@ -245,7 +245,7 @@ def test_what_a_codec_holds_back_is_saved_and_that_of_another_codec_lost_with_a_
             tensors, document = capture(replica)
             if group.rank == 0:
                 store.save(tensors, document, 5)
-        own, shared = replica.sync_state()
+        own, shared = replica.state.sync_state()
         replica.close()
         store.close()
         held_back = {name: kept.clone() for name, kept in own.items()}

@@ -162,7 +162,7 @@ def test_a_slow_network_makes_the_period_longer(monkeypatch):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync=rule)
         sent = [run_step(replica, step).wire_bytes > 0 for step in range(12)]
-        _, shared = replica.sync_state()
+        _, shared = replica.state.sync_state()
         replica.close()
         return sent, shared["sync_schedule"].tolist()
 

@@ -30,7 +30,7 @@ def test_directed_edges_lead_to_the_mean_and_weights_add_up():
         replica = make_replica(group, PushSum(graph=UNEVEN), lr=0.0)
         for step in range(80):
             take_step(replica, step)
-        state, _ = replica.sync_state()
+        state, _ = replica.state.sync_state()
         replica.close()
         return flat(replica.module), state
 
@@ -109,7 +109,7 @@ def test_numerators_and_weights_are_saved(num_resumed):
         replica = make_replica(group, PushSum(graph=UNEVEN))
         for step in range(3):
             take_step(replica, step)
-        states, own = replica.sync_state()[0], flat(replica.module)
+        states, own = replica.state.sync_state()[0], flat(replica.module)
         with replica.consensus():
             mean = flat(replica.module)
         replica.close()
@@ -122,8 +122,8 @@ def test_numerators_and_weights_are_saved(num_resumed):
         replica = make_replica(group, PushSum(graph=graph))
         same = num_resumed == 4
         nn.utils.vector_to_parameters(saved[group.rank][1 if same else 2].clone(), replica.module.parameters())
-        replica.load_sync_state([state for state, _, _ in saved], {})
-        state = replica.sync_state()[0]
+        replica.state.load_sync_state([state for state, _, _ in saved], {})
+        state = replica.state.sync_state()[0]
         with replica.consensus():
             mean = flat(replica.module)
         replica.close()

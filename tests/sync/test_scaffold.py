@@ -57,7 +57,7 @@ def test_control_variates_are_means_of_gradients_and_their_mean_is_everybodys():
         before = flatten(module)
         for step in range(3):
             run_step(replica, step, 1.0 + group.rank)
-        own, shared = replica.sync_state()
+        own, shared = replica.state.sync_state()
         own = torch.cat([own[f"own/{name}"].flatten() for name in ("weight", "bias")])
         common = torch.cat([shared[f"variates/{name}"].flatten() for name in ("weight", "bias")])
         replica.close()
@@ -91,7 +91,7 @@ def test_it_goes_on_from_its_checkpoint_among_as_many_and_among_others(size_afte
                     if group.rank == 0:
                         store.save(tensors, document, step)
                 run_step(replica, step, 1.0 + group.rank)
-        own, shared = replica.sync_state()
+        own, shared = replica.state.sync_state()
         replica.close()
         return flatten(module), {name: tensor.clone() for name, tensor in (own | shared).items()}
 
@@ -148,7 +148,7 @@ def test_an_overflow_leaves_no_trace_in_the_control_variates():
             skipped.append(replica.update().skipped)
             if handle is not None:
                 handle.remove()
-        own, shared = replica.sync_state()
+        own, shared = replica.state.sync_state()
         replica.close()
         return skipped, all(bool(tensor.isfinite().all()) for tensor in (own | shared).values())
 

@@ -165,7 +165,7 @@ def test_what_is_on_the_wire_is_in_the_checkpoint(codec, stop_at, tmp_path):
                         replica = Replica(module, make_sgd(module, 0.9), group=group, sync=rule)
                     restore(store.find_newest_valid(fail) if group.rank == 0 else None, replica)
                 run_step(replica, step, uneven(group.rank, step))
-        _, shared = replica.sync_state()
+        _, shared = replica.state.sync_state()
         result = flatten(module), {name: tensor.clone() for name, tensor in shared.items()}
         replica.close()
         return result
@@ -188,7 +188,7 @@ def test_fragments_that_were_cut_otherwise_are_refused():
         rule = StreamingDiLoCo(period=4, num_fragments=num_fragments)
         replica = Replica(module, make_sgd(module), group=group, sync=rule)
         run_step(replica, 0)
-        state = replica.sync_state()
+        state = replica.state.sync_state()
         replica.close()
         return replica, state
 
@@ -197,7 +197,7 @@ def test_fragments_that_were_cut_otherwise_are_refused():
         with pytest.raises(
             SettingsError, match=r"fragment 0 must have the blocks of the checkpoint, but .* is not in it"
         ):
-            replica.load_sync_state([own], shared)
+            replica.state.load_sync_state([own], shared)
 
 
 def stream_among_processes() -> list[list[float]]:

@@ -179,10 +179,10 @@ def test_nothing_is_saved_of_replicas_that_differ(tmp_path, monkeypatch, where):
             tensor.detach().view(-1).view(torch.int32)[5] ^= 1
         return learn(training, batch, step)
 
-    learn = loop.learn
+    learn = loop.train_step
     run, straight, flipped = make_run(hash_interval=100), tmp_path / "straight", tmp_path / "flipped"
     train_here(run, straight, 3)
-    monkeypatch.setattr(loop, "learn", flip)
+    monkeypatch.setattr(loop, "train_step", flip)
     with pytest.raises(DivergenceError, match="at step 10 rank 1 differs"):
         train_here(run, flipped, 3)
     monkeypatch.undo()

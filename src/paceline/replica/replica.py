@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_result import StepResult, StepTimes
 from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes
+from paceline.replica.worker_state import WorkerState
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, SyncResult, WorkerContext
 
@@ -95,17 +96,11 @@ class Replica:
         self.group = self.shard.group
         self.sync = Rule.model_validate(sync)
         self._runs_optimizer = self.sync.runs_optimizer
-        self._is_begun = False
-        """Whether it is known where rule and codecs began: here, or where a loaded state was saved."""
-        self.num_updates = 0
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
-        # Numerators are counted in units of the last step's weight: a weight that stays the same then divides to
-        # exactly 1, which costs no pass over the gradients.
-        self._weight_unit: float | None = None
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
@@ -133,6 +128,16 @@ class Replica:
         self._stop_votes: StopVotes | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._stop_votes = StopVotes(self.group, self._synchroniser)
+        self.state = WorkerState(
+            self.sync,
+            self.shard,
+            self._parameters,
+            self._optimizer_step,
+            self._reduction,
+            self._synchroniser,
+            self._stop_votes,
+        )
+        """What is kept from step to step beside the model and its optimizer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
@@ -239,14 +244,14 @@ class Replica:
         if not is_right or any(parameter.requires_grad for parameter in self._frozen.values()):
             refuse_backward(loss, weight, self._scalars is not None, self._frozen)
         self._begin_backward(weight, last=last)
-        assert self._weight_unit is not None
+        assert self.state.weight_unit is not None
         factor = weight if reduction == "mean" else float(weight > 0)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._send_scalars(self._weight + weight, numerator)
         # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
         if weight or not self.shard.is_whole:
-            scale = factor / self._weight_unit
+            scale = factor / self.state.weight_unit
             self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
             # Only now, so that a backward that failed leaves no weight behind.
             self._weight += weight
@@ -270,7 +275,7 @@ class Replica:
         """
         assert self.shard.pipeline is not None
         self._begin_backward(float(batch.num_samples), last=last)
-        unit = self._weight_unit
+        unit = self.state.weight_unit
         assert unit is not None
 
         def numerator(output: Tensor, data: Any) -> Tensor:
@@ -299,16 +304,16 @@ class Replica:
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
-        if not self._is_begun:
-            self._check_begin()
+        if not self.state.is_begun:
+            self.state.check_begin(local_optimizer(self.optimizer))
         if self._scalars is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
         totals = self._reduction.check_totals(self._scalars, self._loss, self.num_updates)
-        assert self._weight_unit is not None
+        assert self.state.weight_unit is not None
         waited_s = time.perf_counter() - began_s
         landed_step = self.num_updates
-        divisor = (totals.weight or self._weight_unit) / self._weight_unit
+        divisor = (totals.weight or self.state.weight_unit) / self.state.weight_unit
         all_totals: StepTotals | None = None
         stop = totals.stop and self._reduction.covers_all_workers
         if self._reduction.landing is not None and self._reduction.landing.is_ready:
@@ -323,10 +328,10 @@ class Replica:
             stop |= result.stop or is_voted
         self.membership.is_stopping |= stop
         newly_unused = self._reduction.warn_unused(landed_step) if totals.weight else []
-        self._weight_unit = totals.weight or self._weight_unit
+        self.state.weight_unit = totals.weight or self.state.weight_unit
         # Torch's schedulers warn where another than the optimizer that they were given steps, as a server's does.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.num_updates += 1
+        self.state.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
@@ -372,14 +377,8 @@ class Replica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's: tensors and plain values.
-
-        Each worker has its own, as it may have its own module and optimizer: save all three on every rank, or call
-        `paceline.save`, which does, fits any number of workers, and notices damage.
-        """
-        sync, shared = self.sync_state()
-        state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
-        return state | {"sharded": self.shard.reduce_scatter.state() if self.shard.reduce_scatter is not None else {}}
+        """Return this worker's state that is neither the module's nor the optimizer's; see `WorkerState.state_dict`."""
+        return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
@@ -387,104 +386,21 @@ class Replica:
         Raises:
             SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
         """
-        parts = {"document", "feedback", "sync", "shared", "sharded"}
-        if missing := sorted(parts - state.keys()):
-            raise SettingsError(
-                f"a replica's state must be complete, but {', '.join(missing)} is missing; load all that its "
-                "state_dict returned, or resume with paceline.load_latest"
-            )
-        saved, here = state["document"], self.document()
-        for name in ("sync", "codec", "sharded_codec", "num_workers"):
-            if saved[name] != here[name]:
-                raise SettingsError(
-                    f"a replica's state must be of the same {name}, but got {saved[name]!r} for {here[name]!r}; go on "
-                    "with the same, or resume with paceline.load_latest, which takes what fits"
-                )
-        self.load_document(saved)
-        everybody: list[dict[str, Any]] = [{} for _ in range(self.group.size)]
-        everybody[self.group.rank] = dict(state["sync"])
-        self.load_sync_state(everybody, state["shared"])
-        everybody = [{} for _ in range(self.group.size)]
-        everybody[self.group.rank] = dict(state["feedback"])
-        self.load_feedback(everybody)
-        if self.shard.reduce_scatter is not None:
-            self.shard.reduce_scatter.load_state(state["sharded"])
+        self.state.load_state_dict(state)
 
     def begin_anew(self) -> None:
         """Let rule and codecs begin here, with the module and the optimizer's state as they are: not a resume."""
-        self._is_begun = True
+        self.state.is_begun = True
+
+    @property
+    def num_updates(self) -> int:
+        """Updates done since the beginning of training."""
+        return self.state.num_updates
 
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradient is waiting for an `update`."""
         return self._scalars is None and not self._weight
-
-    def document(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's nor tensors, as JSON."""
-        self.flush()
-        return {
-            "num_updates": self.num_updates,
-            "num_workers": self.group.size,
-            "weight_unit": self._weight_unit,
-            "scaler": self._optimizer_step.state_dict(),
-            "codec": self.codec,
-            "sharded_codec": self.shard.reduce_scatter.codec.name if self.shard.reduce_scatter is not None else "",
-            "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
-            "sync": self.sync.name,
-            "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
-            "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
-        }
-
-    def load_document(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
-        """Take on a saved document. A saved bucket layout is kept, since sums of three ranks and more depend on it.
-
-        Args:
-            state: What `document` returned.
-            is_own: Whether it is this worker's, and of the same rule among as many workers.
-        """
-        self._is_begun = True
-        self.num_updates = state["num_updates"]
-        self._reduction.prepare(self.num_updates)
-        self._weight_unit = state["weight_unit"]
-        self._optimizer_step.load_state_dict(state["scaler"])
-        if self._reduction.gradients is not None and state["gradients"]:
-            self._reduction.gradients.load_state_dict(state["gradients"])
-        if is_own and self._stop_votes is not None:
-            self._stop_votes.weight_since_sync = state["weight_since_sync"]
-        if is_own and self._synchroniser is not None:
-            self._synchroniser.load_document(state["sync_document"])
-
-    def sync_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what the synchronisation rule keeps, as named tensors: this worker's, and what all have in common."""
-        if self._synchroniser is None:
-            return {}, {}
-        return self._synchroniser.state(), self._synchroniser.shared_state()
-
-    @property
-    def keeps_sync_state(self) -> bool:
-        """Whether the rule keeps something: not where it sums gradients alone, nor where a worker is alone."""
-        return self._synchroniser is not None
-
-    def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""
-        if self._synchroniser is not None:
-            self._synchroniser.load_state(saved, shared)
-
-    @property
-    def codec(self) -> str:
-        """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
-        return self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
-
-    def feedback(self) -> dict[str, Tensor]:
-        """Return what this worker's codec keeps from step to step, by parameter and site."""
-        self.flush()
-        return self._reduction.gradients.reducer.state() if self._reduction.gradients is not None else {}
-
-    def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
-        """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
-        if self._reduction.gradients is not None:
-            shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
-            self._reduction.gradients.reducer.load_state(saved, shapes)
 
     def close(self) -> None:
         """Land what was left, take hooks off the module, and let the exchange's connections and threads go."""
@@ -496,16 +412,6 @@ class Replica:
                 self._synchroniser.close()
             self.shard.close()
 
-    def _check_begin(self) -> None:
-        """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""
-        self._is_begun = True
-        if (self.keeps_sync_state or self.codec) and local_optimizer(self.optimizer).state:
-            raise SettingsError(
-                f"sync {self.sync.name} must go on from its own state where the optimizer goes on from a saved one, "
-                "but replica.load_state_dict was not called; resume with paceline.load_latest, or call "
-                "replica.begin_anew() where the rule should begin here"
-            )
-
     @property
     def _stop_requested(self) -> bool:
         return bool(self.membership.stop_requested_by)
@@ -515,18 +421,18 @@ class Replica:
             self._reduction.landing.begin_backward()
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
-        if self._weight_unit is None:
-            self._weight_unit = self._reduction.sum_first_weights(weight)
+        if self.state.weight_unit is None:
+            self.state.weight_unit = self._reduction.sum_first_weights(weight)
         self.shard.begin_backward(last=last)
 
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
-        assert self._weight_unit is not None
+        assert self.state.weight_unit is not None
         weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self._stop_requested)
         self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
-        divisor = partial(_divisor, self._scalars, self._weight_unit)
+        divisor = partial(_divisor, self._scalars, self.state.weight_unit)
         if self.shard.reduce_scatter is not None:
             self.shard.reduce_scatter.arm(divisor, self.num_updates, self.loss_scale or 1.0)
         if self._reduction.gradients is not None:

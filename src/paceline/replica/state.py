@@ -80,7 +80,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
                 whole[f"model/{name}"] = tensor if is_equal and name in parameters else tensor.clone()
     mine = {
         "peers": shard.group.names,
-        "state": replica.document(),
+        "state": replica.state.document(),
         "scalars": scalars,
         "settings": list_settings(replica.optimizer),
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
@@ -140,8 +140,8 @@ def restore(
 
 def _list_own(replica: Replica) -> dict[str, Tensor]:
     """Return what codecs and the rule keep on this rank."""
-    sync, shared = replica.sync_state()
-    kinds = {"feedback": replica.feedback(), "sync": sync, "shared": {} if replica.group.rank else shared}
+    sync, shared = replica.state.sync_state()
+    kinds = {"feedback": replica.state.feedback(), "sync": sync, "shared": {} if replica.group.rank else shared}
     if replica.shard.reduce_scatter is not None:
         kinds["sharded"] = replica.shard.reduce_scatter.state()
     return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
@@ -243,16 +243,16 @@ def _match(saved: SavedReplica, replica: Replica) -> _Match:
     place = next(place for place, ranks in enumerate(parts) if shard.world.rank in ranks)
     ranks = saved.about["parts"][place] if saved.about["cut"] == shard.describe() else []
     mine = ranks[shard.group.rank] if len(ranks) == shard.group.size else None
-    rule_goes_on = first["sync"] == replica.sync.name and replica.keeps_sync_state
+    rule_goes_on = first["sync"] == replica.sync.name and replica.state.keeps_sync_state
     source = mine if mine is not None else ranks[0] if ranks else 0
-    replica.load_document(saved.state_of(source), is_own=rule_goes_on and mine is not None)
+    replica.state.load_document(saved.state_of(source), is_own=rule_goes_on and mine is not None)
     coded = shard.reduce_scatter.codec.name if shard.reduce_scatter is not None else ""
     return _Match(
         ranks,
         mine,
         place if ranks else 0,
         rule_goes_on,
-        uses_feedback=first["codec"] == replica.codec != "",
+        uses_feedback=first["codec"] == replica.state.codec != "",
         uses_sharded=mine is not None and first["sharded_codec"] == coded != "",
     )
 
@@ -306,14 +306,14 @@ def _load(loaded: Mapping[str, Tensor], saved: SavedReplica, replica: Replica, m
     device = replica.group.device
     sync = [_under(loaded, f"rank{rank}/sync/", device) for rank in match.sync_ranks]
     # What all workers have in common may be the servers', who are sent it from host memory.
-    replica.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
+    replica.state.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
     if replica.shard.reduce_scatter is not None:
         replica.shard.reduce_scatter.load_state(_under(own, "sharded/", device))
     if match.uses_feedback:
         by_worker = [_under(loaded, f"rank{rank}/feedback/", device) for rank in match.ranks]
         if match.mine is None:  # it is one worker's, and shared out
             by_worker = [_under(loaded, "feedback/", device) | (by_worker[0] if by_worker else {})]
-        replica.load_feedback(by_worker)
+        replica.state.load_feedback(by_worker)
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -326,7 +326,7 @@ def _warn_of_dropped(saved: SavedReplica, replica: Replica, match: _Match) -> No
     state, num_workers = saved.state_of(0), len(saved.about["parts"][0])
     dropped = []
     if saved.holds_back("feedback") and not match.uses_feedback:
-        here = f"codec {replica.codec!r}" if replica.codec else "no codec"
+        here = f"codec {replica.state.codec!r}" if replica.state.codec else "no codec"
         dropped.append(
             f"gradients that codec {state['codec']!r} of {num_workers} workers had held back are dropped, since {here} "
             f"runs among {replica.group.size} here; resume with the same codec and more than one worker to keep them"

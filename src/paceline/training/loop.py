@@ -240,16 +240,16 @@ def maybe_grow(training: Training) -> None:
             f"a model must not become shallower, but it has {depth.num_layers} layers and growth gives it {num_layers} "
             f"at step {training.step}; resume with the growth that the run was started with"
         )
-    state, feedback = old.document(), old.feedback()
+    state, feedback = old.state.document(), old.state.feedback()
     old.close()
     training.model = training.model.with_depth(num_layers)
     module = build_model(run, training.splits, old.shard.world, training.model)
     new = build_replica(run, module, training.splits, old.shard.world)
     grow_module(old.module, new.module, depth, run.growth.method)
     grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
-    new.load_document(state)
+    new.state.load_document(state)
     if feedback:
-        new.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
+        new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     training.replica = new
     if training.noise is not None:
         training.noise.use(new.module)

@@ -1,0 +1,167 @@
+"""What a worker keeps from step to step beside its model and optimizer, on its way into a checkpoint and out of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import SettingsError
+from paceline.parallel.local import local
+from paceline.parallel.model_shard import ModelShard
+from paceline.replica.optimizer_step import OptimizerStep
+from paceline.replica.reduction import GradientReduction
+from paceline.replica.step_scalars import StopVotes
+from paceline.sync.rule import Rule
+from paceline.sync.synchroniser import Synchroniser
+
+
+class WorkerState:
+    """The counters of one worker, and what its codecs and its rule keep.
+
+    Args:
+        rule: The synchronisation rule.
+        shard: What this rank holds of the model.
+        parameters: Parameters that are trained, by name.
+        optimizer_step: Has the loss scale.
+        reduction: Has the layout of buckets, and what codecs hold back.
+        synchroniser: Has what the rule keeps; None where it keeps nothing.
+        stop_votes: Has the weight since the last sync step; None where there are none.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        shard: ModelShard,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer_step: OptimizerStep,
+        reduction: GradientReduction,
+        synchroniser: Synchroniser | None,
+        stop_votes: StopVotes | None,
+    ) -> None:
+        self._rule, self._shard, self._parameters = rule, shard, parameters
+        self._optimizer_step, self._reduction = optimizer_step, reduction
+        self._synchroniser, self._stop_votes = synchroniser, stop_votes
+        self.num_updates = 0
+        """Updates done."""
+        self.weight_unit: float | None = None
+        """What numerators are counted in: the last step's weight. One that stays the same divides to exactly 1, which
+        costs no pass over the gradients."""
+        self.is_begun = False
+        """Whether it is known where rule and codecs began: here, or where a loaded state was saved."""
+
+    def document(self) -> dict[str, Any]:
+        """Return this worker's state that is neither the module's nor the optimizer's nor tensors, as JSON."""
+        self._reduction.flush()
+        return {
+            "num_updates": self.num_updates,
+            "num_workers": self._shard.group.size,
+            "weight_unit": self.weight_unit,
+            "scaler": self._optimizer_step.state_dict(),
+            "codec": self.codec,
+            "sharded_codec": self._shard.reduce_scatter.codec.name if self._shard.reduce_scatter is not None else "",
+            "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
+            "sync": self._rule.name,
+            "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
+            "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
+        }
+
+    def load_document(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
+        """Take on a saved document. A saved bucket layout is kept, since sums of three ranks and more depend on it.
+
+        Args:
+            state: What `document` returned.
+            is_own: Whether it is this worker's, and of the same rule among as many workers.
+        """
+        self.is_begun = True
+        self.num_updates = state["num_updates"]
+        self._reduction.prepare(self.num_updates)
+        self.weight_unit = state["weight_unit"]
+        self._optimizer_step.load_state_dict(state["scaler"])
+        if self._reduction.gradients is not None and state["gradients"]:
+            self._reduction.gradients.load_state_dict(state["gradients"])
+        if is_own and self._stop_votes is not None:
+            self._stop_votes.weight_since_sync = state["weight_since_sync"]
+        if is_own and self._synchroniser is not None:
+            self._synchroniser.load_document(state["sync_document"])
+
+    def sync_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what the synchronisation rule keeps, as named tensors: this worker's, and what all have in common."""
+        if self._synchroniser is None:
+            return {}, {}
+        return self._synchroniser.state(), self._synchroniser.shared_state()
+
+    @property
+    def keeps_sync_state(self) -> bool:
+        """Whether the rule keeps something: not where it sums gradients alone, nor where a worker is alone."""
+        return self._synchroniser is not None
+
+    def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""
+        if self._synchroniser is not None:
+            self._synchroniser.load_state(saved, shared)
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
+        return self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
+
+    def feedback(self) -> dict[str, Tensor]:
+        """Return what this worker's codec keeps from step to step, by parameter and site."""
+        self._reduction.flush()
+        return self._reduction.gradients.reducer.state() if self._reduction.gradients is not None else {}
+
+    def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
+        """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
+        if self._reduction.gradients is not None:
+            shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
+            self._reduction.gradients.reducer.load_state(saved, shapes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this worker's state that is neither the module's nor the optimizer's: tensors and plain values.
+
+        Each worker has its own, as it may have its own module and optimizer: save all three on every rank, or call
+        `paceline.save`, which does, fits any number of workers, and notices damage.
+        """
+        sync, shared = self.sync_state()
+        state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
+        return state | {"sharded": self._shard.reduce_scatter.state() if self._shard.reduce_scatter is not None else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
+
+        Raises:
+            SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
+        """
+        parts = {"document", "feedback", "sync", "shared", "sharded"}
+        if missing := sorted(parts - state.keys()):
+            raise SettingsError(
+                f"a replica's state must be complete, but {', '.join(missing)} is missing; load all that its "
+                "state_dict returned, or resume with paceline.load_latest"
+            )
+        saved, here = state["document"], self.document()
+        for name in ("sync", "codec", "sharded_codec", "num_workers"):
+            if saved[name] != here[name]:
+                raise SettingsError(
+                    f"a replica's state must be of the same {name}, but got {saved[name]!r} for {here[name]!r}; go on "
+                    "with the same, or resume with paceline.load_latest, which takes what fits"
+                )
+        self.load_document(saved)
+        everybody: list[dict[str, Any]] = [{} for _ in range(self._shard.group.size)]
+        everybody[self._shard.group.rank] = dict(state["sync"])
+        self.load_sync_state(everybody, state["shared"])
+        everybody = [{} for _ in range(self._shard.group.size)]
+        everybody[self._shard.group.rank] = dict(state["feedback"])
+        self.load_feedback(everybody)
+        if self._shard.reduce_scatter is not None:
+            self._shard.reduce_scatter.load_state(state["sharded"])
+
+    def check_begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""
+        self.is_begun = True
+        if (self.keeps_sync_state or self.codec) and optimizer.state:
+            raise SettingsError(
+                f"sync {self._rule.name} must go on from its own state where the optimizer goes on from a saved one, "
+                "but replica.load_state_dict was not called; resume with paceline.load_latest, or call "
+                "replica.begin_anew() where the rule should begin here"
+            )
