@@ -122,10 +122,6 @@ def test_no_module_imports_itself_through_others():
     TopologicalSorter(imports).prepare()  # a circle is a CycleError that names its modules
 
 
-SHARED_NAMES = {"Control", "Ledger", "Piece", "Stage"}
-"""Names of classes that are still to be renamed; nothing is to be added."""
-
-
 def test_no_two_classes_have_one_name():
     found = collections.Counter(
         statement.name
@@ -133,7 +129,7 @@ def test_no_two_classes_have_one_name():
         for statement in ast.parse(path.read_text()).body
         if isinstance(statement, ast.ClassDef)
     )
-    assert {name for name, count in found.items() if count > 1} == SHARED_NAMES
+    assert {name for name, count in found.items() if count > 1} == set()
 
 
 def imported_by(statement):

@@ -22,8 +22,8 @@ from paceline.comm.shared_memory.rendezvous import SharedMemoryError
 from paceline.comm.shared_memory.ring import RingStep
 from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
 from paceline.comm.shared_memory.transfers import (
-    AllGather,
-    AllToAll,
+    AllGatherTransfer,
+    AllToAllTransfer,
     BroadcastTransfer,
     SlicedSumTransfer,
     SumTransfer,
@@ -125,14 +125,14 @@ class SharedMemoryGroup(Group):
         check_tensor(tensor, name)
         check_rows(output, self.size, tensor.nbytes, name)
         operation = self._begin(name, "all_gather", tensor)
-        return self._transfer(operation, AllGather(output, tensor.contiguous()))
+        return self._transfer(operation, AllGatherTransfer(output, tensor.contiguous()))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """Copy everybody's rows to whom they are for."""
         check_rows(tensor, self.size, tensor.nbytes // self.size, name)
         check_rows(output, self.size, tensor.nbytes // self.size, name)
         operation = self._begin(name, "all_to_all", tensor)
-        return self._transfer(operation, AllToAll(output, tensor, self.rank))
+        return self._transfer(operation, AllToAllTransfer(output, tensor, self.rank))
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send over the network group."""

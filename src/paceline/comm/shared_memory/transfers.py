@@ -140,7 +140,7 @@ class BroadcastTransfer(Transfer):
             ctypes.memmove(self._pointer + begin, ring.address(slot, self.source), end - begin)
 
 
-class AllGather(Transfer):
+class AllGatherTransfer(Transfer):
     """All-gather: all read all slots."""
 
     def __init__(self, output: Tensor, tensor: Tensor) -> None:
@@ -159,7 +159,7 @@ class AllGather(Transfer):
             ctypes.memmove(self._to + rank * self.num_bytes + begin, ring.address(slot, rank), end - begin)
 
 
-class AllToAll(Transfer):
+class AllToAllTransfer(Transfer):
     """All-to-all: a slot holds the same columns of all rows, and each rank reads its row from all slots."""
 
     def __init__(self, output: Tensor, tensor: Tensor, rank: int) -> None:

@@ -83,7 +83,7 @@ class ResidualNetwork(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, _Block) and zero_init_residual:
+            elif isinstance(module, _ResidualBlock) and zero_init_residual:
                 nn.init.zeros_(module.last_norm.weight)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ResidualNetwork(nn.Module):
         return logits
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """A shortcut plus a branch of convolutions."""
 
     expansion: ClassVar[int]
@@ -128,7 +128,7 @@ class _Block(nn.Module):
         return F.relu(self.shortcut(x_BCHW) + self.last_norm(self.branch(x_BCHW)), inplace=True)
 
 
-class BasicBlock(_Block):
+class BasicBlock(_ResidualBlock):
     """Two 3x3 convolutions beside a shortcut."""
 
     expansion = 1
@@ -143,7 +143,7 @@ class BasicBlock(_Block):
         super().__init__(branch, norm(channels), _make_shortcut(channels_in, channels, stride, norm))
 
 
-class Bottleneck(_Block):
+class Bottleneck(_ResidualBlock):
     """A 3x3 convolution between two of 1x1, beside a shortcut."""
 
     expansion = 4
