@@ -1,3 +1,4 @@
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.launch.forking import prepare_to_fork
 from paceline.testing import run_processes
 
 OWNER = """
@@ -76,3 +78,14 @@ def test_nothing_outlives_a_killed_owner(tmp_path):
     while any(is_there(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def list_blocked_signals():
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def test_ranks_hear_signals_though_a_launcher_has_started_the_fork_server():
+    multiprocessing.forkserver._forkserver._stop()
+    prepare_to_fork()
+    (result,) = run_processes(1, list_blocked_signals)
+    assert result.value == []

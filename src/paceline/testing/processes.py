@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 
+from paceline.launch.forking import unblock_signals
 from paceline.testing.netlab_namespaces import enter_namespace
 
 _PR_SET_PDEATHSIG = 1
@@ -164,6 +165,7 @@ def _fork_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tu
 
 def _be_forked(plan: Mapping[str, Any], environment: Mapping[str, str], directory: str) -> None:
     """Be a starter as if this process had been started for it alone."""
+    unblock_signals()  # they are blocked where a launcher has started the fork server
     os.setsid()  # Ctrl-C is for the caller
     output = os.open(Path(plan["folder"], "starter.output"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
