@@ -130,9 +130,9 @@ def resume_bit_for_bit(group: Any, store: CheckpointStore) -> list[float]:
         ours, theirs = model_tensors(resumed.module), model_tensors(whole.module)
         assert ours.keys() == theirs.keys()
         differences.append(max(float((local(ours[name]) - local(theirs[name])).abs().max()) for name in ours))
-        kept = whole.feedback()
-        assert kept.keys() == resumed.feedback().keys()
-        differences += [float((tensor - resumed.feedback()[name]).abs().sum()) for name, tensor in kept.items()]
+        kept = whole.state.feedback()
+        assert kept.keys() == resumed.state.feedback().keys()
+        differences += [float((tensor - resumed.state.feedback()[name]).abs().sum()) for name, tensor in kept.items()]
         whole.close()
         resumed.close()
     return differences
