@@ -349,6 +349,21 @@ def test_whatever_replicas_hold_alike_is_compared(name):
         compare_after(CHANGES[name])
 
 
+def test_statistics_of_a_worker_without_samples_are_its_own():
+    def worker(group):
+        module = make_module(make=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        replica = make_replica(module, group, hash_interval=1)
+        if group.rank == 1:
+            replica.backward(torch.zeros(()), weight=0.0)
+        else:
+            replica.backward(replica(torch.randn(5, 4)).square().mean(), weight=5.0)
+        replica.update()
+        replica.close()
+        return int(module[1].num_batches_tracked)
+
+    assert LocalGroup.run(3, worker, timeout_s=20) == [1, 0, 1]
+
+
 def test_a_table_that_differs_at_the_first_comparison_is_found():
     with pytest.raises(DivergenceError, match="at step 0 rank 1 differs from the others, first in buffer table;"):
         compare_after(CHANGES["buffer table"], num_steps=0)
