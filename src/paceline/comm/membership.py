@@ -37,7 +37,7 @@ class Membership:
         """What hands out samples, where workers go at their own pace."""
         self.save_every: int | None = None
         """Steps after which those workers come together for a checkpoint, once a loop has said it."""
-        self.meeting_step: int | None = None
+        self.boundary_step: int | None = None
         """While they are together, the number of steps done."""
         self.savers: dict[Any, Any] = {}
         """What writes checkpoints, by folder."""

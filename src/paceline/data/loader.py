@@ -316,15 +316,15 @@ class Loader:
             next_step = _FAR
             yield from self._iterate()
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
-            membership.meeting_step = self._batches.step_of(self.position)
+            membership.boundary_step = self._batches.step_of(self.position)
             membership.is_stopping |= dispatcher.is_stopping
             self._in_hand = None
             assert self._source is not None
             here = Interval(self.position, self.position)
             borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
             yield Batch(borrowed, 0, here).to(self._device)
-            is_over = end is not None and membership.meeting_step >= end
-            membership.meeting_step = None
+            is_over = end is not None and membership.boundary_step >= end
+            membership.boundary_step = None
             if is_over or membership.is_stopping:
                 return
 

@@ -202,9 +202,9 @@ class Replica:
         membership, step = self.membership, self.num_updates
         if self.dispatcher is not None:
             membership.save_every = every
-            if membership.meeting_step is None:
+            if membership.boundary_step is None:
                 return False
-            step = membership.meeting_step
+            step = membership.boundary_step
         return step % every == 0 or membership.is_stopping
 
     def backward(

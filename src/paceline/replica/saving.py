@@ -47,7 +47,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
     for replica in replicas.values():
         if not replica.is_between_steps:
             raise SettingsError("a replica must be saved between its update and the next backward; call update before")
-        if replica.dispatcher is not None and replica.membership.meeting_step is None:
+        if replica.dispatcher is not None and replica.membership.boundary_step is None:
             raise SettingsError(
                 f"workers with sync {replica.sync.name} must be together to save, but each is at a step of its own; "
                 "save where replica.should_save(every=...) says so"
@@ -59,7 +59,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
         tensors, document = tensors | more, document | about
     states = {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
     tensors |= gather(states, world)
-    step = world.membership.meeting_step or max(replica.num_updates for replica in replicas.values())
+    step = world.membership.boundary_step or max(replica.num_updates for replica in replicas.values())
     if world.rank == 0:
         saver = _find_saver(Path(folder), world, keep).start_new()
         saver.start(tensors, document | {"step": step}, step)
@@ -116,11 +116,11 @@ class _Saver:
     def find(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole."""
 
-        def tell(path: Path, reason: str) -> None:
+        def warn(path: Path, reason: str) -> None:
             warnings.warn(f"{path} is damaged, and passed over: {reason}", DamagedCheckpointWarning, stacklevel=2)
 
         self.saver.wait()
-        found = self.store.find_newest_valid(tell)
+        found = self.store.find_newest_valid(warn)
         self.is_known = True
         return found
 
