@@ -5,9 +5,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_order import batch_of, positions_of, walk
 
 from paceline.comm import LocalGroup
-from paceline.data import GlobalOrder, Loader
+from paceline.data import GlobalOrder, Interval, Loader
 from paceline.data.division import Batches
 from paceline.data.map_source import MapSource
 from paceline.errors import SettingsError
@@ -16,31 +17,27 @@ always = settings(deadline=None, derandomize=True, max_examples=60)
 changes_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), max_size=4, unique_by=lambda pair: pair[0])
 
 
-def walk(order, first, changes, num_steps):
-    """Return the intervals of the first steps, one after another."""
-    position, intervals = 0, []
-    for step in range(num_steps):
-        batch = [first, *(batch for start, batch in changes if start <= step)][-1]
-        intervals.append((order.next_batch(position, batch), batch))
-        position = intervals[-1][0].stop
-    return intervals
-
-
 @always
-@given(size=st.integers(1, 60), first=st.integers(1, 30), changes=changes_of, resumed=st.integers(0, 49))
-def test_steps_and_positions_are_those_of_a_walk(size, first, changes, resumed):
-    order, changes = GlobalOrder(size), sorted(changes)
-    batches = Batches(order, first, changes)
-    intervals = walk(order, first, changes, 50)
-    late = Batches(order, first, changes)
-    late.resume(resumed, intervals[resumed][0].start)
-    for step, (interval, batch) in enumerate(intervals):
-        assert batches.position_of(step) == interval.start
-        assert batches.step_of(interval.start) == step
-        assert batches.at(interval.start) == batch
-        if step >= resumed:
-            assert (late.position_of(step), late.at(interval.start)) == (interval.start, batch)
-            assert late.step_of(interval.start) == step
+@given(
+    size=st.integers(1, 60),
+    first=st.integers(1, 30),
+    changes=changes_of,
+    resumed=st.integers(1, 49),
+    tail=st.sampled_from(["short", "drop", "join"]),
+)
+def test_steps_and_positions_are_those_of_a_walk(size, first, changes, resumed, tail):
+    if tail == "drop":
+        first, changes = min(first, size), [(step, min(batch, size)) for step, batch in changes]
+    order, size_of = GlobalOrder(size, tail=tail), batch_of(first, changes)
+    batches, late = Batches(order, first, sorted(changes)), Batches(order, first, sorted(changes))
+    steps = walk(positions_of(size), size_of, tail, num_steps=50)
+    late.resume(resumed, steps[resumed - 1][-1] + 1)
+    for step, positions in enumerate(steps):
+        start, end = positions[0], positions[-1] + 1
+        for one in [batches, late] if step >= resumed else [batches]:
+            assert one.position_of(step) == start
+            assert (one.step_of(start), one.step_of(end - 1), one.step_of(end)) == (step, step, step + 1)
+            assert (one.at(start), one.at(end)) == (size_of(step), size_of(step + 1))
 
 
 def test_a_change_takes_the_place_of_what_was_to_come_there():
@@ -78,16 +75,17 @@ CHANGES = [(3, 12), (5, 9), (9, 24)]
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("num_processes", [0, 2])
 def test_workers_together_read_the_same_steps_however_many(num_workers, num_processes):
-    expected = walk(GlobalOrder(50), 6, CHANGES, 12)
-    order = GlobalOrder(50)
+    expected = walk(positions_of(50), batch_of(6, CHANGES), num_steps=12)
+    order, size_of = GlobalOrder(50), batch_of(6, CHANGES)
     options = {"changes": CHANGES, "num_processes": num_processes, "adds_micro_batches": True}
     by_worker = [read(loader, 12) for loader in make_loaders(num_workers, **options)]
-    for step, (interval, batch) in enumerate(expected):
+    for step, positions in enumerate(expected):
+        interval = Interval(positions[0], positions[-1] + 1)
         parts = [part for worker in by_worker for part in worker[step][0]]
         assert list(itertools.chain(*parts)) == order.samples_at(interval).tolist()
         assert {worker[step][1] for worker in by_worker} == {interval}
         # As many micro-batches as keep each no larger than the first ones.
-        assert {len(worker[step][0]) for worker in by_worker} == {-(-batch // 6)}
+        assert {len(worker[step][0]) for worker in by_worker} == {-(-size_of(step) // 6)}
         assert max(map(len, parts)) <= -(-6 // num_workers)
 
 

@@ -51,6 +51,14 @@ def test_a_sample_does_not_depend_on_the_interval_it_is_read_in(size, seed, epoc
     assert part.tolist() == whole[start:stop].tolist()
 
 
+@pytest.mark.parametrize(("size", "stop"), [(1, 1200), (7, 40)])
+def test_an_interval_may_span_many_epochs(size, stop):
+    order = GlobalOrder(size)
+    epochs = [epoch_of(order, epoch).tolist() for epoch in range(stop // size + 1)]
+    assert order.samples_at(Interval(3, stop)).tolist() == sum(epochs, [])[3:stop]
+    assert order.samples_at(Interval(stop, stop)).tolist() == []
+
+
 def test_epochs_and_seeds_differ():
     orders = {
         tuple(epoch_of(GlobalOrder(50, seed), epoch)) for seed in (-1, 0, 1, 2, 2**63) for epoch in (0, 1, 2, 2**33)
@@ -194,6 +202,50 @@ def test_any_resizing_uses_each_sample_once_in_each_epoch(size, seed, phases):
         used
         == [int(sample) for epoch in range(len(used) // size + 1) for sample in epoch_of(order, epoch)][: len(used)]
     )
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    size=st.integers(1, 30),
+    global_batch=st.integers(1, 30),
+    num_ahead=st.integers(0, 5),
+    stopped_after=st.integers(0, 9),
+    done=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=3),
+)
+@example(size=10, global_batch=4, num_ahead=0, stopped_after=5, done=[(8, 2)])
+def test_dropped_ends_of_epochs_are_passed_over_wherever_a_ledger_was_saved(
+    size, global_batch, num_ahead, stopped_after, done
+):
+    """What was used out of turn before stays used; how far is read ahead changes nothing."""
+    order = GlobalOrder(size, tail="drop")
+    global_batch = min(global_batch, size)
+    start = {"low_water": 0, "done_above": []}
+    for first, num_samples in sorted(done):
+        if first > start["low_water"] and all(first >= stop for _, stop in start["done_above"]):
+            start["done_above"].append([first, min(first + num_samples, first // size * size + size)])
+    straight, resumed = Ledger.from_state(start), Ledger.from_state(start)
+    used = {position for interval in start["done_above"] for position in range(*interval)}
+    out = [straight.claim(order, global_batch) for _ in range(num_ahead)]
+    for step in range(10):
+        out.append(straight.claim(order, global_batch))
+        if step == stopped_after:
+            resumed = Ledger.from_state(json.loads(json.dumps(resumed.state_dict())))
+        interval = out.pop(0)
+        assert interval == resumed.claim(order, global_batch)
+        assert not used & set(range(*interval))
+        used |= set(range(*interval))
+        straight.ack(interval)
+        resumed.ack(interval)
+        assert done or straight.state_dict() == resumed.state_dict() == {"low_water": interval.stop, "done_above": []}
+    left_out = set(range(straight.low_water)) - used
+    assert all(position % size >= size - global_batch + 1 for position in left_out), "only ends of epochs"
+
+
+def test_what_was_used_out_of_turn_is_not_claimed_again_once_all_before_it_is_used():
+    order, ledger = GlobalOrder(10), Ledger(0, [Interval(1, 4)])
+    ledger.ack(ledger.claim(order, 1))
+    assert ledger.low_water == 4
+    assert ledger.claim(order, 1) == (4, 5)
 
 
 class LedgerMachine(RuleBasedStateMachine):

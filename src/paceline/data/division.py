@@ -87,7 +87,9 @@ class Batches:
         for start, batch in self._planned:
             if start > step:
                 last = stretches[-1]
-                position = self._order.position_of(start - last.step, last.batch, start=last.position)
+                # From where the step before ends: the new batch says whether what is left of an epoch is dropped.
+                before = self._order.position_of(start - last.step - 1, last.batch, start=last.position)
+                position = self._order.next_batch(before, last.batch).stop
                 stretches.append(Stretch(start, position, batch))
         return stretches
 

@@ -100,16 +100,17 @@ class GlobalOrder:
 
     def samples_at(self, interval: Interval) -> Indices:
         """Return the data set's indices of the samples at the positions of `interval`."""
-        if interval.num_samples == 0:
-            return np.zeros(0, dtype=np.int64)
-        epoch = self.epoch_of(interval.start)
-        if (epoch_end := (epoch + 1) * self.num_samples) < interval.stop:
-            parts = [Interval(interval.start, epoch_end), Interval(epoch_end, interval.stop)]
-            return np.concatenate([self.samples_at(part) for part in parts])
-        places = np.arange(interval.start, interval.stop, dtype=np.uint64) - np.uint64(epoch * self.num_samples)
-        if not self.shuffle:
-            return places.astype(np.int64)
-        return _permute(places, self.num_samples, _mix_int(self.seed, epoch)).astype(np.int64)
+        parts = [np.zeros(0, dtype=np.int64)]
+        start = interval.start
+        while start < interval.stop:
+            epoch = self.epoch_of(start)
+            stop = min(interval.stop, (epoch + 1) * self.num_samples)
+            places = np.arange(start, stop, dtype=np.uint64) - np.uint64(epoch * self.num_samples)
+            if self.shuffle:
+                places = _permute(places, self.num_samples, _mix_int(self.seed, epoch))
+            parts.append(places.astype(np.int64))
+            start = stop
+        return np.concatenate(parts)
 
 
 class Dispatcher(Protocol):
@@ -158,6 +159,8 @@ class Ledger:
     low_water: int = 0
     done_above: list[Interval] = field(default_factory=list)
     next_claim: int = field(init=False)
+    _dropped: dict[int, int] = field(init=False, default_factory=dict)
+    """Ends of epochs that were left out, each by where it begins; they count as used once what follows them is."""
 
     def __post_init__(self) -> None:
         self.next_claim = self.low_water
@@ -169,18 +172,21 @@ class Ledger:
             order: What positions are of.
             global_batch: Its size, or what returns the size of the one that begins at a position.
         """
-        for done in sorted(self.done_above):
-            if done.start <= self.next_claim < done.stop:
-                self.next_claim = done.stop
-        size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
-        interval = order.next_batch(self.next_claim, size)
-        if interval.start > self.next_claim:  # an epoch's last samples are dropped, which counts as used
-            dropped, self.next_claim = Interval(self.next_claim, interval.start), interval.start
-            self.ack(dropped)
+        while (interval := self._find_next(order, global_batch)).start > self.next_claim:
+            self._dropped[self.next_claim] = interval.start
+            self.next_claim = interval.start
         stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
         interval = Interval(interval.start, min(stops, default=interval.stop))
         self.next_claim = interval.stop
         return interval
+
+    def _find_next(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
+        self.next_claim = max(self.next_claim, self.low_water)  # beyond what joined it
+        for done in sorted(self.done_above):
+            if done.start <= self.next_claim < done.stop:
+                self.next_claim = done.stop
+        size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
+        return order.next_batch(self.next_claim, size)
 
     def ack(self, interval: Interval) -> None:
         """Note that every sample of a claimed `interval` has been used.
@@ -195,8 +201,8 @@ class Ledger:
                 f"low water {self.low_water} and next claim {self.next_claim}; acknowledge each batch once"
             )
         self.done_above = sorted([*self.done_above, interval])
-        while self.done_above and self.done_above[0].start == self.low_water:
-            self.low_water = self.done_above.pop(0).stop
+        while self.done_above and self.done_above[0].start <= self._dropped.get(self.low_water, self.low_water):
+            self.low_water = max(self._dropped.pop(self.low_water, 0), self.done_above.pop(0).stop)
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint needs, as JSON."""
