@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,15 @@ class Batch:
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call a model with its inputs: a mapping by keyword, a tuple or list by position, anything else as it is."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        try:
+            return model(**inputs)
+        except TypeError as error:
+            if "argument" in str(error):
+                error.add_note(
+                    f"a model is given a mapping's values by their names, here {', '.join(inputs)}; name them in the "
+                    "data set, or a collate_fn, as the model's forward names its arguments"
+                )
+            raise
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
@@ -97,7 +106,8 @@ def map_tensors(change: Callable[[Tensor], Any], data: Any) -> Any:
         if type(data) is dict or not isinstance(data, MutableMapping):
             return changed
         same = copy.copy(data)  # such as a BatchEncoding of transformers, with all that it knows beside
-        same.update(changed)
+        for key, value in changed.items():  # a ModelOutput has no update
+            same[key] = value
         return same
     if isinstance(data, tuple | list):
         items = [map_tensors(change, item) for item in data]
@@ -144,7 +154,7 @@ def check_batch(data: Any) -> None:
 
 def describe(data: Any) -> str:
     """Return the structure of `data` in a line, such as ``{ids: int64[4, 128], label: int64[4]}``."""
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor | np.ndarray):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
     if isinstance(data, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in data.items()) + "}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -11,7 +12,7 @@ from paceline.comm.join import find_group
 from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Shares
-from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
+from paceline.data.map_source import CollateFn, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_in_processes
@@ -86,8 +87,6 @@ class Loader:
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
             shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
-        if global_batch is None:
-            raise SettingsError("global_batch must be given: the samples of a step, over all workers")
         self._finds_dispatcher = False
         """Whether it is to find out who hands out samples, if somebody does."""
         if group is None:
@@ -100,11 +99,6 @@ class Loader:
         self._rank, self._num_workers, self._device = group.rank, group.size, group.device
         self._group, self._membership = group, group.membership
         self._shares = Shares(shares, self._num_workers)
-        for batch in [global_batch, *(batch for _, batch in changes)]:
-            self._check_batch(batch)
-        for name, count in (("num_micro_batches", num_micro_batches), ("num_epochs", num_epochs)):
-            if count is not None and count < 1:
-                raise SettingsError(f"{name} must be at least 1, but got {count}")
         if drop_last and join_epochs:
             raise SettingsError(
                 "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
@@ -120,21 +114,18 @@ class Loader:
             self._stream = Stream(dataset, num_epochs)
             self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
         else:
-            self._source = dataset if isinstance(dataset, Source) else MapSource(dataset, collate_fn)
+            self._source = open_source(dataset, collate_fn)
             self.order = GlobalOrder(len(self._source), seed, shuffle is not False, tail)
-        if drop_last and global_batch > self.order.num_samples:
-            raise SettingsError(
-                f"global_batch must be at most the data set's {self.order.num_samples} samples with drop_last, or "
-                f"nothing is left, but got {global_batch}; lower it, or leave drop_last out"
-            )
-        self._num_epochs, self._num_steps = num_epochs, num_steps
-        self._batches = Batches(self.order, global_batch, changes)
-        self._first_batch = global_batch
-        self.num_micro_batches = num_micro_batches
+        self._first_batch = self._check_batch(global_batch)
+        changes = [(step, self._check_batch(batch)) for step, batch in changes]
+        self._batches = Batches(self.order, self._first_batch, changes)
+        self._num_epochs = num_epochs if num_epochs is None else _check_count("num_epochs", num_epochs)
+        self._num_steps = num_steps if num_steps is None else _check_count("num_steps", num_steps)
+        self.num_micro_batches = _check_count("num_micro_batches", num_micro_batches)
         self._adds_micro_batches = adds_micro_batches
         self._prefetch = prefetch
         self._dispatcher = dispatcher
-        self._claim_size = max(1, round(global_batch / self._num_workers))
+        self._claim_size = max(1, round(self._first_batch / self._num_workers))
         self._num_processes = num_processes
         self._ledger = Ledger()
         self._num_iterators = 0
@@ -205,9 +196,8 @@ class Loader:
         Raises:
             SettingsError: It is below the number of workers.
         """
-        self._check_batch(global_batch)
         start = self._first_unread
-        self._batches.change(start, global_batch)
+        self._batches.change(start, self._check_batch(global_batch))
         return start
 
     def load_shares(self, state: dict[str, Any]) -> bool:
@@ -275,6 +265,7 @@ class Loader:
         for name, here in asdict(self.order).items():
             saved = state.get(name, "short")  # older checkpoints know no other tail
             if saved != here:
+                name = "way to end an epoch (drop_last, join_epochs)" if name == "tail" else name
                 raise DataError(
                     f"the data's {name} must be that of the checkpoint, but got {here} instead of {saved}; "
                     "resume with the data and order that the run was started with"
@@ -352,12 +343,21 @@ class Loader:
                 if self._dispatcher is None and self._membership.is_stopping:
                     return
 
-    def _check_batch(self, global_batch: int) -> None:
-        if global_batch < self._num_workers:
+    def _check_batch(self, global_batch: int | None) -> int:
+        if global_batch is None:
+            raise SettingsError("global_batch must be given: the samples of a step, over all workers")
+        checked = _check_count("global_batch", global_batch)
+        if checked < self._num_workers:
             raise SettingsError(
-                f"global_batch must be at least the number of workers, but got {global_batch} for {self._num_workers} "
+                f"global_batch must be at least the number of workers, but got {checked} for {self._num_workers} "
                 "workers; raise global_batch or start fewer workers"
             )
+        if self.order.tail == "drop" and checked > self.order.num_samples:
+            raise SettingsError(
+                f"global_batch must be at most the data set's {self.order.num_samples} samples with drop_last, or "
+                f"nothing is left, but got {checked}; lower it, or leave drop_last out"
+            )
+        return checked
 
     @property
     def _first_unread(self) -> int:
@@ -447,3 +447,9 @@ class Loader:
             step = self._cut(interval)
             read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
             yield step.make_batches(read, self._device)
+
+
+def _check_count(name: str, count: object) -> int:
+    if not isinstance(count, Integral) or count < 1:
+        raise SettingsError(f"{name} must be a whole number of at least 1, but got {count!r}")
+    return int(count)

@@ -1,10 +1,21 @@
 """Data sets of torch's, as sources."""
 
-from collections.abc import Callable, Sized
+import dataclasses
+import operator
+import traceback
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from paceline.data.base import Source, Spec
@@ -29,26 +40,62 @@ class LoaderParts:
 
 
 def take_apart(loader: DataLoader[Any]) -> LoaderParts:
-    """Return what a DataLoader is made of.
+    """Return what a DataLoader is made of, but for what only makes it faster, such as pinned memory.
 
     Raises:
-        SettingsError: It has a sampler of its own, or batches otherwise than by a number of samples.
+        SettingsError: It has a sampler or a `worker_init_fn` of its own, or batches otherwise than by a number of
+            samples.
     """
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    known = (RandomSampler, SequentialSampler, _InfiniteConstantSampler)
-    is_known = type(loader.batch_sampler) is BatchSampler and type(sampler) in known
-    if isinstance(sampler, RandomSampler) and isinstance(loader.dataset, Sized):
-        is_known &= not sampler.replacement and sampler.num_samples == len(loader.dataset)
-    if loader.batch_size is None or not is_known:
-        named = type(sampler or loader.batch_sampler or loader.sampler).__name__
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
+    obstacle, advice = _find_obstacle(loader, sampler)
+    if obstacle:
         raise SettingsError(
             "a DataLoader must have a batch_size and torch's own order, in whose place comes one global order, but got "
-            f"a {named}; give Loader the data set itself, filtered or repeated as the sampler would, with "
-            "global_batch, collate_fn and shuffle"
+            f"{obstacle}; give Loader the data set itself, {advice}"
         )
+    assert type(batches) is BatchSampler
     shuffle = None if isinstance(sampler, _InfiniteConstantSampler) else isinstance(sampler, RandomSampler)
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
-    return LoaderParts(loader.dataset, loader.batch_size, collate_fn, loader.drop_last, shuffle, loader.num_workers)
+    return LoaderParts(loader.dataset, batches.batch_size, collate_fn, batches.drop_last, shuffle, loader.num_workers)
+
+
+def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
+    """Return why a DataLoader cannot be taken apart, if it cannot, and what to do beside giving the data set."""
+    name = f"a {type(sampler).__name__}"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"a {type(loader).__name__}, which iterates in its own way", "with global_batch and collate_fn"
+    if isinstance(sampler, DistributedSampler):
+        return name, "with global_batch: Loader divides samples among the workers"
+    if type(loader.batch_sampler) is not BatchSampler:
+        batches = loader.batch_sampler
+        return f"a {type(batches).__name__}" if batches is not None else "no batch_size", "with global_batch"
+    if type(sampler) not in (SequentialSampler, RandomSampler, _InfiniteConstantSampler):
+        return name, "of the samples that the sampler chooses: torch.utils.data.Subset(dataset, indices)"
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        return f"{name} with replacement", "with shuffle"
+    if isinstance(sampler, Sized) and isinstance(loader.dataset, Sized) and len(sampler) != len(loader.dataset):
+        return f"{name} of {len(sampler)} samples", "cut to those: torch.utils.data.Subset(dataset, range(n))"
+    if loader.worker_init_fn is not None:
+        return "a worker_init_fn", "which can do the same when it reads its first sample"
+    return "", ""
+
+
+def open_source(dataset: Any, collate_fn: CollateFn | None) -> Source:
+    """Return a data set as a source.
+
+    Raises:
+        SettingsError: It is one that makes batches itself, and there is a `collate_fn`.
+        DataError: It has no samples under 0..len-1.
+    """
+    if not isinstance(dataset, Source):
+        return MapSource(dataset, collate_fn)
+    if collate_fn is not None:
+        raise SettingsError(
+            f"collate_fn must be left out where the data set makes batches itself, but got one with a "
+            f"{type(dataset).__name__}; change what its `read` returns, or give MapSource(dataset, collate_fn)"
+        )
+    return dataset
 
 
 class MapSource(Source):
@@ -60,14 +107,21 @@ class MapSource(Source):
         spec: What a model that is built from settings must know of the data.
 
     Raises:
-        DataError: The data set has no length.
+        DataError: The data set has no length, or no samples under 0..len-1.
     """
 
     def __init__(self, dataset: Dataset[Any], collate_fn: CollateFn | None = None, spec: Spec | None = None) -> None:
-        if not isinstance(dataset, Sized):
+        name = type(dataset).__name__
+        if not isinstance(dataset, Sized) or not hasattr(type(dataset), "__getitem__"):
             raise DataError(
-                f"a data set must have a length, or be an IterableDataset, but got {type(dataset).__name__}; define "
-                "__len__ and __getitem__"
+                f"a data set must have a length and samples under an index, or be an IterableDataset, but got {name}; "
+                "define __len__ and __getitem__"
+            )
+        if isinstance(dataset, Mapping):
+            keys = ", ".join(repr(key) for key in list(dataset)[:4])
+            raise DataError(
+                f"a data set must have its samples under 0..len-1, but got a {name} with the keys {keys}; give one of "
+                "its parts, such as dataset['train'], or TensorDataset(*columns)"
             )
         self.spec = spec or Spec()
         self._dataset, self._collate_fn = dataset, collate_fn
@@ -78,8 +132,31 @@ class MapSource(Source):
         return self._num_samples
 
     def read(self, indices: Indices) -> Any:
-        """Return the samples, collated."""
-        return collate([self._dataset[int(index)] for index in indices], self._collate_fn)
+        """Return the samples, collated.
+
+        Raises:
+            DataError: One of them is not there, or see `collate`.
+        """
+        places = [int(index) for index in indices]
+        read_all = getattr(self._dataset, "__getitems__", None)  # torch's own way to read several at once
+        if read_all is not None:
+            return collate(list(read_all(places)), self._collate_fn)
+        return collate([self._read_one(place) for place in places], self._collate_fn)
+
+    def _read_one(self, place: int) -> Any:
+        name = f"{type(self._dataset).__name__}[{place}]"
+        try:
+            return self._dataset[place]
+        except (LookupError, StopIteration) as error:
+            frames = traceback.extract_tb(error.__traceback__)[1:2]  # the data set's own line, if it is Python
+            where = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
+            raise DataError(
+                f"a data set must have a sample under each index below its length, {self._num_samples}, but {name} "
+                f"raises {error!r}{where}; see its __len__ and __getitem__"
+            ) from error
+        except Exception as error:
+            error.add_note(f"while {name} was read")
+            raise
 
 
 def collate(samples: list[Any], collate_fn: CollateFn | None) -> Any:
@@ -88,17 +165,59 @@ def collate(samples: list[Any], collate_fn: CollateFn | None) -> Any:
     Raises:
         DataError: Torch cannot stack them and there is no `collate_fn`, or what is made of them is no batch.
     """
-    if collate_fn is not None:
-        batch = collate_fn(samples)
-    else:
+    if collate_fn is None:
+        _refuse_numbers(samples[0])
         try:
-            batch = default_collate(samples)
+            batch = _stack(samples)
         except (RuntimeError, TypeError, KeyError, AttributeError) as error:
-            shown = " and ".join(dict.fromkeys(describe(sample) for sample in samples[:8]))
+            _refuse_to_stack(samples, error)
+    else:
+        batch = collate_fn(samples)
+        if isinstance(batch, list | tuple) and len(batch) == len(samples) and all(map(operator.is_, batch, samples)):
             raise DataError(
-                f"samples must be alike for torch to stack them, but got {shown}; give a collate_fn, which makes a "
-                f"batch of a list of samples, for instance by padding ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]})"
-            ) from error
+                "collate_fn must make one batch of a list of samples, but gave the samples back as they are; stack or "
+                "pad them, or for a loss that takes a list of samples return {'samples': samples}"
+            )
     check_batch(batch)
     return batch
+
+
+def _stack(samples: list[Any]) -> Any:
+    """Return samples stacked as torch does it, which knows no dataclasses."""
+    first = samples[0]
+    if isinstance(first, Mapping) and any(one.keys() != first.keys() for one in samples):
+        raise KeyError("other keys")  # of which torch would drop some
+    if not dataclasses.is_dataclass(first) or isinstance(first, type | Mapping):
+        return default_collate(samples)
+    names = [field.name for field in dataclasses.fields(first) if field.init]
+    return dataclasses.replace(first, **{name: _stack([getattr(one, name) for one in samples]) for name in names})
+
+
+def _refuse_numbers(sample: Any, *, is_inside: bool = False) -> None:
+    """Refuse a list of numbers inside a sample: torch makes a tensor of each place in it, and not one of it."""
+    if isinstance(sample, Mapping):
+        parts = list(sample.values())
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        parts = [getattr(sample, field.name) for field in dataclasses.fields(sample)]
+    elif isinstance(sample, list | tuple):
+        parts = list(sample)
+        if is_inside and not hasattr(sample, "_fields") and parts and isinstance(parts[0], int | float):
+            raise DataError(
+                "numbers that belong together must be a tensor or an array in a sample, but got a list of "
+                f"{len(parts)}, of which torch would make {len(parts)} tensors; return torch.tensor(numbers), or give "
+                "a collate_fn, which pads and stacks them (torch.utils.data.default_collate to keep torch's way)"
+            )
+    else:
+        return
+    for part in parts:
+        _refuse_numbers(part, is_inside=True)
+
+
+def _refuse_to_stack(samples: list[Any], error: Exception) -> NoReturn:
+    shown = list(dict.fromkeys(describe(sample) for sample in samples))[:2]
+    rule = "alike" if len(shown) > 1 else "made of tensors, arrays and numbers"
+    raise DataError(
+        f"samples must be {rule} for torch to stack them, but got {' and '.join(shown)}; change what the data set "
+        "returns, or give a collate_fn, which makes a batch of a list of samples, for instance by padding "
+        f"({type(error).__name__}: {str(error).splitlines()[0]})"
+    ) from error
