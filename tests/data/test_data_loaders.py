@@ -226,7 +226,7 @@ def test_parts_of_data_sets_are_data_sets():
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("options", [{}])
+@pytest.mark.parametrize("options", [{}, {"join_epochs": True}])
 def test_a_data_set_of_one_sample_is_enough(num_workers, options):
     for group in LocalGroup.create(num_workers):
         batches = list(Loader([(1.0, 7)], 3, group=group, num_epochs=4, **options))
@@ -319,6 +319,7 @@ def test_counts_of_numpy_are_counts():
         ({"global_batch": 2, "drop_last": True, "join_epochs": True}, "must not both be true"),
         ({"global_batch": 11, "drop_last": True}, "at most the data set's 10 samples with drop_last, .* but got 11"),
         ({"global_batch": 5, "drop_last": True, "changes": [(3, 12)]}, "at most the data set's 10 .* but got 12"),
+        ({"global_batch": 5, "num_epochs": 1, "dispatcher": object()}, "must be left out with a dispatcher"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options, words):

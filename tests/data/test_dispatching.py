@@ -8,16 +8,24 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm import LocalGroup
 from paceline.data import Loader
-from paceline.data.order import GlobalOrder
+from paceline.errors import SettingsError
 
 
 class Counter:
     """Hands out positions of a loader's ledger up to a boundary."""
 
-    def __init__(self, boundary):
+    is_stopping = False
+
+    def __init__(self, boundary=0):
         self.boundary = boundary
         self.lock = threading.Lock()
         self.ledger = None
+
+    def set_source(self, *_):
+        """It has its ledger."""
+
+    def set_boundary(self, position):
+        self.boundary = position
 
     def claim(self, num_samples):
         with self.lock:
@@ -70,12 +78,20 @@ def test_processes_read_for_them_too():
     assert len([batch for batch in loader for _ in range(batch.num_samples)]) == 20
 
 
-@pytest.mark.parametrize(("num_samples", "global_batch"), [(50, 9), (50, 10), (7, 20)])
-def test_steps_and_positions_agree(num_samples, global_batch):
-    order = GlobalOrder(num_samples)
-    position = 0
-    for step in range(30):
-        assert order.position_of(step, global_batch) == position
-        assert order.step_of(position, global_batch) == step
-        position = order.next_batch(position, global_batch).stop
-        assert order.step_of(position - 1, global_batch) == step
+@pytest.mark.parametrize("options", [{"num_epochs": 2}, {"num_epochs": 2, "join_epochs": True}, {"num_steps": 12}])
+def test_a_loop_at_its_own_pace_ends_where_epochs_and_steps_do(options):
+    with LocalGroup() as group:
+        group.membership.dispatcher = counter = Counter()
+        counter.ledger = loader = Loader(TensorDataset(torch.arange(50)), 9, **options)
+        with pytest.raises(TypeError, match="a loader has a length only"):
+            len(loader)
+        taken = [int(sample) for batch in loader for sample in batch.data[0][: batch.num_samples]]
+        assert sorted(taken) == sorted([*range(50), *range(50)])
+        assert list(loader) == []
+
+
+def test_a_loop_at_its_own_pace_cannot_drop_what_is_too_little_for_all():
+    with LocalGroup() as group:
+        group.membership.dispatcher = Counter()
+        with pytest.raises(SettingsError, match="drop_last must be left out where workers go at their own pace"):
+            next(iter(Loader(TensorDataset(torch.arange(50)), 9, drop_last=True)))

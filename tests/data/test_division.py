@@ -136,6 +136,25 @@ def test_a_change_while_training_leaves_alone_what_was_read_ahead(num_processes)
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("tail", ["short", "drop", "join"])
+def test_a_change_while_training_moves_no_end_of_epochs(tail):
+    seen = []
+    for loader in make_loaders(2, num_epochs=3, drop_last=tail == "drop", join_epochs=tail == "join"):
+        intervals, starts = [], []
+        for batch in loader:
+            loader.ack(batch)
+            intervals.append(batch.interval)
+            if len(intervals) in (4, 12):
+                starts.append(loader.change_batch({4: 4, 12: 16}[len(intervals)]))
+                num_steps = len(intervals) + len(loader)
+        assert len(intervals) == num_steps
+        seen.append((intervals, starts))
+    assert seen[0] == seen[1]
+    steps = [sum(interval.stop <= start for interval in intervals) for start in starts]
+    expected = walk(positions_of(50, 3), batch_of(6, zip(steps, (4, 16), strict=True)), tail)
+    assert intervals == [(positions[0], positions[-1] + 1) for positions in expected]
+
+
 def test_shares_follow_the_batch():
     loader = make_loaders(2, shares=[2, 1], changes=[(2, 12)])[0]
     assert loader.shares == [4, 2]

@@ -3,18 +3,20 @@ import gc
 import itertools
 import json
 import multiprocessing
+import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from naive_order import batch_of, positions_of, walk
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.comm import LocalGroup
-from paceline.data import GlobalOrder, Loader, MapSource, Source, Spec, apportion
+from paceline.data import GlobalOrder, Interval, Loader, MapSource, Source, Spec, apportion
 from paceline.errors import DataError, SettingsError
 
 
@@ -135,6 +137,73 @@ def test_resuming_at_any_number_of_workers_uses_each_sample_once_an_epoch(num_sa
     assert used == sum(epochs, [])[: len(used)]
 
 
+@st.composite
+def trainings(draw):
+    """Draw the settings of a training, with an end, and on which workers its parts are done."""
+    num_samples = draw(st.integers(1, 25))
+    phases = draw(st.lists(st.tuples(shares_of, st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=3))
+    tail = draw(st.sampled_from(["short", "drop", "join"]))
+    fewest = max(len(shares) for shares, _, _ in phases)
+    most = num_samples if tail == "drop" else fewest + 30
+    assume(fewest <= most)
+    sizes = st.integers(fewest, most)
+    changes = draw(st.lists(st.tuples(st.integers(1, 12), sizes), max_size=2, unique_by=lambda change: change[0]))
+    ends = {"num_epochs": draw(st.integers(1, 4)), "num_steps": draw(st.integers(1, 12))}
+    kept = draw(st.sampled_from([["num_epochs"], ["num_steps"], ["num_epochs", "num_steps"]]))
+    options = {"drop_last": tail == "drop", "join_epochs": tail == "join", "changes": sorted(changes)}
+    options |= {name: ends[name] for name in kept} | {"adds_micro_batches": draw(st.booleans())}
+    return num_samples, draw(sizes), tail, phases, options
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(trainings())
+@example((10, 4, "join", [([1.0], 1, 2)], {"join_epochs": True, "num_epochs": 1}))
+@example((10, 4, "drop", [([1.0], 1, 2), ([1.0], 1, 0)], {"drop_last": True, "num_epochs": 3, "changes": [(2, 2)]}))
+@example((1, 2, "short", [([0.0, 1.0], 2, 1)], {"num_epochs": 3}))
+def test_a_training_is_that_of_lists_of_samples_wherever_it_is_taken_up_again(training):
+    num_samples, first, tail, phases, options = training
+    epochs = positions_of(num_samples, options.get("num_epochs"))
+    steps = walk(epochs, batch_of(first, options.get("changes", [])), tail, options.get("num_steps"))
+    order, state, num_done = GlobalOrder(num_samples), None, 0
+    for number, (shares, num_micro_batches, num_steps) in enumerate(phases):
+        loaders = make_loaders(
+            num_samples, first, len(shares), shares=shares, num_micro_batches=num_micro_batches, **options
+        )
+        for loader in loaders if state else []:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        is_last = number == len(phases) - 1
+        lengths, to_do = (
+            {len(loader) for loader in loaders},
+            steps[num_done : None if is_last else num_done + num_steps],
+        )
+        parts = [read(loader, len(to_do) + is_last) for loader in loaders]  # one more than there are, at the end
+        assert not is_last or lengths == {sum(len(step) for step in one) for one in parts}
+        assert {len(one) for one in parts} == {len(to_do)}
+        for positions, *by_worker in zip(to_do, *parts, strict=True):
+            expected = order.samples_at(Interval(positions[0], positions[-1] + 1)).tolist()
+            assert sum(map(counted, by_worker), []) == expected
+        num_done += len(to_do)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert {len(loader) for loader in loaders} == {0}
+    assert [list(loader) for loader in loaders] == [[] for _ in loaders]
+
+
+def read(loader, num_steps):
+    """Return the micro-batches of the next steps, fewer at the end; the loop is left as by break."""
+    steps, step = [], []
+    for batch in loader if num_steps else []:
+        step.append(batch)
+        if batch.last:
+            steps.append(step)
+            step = []
+            if len(steps) == num_steps:
+                break
+    assert not step
+    return steps
+
+
 def test_a_batch_counts_when_it_is_acknowledged_or_the_next_is_asked_for_or_the_loop_is_left():
     (loader,) = make_loaders(100, 10, 1)
     with contextlib.closing(iter(loader)) as batches:
@@ -159,6 +228,10 @@ def test_half_a_step_is_no_step():
         next(batches)
         assert not next(batches).interval.start
         assert loader.position == 0
+        assert next(batches).interval.start == 10
+        with pytest.raises(DataError, match="after the last micro-batch of a step"):
+            loader.state_dict()
+    assert loader.state_dict()["low_water"] == 10, "the loop was left in the middle of a step, which is to come again"
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -197,6 +270,34 @@ def test_nothing_is_left_when_the_iterator_is_closed(num_processes, num_taken):
     batches.close()
     assert loader_threads() == []
     del batches
+    gc.collect()
+    assert wait_until(lambda: not multiprocessing.active_children())
+
+
+def test_an_older_loop_takes_nothing_from_a_newer_one():
+    for _ in range(30):
+        (loader,) = make_loaders(100, 10, 1)
+        older = iter(loader)
+        next(older)  # and reads ahead while the newer one begins
+        assert [step[0].interval.start for step in read(loader, 6)] == [0, 10, 20, 30, 40, 50]
+        assert loader_threads() == [], "the older one's has ended too"
+        with pytest.raises(DataError, match="iterated once at a time"):
+            next(older)
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_nothing_is_left_when_a_loop_ends_by_break_or_by_an_error_or_at_its_end(num_processes):
+    (loader,) = make_loaders(100, 10, 1, num_processes=num_processes, num_steps=4)
+    handler = signal.getsignal(signal.SIGINT)
+    for _ in loader:
+        break
+    assert loader_threads() == []
+    with pytest.raises(ZeroDivisionError):
+        [1 / 0 for _ in loader]
+    assert loader_threads() == []
+    assert [batch.interval.start for batch in loader] == [20, 30]
+    assert loader_threads() == []
+    assert signal.getsignal(signal.SIGINT) == handler
     gc.collect()
     assert wait_until(lambda: not multiprocessing.active_children())
 

@@ -103,6 +103,8 @@ class Loader:
             raise SettingsError(
                 "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
             )
+        if dispatcher is not None and (num_epochs is not None or num_steps is not None):
+            raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
         self._source: Source | None = None
@@ -128,7 +130,7 @@ class Loader:
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
         self._num_processes = num_processes
         self._ledger = Ledger()
-        self._num_iterators = 0
+        self._reading: ReadAhead | None = None
         self._in_hand: Batch | None = None
         """What the loop over it works on."""
 
@@ -139,8 +141,11 @@ class Loader:
             TypeError: There is no end, or it is not known: of an iterable data set, or of workers at their own pace.
         """
         end = self._end_step
-        if end is None or self._dispatcher is not None:
+        is_paced = self._dispatcher is not None or self._found_dispatcher is not None
+        if end is None or is_paced or (self._stream is not None and self._num_epochs is not None):
             raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
+        if self._is_over(self.position):
+            return 0
         steps = range(self._batches.step_of(self.position), end)
         if not self._adds_micro_batches:
             return len(steps) * self.num_micro_batches
@@ -262,6 +267,11 @@ class Loader:
         Raises:
             DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
         """
+        if ("stream" in state) != (self._stream is not None):
+            raise DataError(
+                "a data set must be iterable where that of the checkpoint is, and only there, but one of them is not; "
+                "resume with the data that the run was started with"
+            )
         for name, here in asdict(self.order).items():
             saved = state.get(name, "short")  # older checkpoints know no other tail
             if saved != here:
@@ -273,7 +283,7 @@ class Loader:
         self._ledger = Ledger.from_state(state)
         self._membership.save_every = state.get("save_every")
         if self._stream is not None:
-            self._stream.seek(state["stream"], self.position)
+            self._stream = self._stream.resume(state["stream"], self.position)
         if "batches" in state:
             self._batches.resume(state["batches"][0][0], self.position)
 
@@ -284,10 +294,14 @@ class Loader:
         which they have agreed to: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
-            if self._finds_dispatcher and self._membership.dispatcher is not None:
-                yield from self._iterate_at_own_pace(self._membership.dispatcher)
+            if self._found_dispatcher is not None:
+                yield from self._iterate_at_own_pace(self._found_dispatcher)
             else:
                 yield from self._iterate()
+
+    @property
+    def _found_dispatcher(self) -> Dispatcher | None:
+        return self._membership.dispatcher if self._finds_dispatcher else None
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
         """Yield what nobody else has; where it is time to save, to stop or to end, all workers come together.
@@ -296,14 +310,21 @@ class Loader:
         """
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
+        if self.order.tail == "drop":
+            raise SettingsError(
+                "drop_last must be left out where workers go at their own pace, of whom each takes a part of what is "
+                "left; take a synchronous rule, or join_epochs"
+            )
         self._dispatcher = dispatcher
         dispatcher.set_source(self.claim_next, self.mark_used)
-        membership, end = self._membership, self._end_step
+        membership = self._membership
         next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
-        while True:
+        while not self._is_over(self.position):
             if membership.save_every is not None:
                 next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
-            dispatcher.set_boundary(self._batches.position_of(next_step if end is None else min(next_step, end)))
+            end = self._end_step
+            boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
+            dispatcher.set_boundary(boundary if self._last is None else min(boundary, self._last))
             next_step = _FAR
             yield from self._iterate()
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
@@ -314,34 +335,43 @@ class Loader:
             here = Interval(self.position, self.position)
             borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
             yield Batch(borrowed, 0, here).to(self._device)
-            is_over = end is not None and membership.boundary_step >= end
             membership.boundary_step = None
-            if is_over or membership.is_stopping:
+            if membership.is_stopping:
                 return
 
     def _iterate(self) -> Iterator[Batch]:
         if self._dispatcher is None:
             self._ledger = Ledger.from_state(self._ledger.state_dict())
         if self._stream is not None:
-            self._stream.seek(self._stream.state(self.position), self.position)
-        self._num_iterators += 1
-        mine = self._num_iterators
-        with ReadAhead(self._read_steps(), self._prefetch) as steps:
-            for step in steps:
-                if mine != self._num_iterators:
-                    raise DataError("a loader must be iterated once at a time, but a newer iterator was begun")
-                for batch in step:
-                    self._in_hand = batch
-                    try:
-                        yield self._split(batch) if self._split is not None else batch
-                    except GeneratorExit:  # the loop was left by break: its last batch is used all the same
-                        if self._in_hand is not None and batch.last and mine == self._num_iterators:
-                            self.ack(batch)
-                        raise
-                if self._in_hand is not None:
-                    self.ack(step[-1])
-                if self._dispatcher is None and self._membership.is_stopping:
-                    return
+            self._stream = self._stream.resume(self._stream.state(self.position), self.position)
+        if self._reading is not None:
+            self._reading.stop()  # that of an older iterator, which somebody holds
+        mine = self._reading = ReadAhead(self._read_steps(self._ledger, self._stream), self._prefetch)
+        try:
+            with mine:
+                yield from self._use(mine)
+        finally:
+            if mine is self._reading:
+                self._reading = self._in_hand = None
+
+    def _use(self, mine: ReadAhead) -> Iterator[Batch]:
+        for step in mine:
+            for batch in step:
+                self._in_hand = batch
+                try:
+                    yield self._split(batch) if self._split is not None else batch
+                except GeneratorExit:  # the loop was left by break: its last batch is used all the same
+                    if self._in_hand is not None and batch.last and mine is self._reading:
+                        self.ack(batch)
+                    raise
+                if mine is not self._reading:
+                    raise DataError(
+                        "a loader must be iterated once at a time, but a newer iterator was begun; end one loop first"
+                    )
+            if self._in_hand is not None:
+                self.ack(step[-1])
+            if self._dispatcher is None and self._membership.is_stopping:
+                return
 
     def _check_batch(self, global_batch: int | None) -> int:
         if global_batch is None:
@@ -358,6 +388,13 @@ class Loader:
                 f"nothing is left, but got {checked}; lower it, or leave drop_last out"
             )
         return checked
+
+    @property
+    def _last(self) -> int | None:
+        """The position at which the last epoch ends; None where there is none, or an iterable data set knows it."""
+        if self._num_epochs is None or self._source is None:
+            return None
+        return self._num_epochs * self.order.num_samples
 
     @property
     def _first_unread(self) -> int:
@@ -383,24 +420,25 @@ class Loader:
     def _end_step(self) -> int | None:
         """The step before which it ends; None where there is no end, or an iterable data set knows it."""
         ends = [self._num_steps] if self._num_steps is not None else []
-        if self._num_epochs is not None and self._source is not None:
-            last = self._num_epochs * self.order.num_samples
-            step = self._batches.step_of(last)
-            ends.append(step if self._batches.position_of(step) >= last else step + 1)
+        if self._last is not None:
+            step = self._batches.step_of(self._last)
+            ends.append(step if self._batches.position_of(step) >= self._last else step + 1)
         return min(ends, default=None)
 
-    def _plan_steps(self) -> Iterator[StepReads]:
-        end = self._end_step
-        last = self._num_epochs * self.order.num_samples if self._num_epochs is not None else None
-        while self._dispatcher is None:
-            if end is not None and self._batches.step_of(self._ledger.next_claim) >= end:
-                return
-            interval = self._ledger.claim(self.order, self.batch_at)
-            if last is not None and last < interval.stop:  # joined with no epoch any more
-                interval = Interval(interval.start, last)
-                self._ledger.next_claim = last
+    def _is_over(self, position: int) -> bool:
+        """Return whether no step begins at `position`, or after what is dropped there."""
+        if self._num_steps is not None and self._batches.step_of(position) >= self._num_steps:
+            return True
+        return self._last is not None and self.order.next_batch(position, self.batch_at(position)).start >= self._last
+
+    def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
+        while self._dispatcher is None and not self._is_over(ledger.next_claim):
+            interval = ledger.claim(self.order, self.batch_at)
+            if self._last is not None and self._last < interval.stop:  # joined with no epoch any more
+                interval = Interval(interval.start, self._last)
+                ledger.next_claim = self._last
             yield self._cut(interval)
-        while (claimed := self._dispatcher.claim(self._claim_size)) is not None:
+        while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
             yield self._cut(Interval(*claimed), is_all_mine=True)
 
     def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
@@ -423,28 +461,31 @@ class Loader:
             return self.num_micro_batches
         return self.num_micro_batches * max(1, -(-self.batch_at(position) // self._first_batch))
 
-    def _read_steps(self) -> Generator[list[Batch]]:
-        if self._stream is not None:
-            yield from self._read_stream(self._stream)
+    def _read_steps(self, ledger: Ledger, stream: Stream | None) -> Generator[list[Batch]]:
+        if stream is not None:
+            yield from self._read_stream(ledger, stream)
         elif self._num_processes > 0:
             assert self._source is not None
             yield from read_in_processes(
-                self._source, self.order, self._plan_steps(), self._device, self._num_processes, self._prefetch_factor
+                self._source,
+                self.order,
+                self._plan_steps(ledger),
+                self._device,
+                self._num_processes,
+                self._prefetch_factor,
             )
         else:
             assert self._source is not None
-            for step in self._plan_steps():
+            for step in self._plan_steps(ledger):
                 read = [self._source.read(self.order.samples_at(part)) for part in step.parts]
                 yield step.make_batches(read, self._device)
 
-    def _read_stream(self, stream: Stream) -> Iterator[list[Batch]]:
-        while self._num_steps is None or self._batches.step_of(self._ledger.next_claim) < self._num_steps:
-            start = self._ledger.next_claim
+    def _read_stream(self, ledger: Ledger, stream: Stream) -> Iterator[list[Batch]]:
+        while not self._is_over(start := ledger.next_claim):
             samples = stream.take(self.batch_at(start))
             if not samples:
                 return
-            interval = self._ledger.claim(self.order, len(samples))
-            step = self._cut(interval)
+            step = self._cut(ledger.claim(self.order, len(samples)))
             read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
             yield step.make_batches(read, self._device)
 

@@ -23,6 +23,10 @@ class ReadAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread; what it has read ahead is dropped."""
         self._stopped.set()
         while not self._ready.empty():
             self._ready.get_nowait()

@@ -2,19 +2,28 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
 from paceline.errors import DataError, SettingsError
 
 
+@runtime_checkable
+class HasEpochs(Protocol):
+    """A data set that is told which epoch comes, to shuffle each in another way (as those of the datasets library)."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the number of the epoch that is iterated next."""
+
+
 class Stream:
     """The samples of an iterable data set, epoch after epoch, joined.
 
     Every worker reads all of them and keeps those of its share, so that what is learnt from depends neither on the
-    number of workers nor on their shares, provided that the data set yields the same samples everywhere and each time.
-    Going on from a checkpoint reads again all that the epoch had before: a map-style data set costs neither.
+    number of workers nor on their shares, provided that the data set yields the same samples everywhere and each time
+    (in an epoch of the same number, if it has a method ``set_epoch``). Going on from a checkpoint reads again all that
+    the epoch had before: a map-style data set costs neither.
 
     Args:
         dataset: Iterated once an epoch.
@@ -28,52 +37,76 @@ class Stream:
         self._first_epoch = 0
         self._position = 0
         self._samples: Iterator[Any] | None = None
+        self._last_samples: Iterator[Any] | None = None
 
     def take(self, num_samples: int) -> list[Any]:
         """Return the next samples: fewer, or none, at the end.
 
         Raises:
-            DataError: The data set yields nothing.
+            DataError: The data set yields nothing, or less than it did before a checkpoint.
         """
         taken: list[Any] = []
         while len(taken) < num_samples and not self._is_over:
             if self._samples is None:
-                self._samples = iter(self._dataset)
+                self._samples = self._begin()
             new = list(itertools.islice(self._samples, num_samples - len(taken)))
             taken += new
             self._position += len(new)
             if len(taken) < num_samples:
                 if self._position == self._epoch_starts[-1]:
-                    raise DataError(f"a data set must have samples, but {type(self._dataset).__name__} yields none")
+                    raise DataError(
+                        f"an iterable data set must yield samples each time that it is iterated, but {self._name} "
+                        f"yields none in epoch {self._epoch}; let __iter__ begin anew, or give Loader num_epochs=1"
+                    )
                 self._samples = None
                 self._epoch_starts.append(self._position)
         return taken
 
     def state(self, position: int) -> dict[str, int]:
-        """Return the epoch that `position` is in, and where that began, as JSON."""
-        index = max(index for index, start in enumerate(self._epoch_starts) if start <= position)
+        """Return the epoch that the sample before `position` is in, and where that began, as JSON."""
+        # Of the sample before: whether the next epoch has begun depends on how far was read ahead.
+        index = max(index for index, start in enumerate(self._epoch_starts) if start < position or not index)
         return {"epoch": self._first_epoch + index, "epoch_start": self._epoch_starts[index]}
 
-    def seek(self, state: dict[str, int], position: int) -> None:
-        """Go on at `position`, of which `state` was returned.
+    def resume(self, state: dict[str, int], position: int) -> "Stream":
+        """Return a stream that goes on at `position`, of which `state` was returned; it reads nothing yet."""
+        resumed = Stream(self._dataset, self._num_epochs)
+        resumed._first_epoch, resumed._epoch_starts = state["epoch"], [state["epoch_start"]]
+        resumed._position = position
+        resumed._last_samples = self._last_samples
+        return resumed
 
-        Raises:
-            DataError: The epoch has fewer samples now.
-        """
-        self._first_epoch, self._epoch_starts = state["epoch"], [state["epoch_start"]]
-        self._position, self._samples = position, iter(self._dataset)
-        num_used = position - state["epoch_start"]
-        num_skipped = sum(1 for _ in itertools.islice(self._samples, num_used))
+    def _begin(self) -> Iterator[Any]:
+        """Iterate the data set anew, up to the position."""
+        if isinstance(self._dataset, HasEpochs):
+            self._dataset.set_epoch(self._epoch)
+        samples = iter(self._dataset)
+        num_used = self._position - self._epoch_starts[-1]
+        if num_used and samples is self._last_samples:
+            raise DataError(
+                f"an iterable data set must begin anew each time that it is iterated, but {self._name} goes on where "
+                "it was left; let __iter__ make a new iterator, or loop over the Loader once"
+            )
+        self._last_samples = samples
+        num_skipped = sum(1 for _ in itertools.islice(samples, num_used))
         if num_skipped < num_used:
             raise DataError(
-                "a data set must yield what it yielded when the checkpoint was saved, but "
-                f"{type(self._dataset).__name__} has {num_skipped} samples, and {num_used} were used; resume with the "
-                "same data"
+                f"an iterable data set must yield what it yielded before, but {self._name} has {num_skipped} samples "
+                f"in epoch {self._epoch}, of which {num_used} were used; resume with the same data"
             )
+        return samples
+
+    @property
+    def _epoch(self) -> int:
+        return self._first_epoch + len(self._epoch_starts) - 1
 
     @property
     def _is_over(self) -> bool:
-        return self._num_epochs is not None and self._first_epoch + len(self._epoch_starts) > self._num_epochs
+        return self._num_epochs is not None and self._epoch >= self._num_epochs
+
+    @property
+    def _name(self) -> str:
+        return type(self._dataset).__name__
 
 
 def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dispatcher: object) -> None:
@@ -86,7 +119,7 @@ def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dis
     if shuffle:
         reason = "shuffle; shuffle in the data set itself, the same on every worker"
     elif drop_last:
-        reason = "drop_last; its epochs are joined anyway"
+        reason = "drop_last; its epochs are joined anyway, leave it out"
     elif num_processes:
         reason = f"num_processes {num_processes}; its samples come one after another, leave it out"
     elif dispatcher is not None:
