@@ -18,6 +18,7 @@ from paceline.parallel.context import (
     check_length,
     full_sequences,
     split_attention,
+    split_batch,
     split_sequences,
 )
 from paceline.parallel.mesh import Mesh
@@ -156,6 +157,17 @@ def test_every_token_is_on_one_rank_and_causal_work_is_even() -> None:
     assert torch.equal(torch.cat(parts).sort().values, tokens[0])
     assert len({int(part.sum()) for part in parts}) == 1  # pairs of a token are its position and one
     assert torch.equal(split_sequences(tokens, place_at(0, 1)), tokens)
+
+
+def test_every_tensor_of_a_batch_is_cut_alike() -> None:
+    batch = {"ids": torch.arange(24).view(3, 8), "mask": torch.ones(3, 8, 2), "text": ["a", "b", "c"]}
+    cut = [split_batch(batch, place_at(rank, 2)) for rank in range(2)]
+    assert [part["ids"][0].tolist() for part in cut] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert {part["mask"].shape for part in cut} == {(3, 4, 2)}
+    assert cut[0]["text"] == batch["text"]
+    for odd in (torch.zeros(3), torch.zeros(3, 4)):  # labels of whole sequences, and features
+        with pytest.raises(SettingsError, match=r"as many tokens .* but got {ids: int64\[3, 8\], odd: float32\[3"):
+            split_batch({"ids": batch["ids"], "odd": odd}, place_at(0, 2))
 
 
 def test_lengths_that_cannot_be_cut_are_refused_with_their_arithmetic() -> None:

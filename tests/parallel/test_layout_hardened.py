@@ -14,9 +14,11 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.compression.codec import Codec
 from paceline.data import Batch, Interval
+from paceline.data.batch import call, select
 from paceline.errors import DivergenceError, NonFiniteError, SettingsError
 from paceline.optim import Optimizer
 from paceline.parallel.parallelize import check_sharding, parallelize
+from paceline.parallel.pipeline.layers import PipelineLayer
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.replica import Loss
 from paceline.replica.replica import Replica
@@ -50,6 +52,35 @@ class Tied(nn.Module):
         hidden = self.second(self.act(self.first(self.embedding(tokens))))
         logits: torch.Tensor = self.head(hidden)
         return logits
+
+
+class Masked(nn.Module):
+    """A model of two inputs by name, which its first layer gets in the order of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def pipeline_layers(self) -> list[PipelineLayer]:
+        names = ("embedding", "body", "head")
+        steps = (self.embed, self.mix, self.finish)
+        return [PipelineLayer(name, (name,), run) for name, run in zip(names, steps, strict=True)]
+
+    def embed(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = value
+        return self.embedding(ids) * mask[..., None], mask
+
+    def mix(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = value
+        return torch.tanh(self.body(x)) * mask[..., None], mask
+
+    def finish(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.head(value[0])
+        return logits
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.finish(self.mix(self.embed((ids, mask))))
 
 
 class Normed(nn.Module):
@@ -97,6 +128,34 @@ def take_steps(replica: Replica, count: int) -> list[float]:
         else:
             loss, weight = loss_of(replica(mine), (mine + 1) % WIDTH)
             replica.backward(loss, weight=weight)
+        result = replica.update()
+        numbers += [result.loss, float(result.gradient_norm or 0.0)]
+    return numbers
+
+
+def train_masked(group: Group, layout: Layout) -> list[float]:
+    """Return losses and norms of steps on mappings, the last with fewer samples, each cut into micro-batches."""
+    lengths = torch.arange(NUM_SAMPLES) % 3 + 1
+    mask = (torch.arange(4) < lengths[:, None]).float()
+    ids = torch.arange(NUM_SAMPLES * 4).view(-1, 4) % WIDTH
+    data = {"ids": ids, "mask": mask, "labels": (ids * 3 + 1) % WIDTH}
+    pipeline = PipelineSettings(order="1f1b", num_micro_batches=2)
+    sample = Batch(data, NUM_SAMPLES, Interval(0, NUM_SAMPLES)).inputs
+    module = parallelize(seeded(Masked), layout, group=group, pipeline=pipeline, sample=sample)
+    replica = Replica(module, torch.optim.SGD(module.parameters(), 0.5), group=group, clip_norm=9.0)
+
+    def loss_of_output(output: torch.Tensor, batch: Batch) -> Loss:
+        losses = nn.functional.cross_entropy(output.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        mask = batch.data["mask"]
+        return Loss((losses * mask.flatten()).sum() / mask.sum(), batch.count(mask))
+
+    numbers = []
+    for count in (NUM_SAMPLES, NUM_SAMPLES, 3):
+        batch = Batch(select(data, slice(count), NUM_SAMPLES), count, Interval(0, count))
+        if replica.shard.pipeline is not None:
+            replica.backward_through(batch, loss_of_output)
+        else:
+            replica.backward(loss_of_output(call(replica, batch.inputs), batch))
         result = replica.update()
         numbers += [result.loss, float(result.gradient_norm or 0.0)]
     return numbers
@@ -227,6 +286,7 @@ def try_all(folder: str) -> dict[str, Any]:
     group = join()
     torch.set_num_threads(1)
     result = try_pipelines(group) | try_sharded(group, folder)
+    result["masked"] = train_masked(group, Layout(pipeline=2))
     group.close()
     return result
 
@@ -234,6 +294,8 @@ def try_all(folder: str) -> dict[str, Any]:
 def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
     ranks = run_processes(2, try_all, {"folder": str(tmp_path)}, timeout_s=50.0)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
+    masked = train_masked(LocalGroup(), Layout())
+    assert masked[-2] < masked[0]
     for found in (rank.value for rank in ranks):
         assert found["frozen"] < TOLERANCE, "a tied parameter that is frozen has no gradients to sum"
         numbers, scale = found["fp16"]
@@ -241,6 +303,9 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
         assert numbers[-2] < numbers[0], "ranks without a loss have its scale too"
         assert found["cuts"][0] != found["cuts"][1], "what a rank kept of one cut does not fit another"
         assert "place 1 of 2 has none in head" in found["untrained"], "said on every rank"
+        assert distance(found["masked"], masked) < TOLERANCE, (
+            "a mapping of two inputs, and a loss of what its mask holds"
+        )
         assert "first in parameter embedding.weight" in found["diverged"], "copies of stages are compared too"
         assert {name: found[name] for name in STATES if found[name] >= TOLERANCE} == {}, "ZeRO-1 of every rule"
         assert "it is not on rank 1 (nan);" in found["nan"], "named by its rank in the world, on every rank"

@@ -124,3 +124,17 @@ def test_an_estimate_is_within_a_tenth_of_what_is_measured(case):
     estimated = estimate(run, splits, num_workers, CPU).peak_bytes
     measured = measure(run, splits, num_workers)
     assert estimated == pytest.approx(measured, rel=0.1)
+
+
+class Mapped(Samples):
+    """The same samples, by names."""
+
+    def read(self, indices):
+        tokens, targets = super().read(indices)
+        return {"tokens_BT": tokens, "labels": targets}
+
+
+def test_samples_with_names_need_what_pairs_do():
+    run = make_run()
+    mapped = Splits(*[Mapped(TEXT.train.spec, is_text=True)] * 2)
+    assert estimate(run, mapped, 2, CPU) == estimate(run, TEXT, 2, CPU)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 
@@ -153,6 +155,20 @@ def split_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
     check_length(tensor.shape[1], context=size)
     chunks = tensor.chunk(2 * size, dim=1)
     return torch.cat([chunks[place], chunks[2 * size - 1 - place]], dim=1)
+
+
+def split_batch(data: Any, mesh: Mesh) -> Any:
+    """Return the tokens of each tensor of a batch that are this rank's: see `split_sequences`.
+
+    Raises:
+        SettingsError: Tensors are of other lengths, so that the dim after the batch dim is not of tokens in all.
+    """
+    if len({tensor.shape[1:2] for tensor in list_tensors(data)}) > 1:
+        raise SettingsError(
+            f"each tensor of a batch for context({mesh.size('context')}) must have as many tokens in the dim after the "
+            f"batch dim, but got {describe(data)}; give what is no sequence another way, or set layout.context 1"
+        )
+    return map_tensors(lambda tensor: split_sequences(tensor, mesh), data)
 
 
 def check_length(num_tokens: int, *, context: int, tensor: int = 1) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
-from paceline.data.batch import Batch, map_tensors
-from paceline.parallel.context import full_sequences, split_sequences
+from paceline.data.batch import Batch
+from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
@@ -140,8 +140,7 @@ class ModelShard:
         """Return this rank's part of a batch: of each sequence, where a context axis cuts them."""
         if self.mesh is None or self.mesh.size("context") == 1:
             return batch
-        mesh = self.mesh
-        return replace(batch, data=map_tensors(lambda tensor: split_sequences(tensor, mesh), batch.data))
+        return replace(batch, data=split_batch(batch.data, self.mesh))
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return the context that forward and backward run in; without it logits are gathered whole."""

@@ -19,7 +19,8 @@ class PipelineLayer:
     owns: tuple[str, ...]
     """Names of the submodules, parameters and buffers of the model that it uses. Several layers may own the same."""
     run: Callable[[Any], Any]
-    """From what the layer before returned (the model's input, for the first) to its own output."""
+    """From what the layer before returned to its own output. The first gets the model's input: where that is several
+    tensors, a tuple of them, in the order in which a batch holds them."""
 
     @classmethod
     def child(cls, module: nn.Module, name: str) -> "PipelineLayer":
