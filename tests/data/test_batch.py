@@ -66,6 +66,8 @@ def test_what_is_there_already_is_not_copied():
 
 
 def test_what_is_no_tensor_is_passed_on():
+    assert map_tensors(lambda tensor: tensor + 1, Graph) is Graph
+    assert describe(Graph) == "type"
     moved = make_batch(NESTINGS["list"]).to(META)
     assert moved.data[1:] == ["text", None, 3]
     assert make_batch(NESTINGS["dataclass"]).to(META).data.name == "mine"

@@ -285,6 +285,16 @@ def test_an_older_loop_takes_nothing_from_a_newer_one():
             next(older)
 
 
+def test_an_older_loop_that_is_left_uses_nothing_of_a_newer_one():
+    (loader,) = make_loaders(100, 10, 1)
+    older, newer = iter(loader), iter(loader)
+    assert next(older).interval == next(newer).interval
+    older.close()
+    assert loader.position == 0
+    newer.close()
+    assert loader.position == 10
+
+
 @pytest.mark.parametrize("num_processes", [0, 1])
 def test_nothing_is_left_when_a_loop_ends_by_break_or_by_an_error_or_at_its_end(num_processes):
     (loader,) = make_loaders(100, 10, 1, num_processes=num_processes, num_steps=4)

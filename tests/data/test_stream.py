@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm import LocalGroup
 from paceline.data import Loader
+from paceline.data.stream import Stream
 from paceline.errors import DataError, SettingsError
 
 
@@ -107,6 +108,16 @@ def test_going_on_reads_again_what_the_epoch_had_and_once():
     ((samples, _),) = read(resumed, 1)
     assert samples == [(1, place) for place in range(300, 310)]
     assert source.num_read <= 300 + 10 * 4, "those before, the step, and what is read ahead"
+
+
+def test_a_state_is_the_same_however_far_was_read_ahead():
+    stream = Stream(Numbers(4, 3), num_epochs=2)
+    stream.take(4)
+    before = stream.state(4)
+    stream.take(1)
+    assert stream.state(4) == before == {"epoch": 0, "epoch_start": 0}
+    assert stream.state(5) == {"epoch": 1, "epoch_start": 4}
+    assert [len(stream.resume(before, 4).take(9)), len(stream.resume(stream.state(5), 5).take(9))] == [3, 2]
 
 
 def test_left_and_taken_up_again_in_one_process():

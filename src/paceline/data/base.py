@@ -1,6 +1,7 @@
 """What every source of data is: samples under an index, read a batch at a time."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,16 @@ class Source(torch.utils.data.Dataset[Any]):
     @abstractmethod
     def read(self, indices: Indices) -> Any:
         """Return the samples at `indices`, in that order: see `Batch.data`."""
+
+    def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
+        """Return the samples at `indices`, in a process that does nothing else.
+
+        Args:
+            indices: As in `read`.
+            seeds: For each sample, the seed of the global random generators while it is made; needed only where it
+                depends on them, which those of this class do not.
+        """
+        return self.read(indices)
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""

@@ -112,10 +112,15 @@ def map_tensors(change: Callable[[Tensor], Any], data: Any) -> Any:
     if isinstance(data, tuple | list):
         items = [map_tensors(change, item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+    if is_record(data):
         fields = {f.name: map_tensors(change, getattr(data, f.name)) for f in dataclasses.fields(data) if f.init}
         return dataclasses.replace(data, **fields)
     return data
+
+
+def is_record(data: Any) -> bool:
+    """Return whether `data` is an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
 def list_tensors(data: Any) -> list[Tensor]:
@@ -160,7 +165,7 @@ def describe(data: Any) -> str:
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in data.items()) + "}"
     if isinstance(data, tuple | list):
         return "(" + ", ".join(describe(item) for item in data[:8]) + (", ..." if len(data) > 8 else "") + ")"
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+    if is_record(data):
         inside = ", ".join(f"{f.name}={describe(getattr(data, f.name))}" for f in dataclasses.fields(data))
         return f"{type(data).__name__}({inside})"
     return type(data).__name__

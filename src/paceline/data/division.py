@@ -98,6 +98,39 @@ class Batches:
         return self._stretches[max(0, number - 1)]
 
 
+class Ending:
+    """Where the data ends: after so many epochs or steps, both counted from the beginning of training, or never.
+
+    Args:
+        order: What it is the end of.
+        batches: What steps take.
+        num_epochs: Epochs after which it ends; None for no end.
+        num_steps: Steps after which it ends; None for no end.
+    """
+
+    def __init__(self, order: GlobalOrder, batches: Batches, num_epochs: int | None, num_steps: int | None) -> None:
+        self._order, self._batches, self._num_steps = order, batches, num_steps
+        self.position = None if num_epochs is None else num_epochs * order.num_samples
+        """The position at which the last epoch ends."""
+
+    @property
+    def step(self) -> int | None:
+        """The step before which it ends, with the batches that are planned now."""
+        ends = [self._num_steps] if self._num_steps is not None else []
+        if self.position is not None:
+            step = self._batches.step_of(self.position)
+            ends.append(step if self._batches.position_of(step) >= self.position else step + 1)
+        return min(ends, default=None)
+
+    def is_reached(self, position: int) -> bool:
+        """Return whether no step begins at `position`, or after what is dropped there."""
+        if self._num_steps is not None and self._batches.step_of(position) >= self._num_steps:
+            return True
+        if self.position is None:
+            return False
+        return self._order.next_batch(position, self._batches.at(position)).start >= self.position
+
+
 class Shares:
     """One non-negative weight a worker; it may change at a position of the global order.
 

@@ -9,13 +9,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
+from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.division import Batches, Shares
+from paceline.data.division import Batches, Ending, Shares
 from paceline.data.map_source import CollateFn, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
+from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
-from paceline.data.read_steps import StepReads, read_in_processes
+from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 
@@ -45,7 +47,8 @@ class Loader:
         shares: How a global batch is divided: one non-negative weight a worker; evenly without it.
         num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
         prefetch: Steps that are read ahead.
-        num_processes: Processes that read; 0 for a background thread.
+        num_processes: Processes that read; 0 for a background thread. In a process each sample has random numbers of
+            its own, by its position: augmentation is then the same on any number of workers, and after resuming.
         split: Returns this rank's part of a batch, where ranks of a worker have different tokens of the same samples;
             by default, as the group, what `paceline.parallelize` has decided.
         dispatcher: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
@@ -105,6 +108,7 @@ class Loader:
             )
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
+        self._name = type(dataset).__name__
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
         self._source: Source | None = None
@@ -121,8 +125,10 @@ class Loader:
         self._first_batch = self._check_batch(global_batch)
         changes = [(step, self._check_batch(batch)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)
-        self._num_epochs = num_epochs if num_epochs is None else _check_count("num_epochs", num_epochs)
-        self._num_steps = num_steps if num_steps is None else _check_count("num_steps", num_steps)
+        num_epochs = num_epochs if num_epochs is None else _check_count("num_epochs", num_epochs)
+        num_steps = num_steps if num_steps is None else _check_count("num_steps", num_steps)
+        self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
+        self._ends_unknown = self._stream is not None and num_epochs is not None
         self.num_micro_batches = _check_count("num_micro_batches", num_micro_batches)
         self._adds_micro_batches = adds_micro_batches
         self._prefetch = prefetch
@@ -140,11 +146,11 @@ class Loader:
         Raises:
             TypeError: There is no end, or it is not known: of an iterable data set, or of workers at their own pace.
         """
-        end = self._end_step
+        end = self._ending.step
         is_paced = self._dispatcher is not None or self._found_dispatcher is not None
-        if end is None or is_paced or (self._stream is not None and self._num_epochs is not None):
+        if end is None or is_paced or self._ends_unknown:
             raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
-        if self._is_over(self.position):
+        if self._ending.is_reached(self.position):
             return 0
         steps = range(self._batches.step_of(self.position), end)
         if not self._adds_micro_batches:
@@ -319,12 +325,12 @@ class Loader:
         dispatcher.set_source(self.claim_next, self.mark_used)
         membership = self._membership
         next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
-        while not self._is_over(self.position):
+        while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
                 next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
-            end = self._end_step
+            end = self._ending.step
             boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
-            dispatcher.set_boundary(boundary if self._last is None else min(boundary, self._last))
+            dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = _FAR
             yield from self._iterate()
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
@@ -390,13 +396,6 @@ class Loader:
         return checked
 
     @property
-    def _last(self) -> int | None:
-        """The position at which the last epoch ends; None where there is none, or an iterable data set knows it."""
-        if self._num_epochs is None or self._source is None:
-            return None
-        return self._num_epochs * self.order.num_samples
-
-    @property
     def _first_unread(self) -> int:
         """The first position that no worker at this one's position can have begun to read."""
         start = self.position
@@ -416,27 +415,12 @@ class Loader:
         num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
-    @property
-    def _end_step(self) -> int | None:
-        """The step before which it ends; None where there is no end, or an iterable data set knows it."""
-        ends = [self._num_steps] if self._num_steps is not None else []
-        if self._last is not None:
-            step = self._batches.step_of(self._last)
-            ends.append(step if self._batches.position_of(step) >= self._last else step + 1)
-        return min(ends, default=None)
-
-    def _is_over(self, position: int) -> bool:
-        """Return whether no step begins at `position`, or after what is dropped there."""
-        if self._num_steps is not None and self._batches.step_of(position) >= self._num_steps:
-            return True
-        return self._last is not None and self.order.next_batch(position, self.batch_at(position)).start >= self._last
-
     def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
-        while self._dispatcher is None and not self._is_over(ledger.next_claim):
+        last = self._ending.position
+        while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
             interval = ledger.claim(self.order, self.batch_at)
-            if self._last is not None and self._last < interval.stop:  # joined with no epoch any more
-                interval = Interval(interval.start, self._last)
-                ledger.next_claim = self._last
+            if last is not None and last < interval.stop:  # joined with no epoch any more
+                interval = Interval(interval.start, last)
             yield self._cut(interval)
         while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
             yield self._cut(Interval(*claimed), is_all_mine=True)
@@ -462,26 +446,26 @@ class Loader:
         return self.num_micro_batches * max(1, -(-self.batch_at(position) // self._first_batch))
 
     def _read_steps(self, ledger: Ledger, stream: Stream | None) -> Generator[list[Batch]]:
-        if stream is not None:
-            yield from self._read_stream(ledger, stream)
-        elif self._num_processes > 0:
+        plan = self._plan_steps(ledger)
+        if self._num_processes > 0:
             assert self._source is not None
             yield from read_in_processes(
-                self._source,
-                self.order,
-                self._plan_steps(ledger),
-                self._device,
-                self._num_processes,
-                self._prefetch_factor,
+                self._source, self.order, plan, self._device, self._num_processes, self._prefetch_factor
             )
+            return
+        if stream is not None:
+            steps, advice = self._read_stream(ledger, stream), "let it draw from a generator that set_epoch seeds"
         else:
             assert self._source is not None
-            for step in self._plan_steps(ledger):
-                read = [self._source.read(self.order.samples_at(part)) for part in step.parts]
-                yield step.make_batches(read, self._device)
+            steps = read_here(self._source, self.order, plan, self._device)
+            advice = "give num_processes=1 (num_data_processes of a run), where each sample has numbers of its own"
+        if isinstance(self._group, LocalGroup) and self._group.size > 1:  # threads, which draw from one generator
+            yield from steps
+        else:
+            yield from warn_of_draws(steps, self._name, advice)
 
     def _read_stream(self, ledger: Ledger, stream: Stream) -> Iterator[list[Batch]]:
-        while not self._is_over(start := ledger.next_claim):
+        while not self._ending.is_reached(start := ledger.next_claim):
             samples = stream.take(self.batch_at(start))
             if not samples:
                 return

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,8 +19,9 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from paceline.data.base import Source, Spec
-from paceline.data.batch import check_batch, describe
+from paceline.data.batch import check_batch, describe, is_record
 from paceline.data.order import Indices
+from paceline.data.randomness import capture_generators, seed_generators
 from paceline.errors import DataError, SettingsError
 
 CollateFn = Callable[[list[Any]], Any]
@@ -126,6 +127,9 @@ class MapSource(Source):
         self.spec = spec or Spec()
         self._dataset, self._collate_fn = dataset, collate_fn
         self._num_samples = len(dataset)
+        self._read_all = getattr(dataset, "__getitems__", None)  # torch's own way to read several at once
+        self._draws = False
+        """Whether to read several at once draws random numbers."""
 
     def __len__(self) -> int:
         """Return the data set's length."""
@@ -138,10 +142,24 @@ class MapSource(Source):
             DataError: One of them is not there, or see `collate`.
         """
         places = [int(index) for index in indices]
-        read_all = getattr(self._dataset, "__getitems__", None)  # torch's own way to read several at once
-        if read_all is not None:
-            return collate(list(read_all(places)), self._collate_fn)
+        if self._read_all is not None:
+            return collate(list(self._read_all(places)), self._collate_fn)
         return collate([self._read_one(place) for place in places], self._collate_fn)
+
+    def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
+        """Return the samples, collated: each with random numbers of its own, whatever it is read together with."""
+        seed_generators(seeds[0])
+        if self._read_all is not None and not self._draws:
+            before = capture_generators()
+            samples = list(self._read_all([int(index) for index in indices]))
+            self._draws = capture_generators() != before
+            if not self._draws:
+                return collate(samples, self._collate_fn)
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            seed_generators(seed)
+            samples.append(self._read_one(int(index)))
+        return collate(samples, self._collate_fn)
 
     def _read_one(self, place: int) -> Any:
         name = f"{type(self._dataset).__name__}[{place}]"
@@ -187,7 +205,7 @@ def _stack(samples: list[Any]) -> Any:
     first = samples[0]
     if isinstance(first, Mapping) and any(one.keys() != first.keys() for one in samples):
         raise KeyError("other keys")  # of which torch would drop some
-    if not dataclasses.is_dataclass(first) or isinstance(first, type | Mapping):
+    if not is_record(first) or isinstance(first, Mapping):
         return default_collate(samples)
     names = [field.name for field in dataclasses.fields(first) if field.init]
     return dataclasses.replace(first, **{name: _stack([getattr(one, name) for one in samples]) for name in names})
@@ -197,7 +215,7 @@ def _refuse_numbers(sample: Any, *, is_inside: bool = False) -> None:
     """Refuse a list of numbers inside a sample: torch makes a tensor of each place in it, and not one of it."""
     if isinstance(sample, Mapping):
         parts = list(sample.values())
-    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+    elif is_record(sample):
         parts = [getattr(sample, field.name) for field in dataclasses.fields(sample)]
     elif isinstance(sample, list | tuple):
         parts = list(sample)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.order import GlobalOrder, Indices, Interval
+from paceline.data.order import GlobalOrder, Indices, Interval, derive_seed
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class StepReads:
             Batch(data, count, self.interval, last=number == last).to(device)
             for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
         ]
+
+
+def read_here(
+    source: Source, order: GlobalOrder, steps: Iterator[StepReads], device: torch.device
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step: see `read_in_processes`."""
+    for step in steps:
+        yield step.make_batches([source.read(order.samples_at(part)) for part in step.parts], device)
 
 
 def read_in_processes(
@@ -63,15 +71,16 @@ def read_in_processes(
     """
     planned: queue.SimpleQueue[StepReads] = queue.SimpleQueue()
 
-    def plan() -> Iterator[Indices]:
+    def plan() -> Iterator[tuple[Interval, Indices]]:
         for step in steps:
             planned.put(step)
-            yield from (order.samples_at(part) for part in step.parts)
+            yield from ((part, order.samples_at(part)) for part in step.parts)
 
     parts = iter(
         DataLoader(
-            _Reader(source),
+            _Reader(source, order.seed),
             sampler=plan(),
+            generator=torch.Generator(),  # or it would draw from that of the model
             batch_size=None,
             num_workers=num_processes,
             worker_init_fn=_live_with_worker,
@@ -89,14 +98,16 @@ def read_in_processes(
 
 
 class _Reader(Dataset[Any]):
-    """A source whose keys are whole batches of indices, as a loader process reads them."""
+    """A source whose keys are whole batches of positions and indices, as a loader process reads them."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source, self._seed = source, seed
 
-    def __getitem__(self, indices: Indices) -> Any:
+    def __getitem__(self, key: tuple[Interval, Indices]) -> Any:
+        positions, indices = key
+        seeds = [derive_seed(self._seed, position) for position in range(*positions)]
         try:
-            return self._source.read(np.asarray(indices))
+            return self._source.read_seeded(np.asarray(indices), seeds)
         except Exception as error:  # handed on as it is; torch would make its traceback a part of its message
             trace = error.__traceback__
             return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]

@@ -1,0 +1,51 @@
+"""Random numbers that data sets draw from the global generators of torch, NumPy and Python."""
+
+import random
+import warnings
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+Item = TypeVar("Item")
+
+
+class SharedRandomNumbersWarning(UserWarning):
+    """Data is read beside the model from the same random generators, so that no run can be repeated."""
+
+
+def seed_generators(seed: int) -> None:
+    """Set the global generators of this process to a seed; torch's, that of the CPU."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def capture_generators() -> tuple[Any, ...]:
+    """Return what differs as soon as a number was drawn from a global generator."""
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    return of_torch, of_numpy["pos"], np.asarray(of_numpy["key"]).tobytes(), random.getstate()
+
+
+def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Generator[Item]:
+    """Yield `items`, and warn if to make the first of them draws from a global generator.
+
+    Whoever waits for the first item draws nothing meanwhile: that is only known of the first.
+
+    Args:
+        items: What is read.
+        name: What it is read from.
+        advice: What to do.
+    """
+    before = capture_generators()
+    for number, item in enumerate(items):
+        if number == 0 and capture_generators() != before:
+            warnings.warn(
+                f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread "
+                f"beside the model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
+                SharedRandomNumbersWarning,
+                stacklevel=2,
+            )
+        yield item
