@@ -259,6 +259,8 @@ def test_a_sample_that_is_not_there_is_named(error):
         next(batches)
     assert f"raises {error!r} in {__file__}, line" in str(caught.value)
     assert caught.value.__cause__ is error
+    with pytest.raises(DataError, match=r"Subset\[2\] raises "):
+        next(iter(Loader(Subset(Broken(error, 5), [0, 1, 6]), 3, shuffle=False)))
 
 
 def test_an_error_of_a_data_set_keeps_its_type_and_says_which_sample_it_was():

@@ -142,16 +142,15 @@ class MapSource(Source):
             DataError: One of them is not there, or see `collate`.
         """
         places = [int(index) for index in indices]
-        if self._read_all is not None:
-            return collate(list(self._read_all(places)), self._collate_fn)
-        return collate([self._read_one(place) for place in places], self._collate_fn)
+        samples = [self._read_one(place) for place in places] if self._read_all is None else self._read_several(places)
+        return collate(samples, self._collate_fn)
 
     def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
         """Return the samples, collated: each with random numbers of its own, whatever it is read together with."""
         seed_generators(seeds[0])
         if self._read_all is not None and not self._draws:
             before = capture_generators()
-            samples = list(self._read_all([int(index) for index in indices]))
+            samples = self._read_several([int(index) for index in indices])
             self._draws = capture_generators() != before
             if not self._draws:
                 return collate(samples, self._collate_fn)
@@ -160,6 +159,15 @@ class MapSource(Source):
             seed_generators(seed)
             samples.append(self._read_one(int(index)))
         return collate(samples, self._collate_fn)
+
+    def _read_several(self, places: list[int]) -> list[Any]:
+        assert self._read_all is not None
+        try:
+            return list(self._read_all(places))
+        except (LookupError, StopIteration):
+            for place in places:  # of which one is not there: that is said
+                self._read_one(place)
+            raise
 
     def _read_one(self, place: int) -> Any:
         name = f"{type(self._dataset).__name__}[{place}]"
