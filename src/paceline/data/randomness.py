@@ -1,8 +1,9 @@
 """Random numbers that data sets draw from the global generators of torch, NumPy and Python."""
 
+import itertools
 import random
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,8 +30,8 @@ def capture_generators() -> tuple[Any, ...]:
     return of_torch, of_numpy["pos"], np.asarray(of_numpy["key"]).tobytes(), random.getstate()
 
 
-def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Generator[Item]:
-    """Yield `items`, and warn if to make the first of them draws from a global generator.
+def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Iterator[Item]:
+    """Read the first of `items`, warn if that draws from a global generator, and return all of them.
 
     Whoever waits for the first item draws nothing meanwhile: that is only known of the first.
 
@@ -40,12 +41,12 @@ def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Generator[It
         advice: What to do.
     """
     before = capture_generators()
-    for number, item in enumerate(items):
-        if number == 0 and capture_generators() != before:
-            warnings.warn(
-                f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread "
-                f"beside the model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
-                SharedRandomNumbersWarning,
-                stacklevel=2,
-            )
-        yield item
+    first = list(itertools.islice(items, 1))
+    if capture_generators() != before:
+        warnings.warn(
+            f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread beside the "
+            f"model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
+            SharedRandomNumbersWarning,
+            stacklevel=2,
+        )
+    return itertools.chain(first, items)
