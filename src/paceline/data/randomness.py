@@ -44,8 +44,8 @@ def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Iterator[Ite
     first = list(itertools.islice(items, 1))
     if capture_generators() != before:
         warnings.warn(
-            f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread beside the "
-            f"model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
+            f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread beside "
+            f"the model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
             SharedRandomNumbersWarning,
             stacklevel=2,
         )
