@@ -89,7 +89,7 @@ class AsynchronousElastic(Synchroniser):
         if self._is_due:
             began_s = time.perf_counter()
             self._client.finish(self._pull.view(torch.uint8))
-            result = SyncResult(time.perf_counter() - began_s, self._sent.nbytes)
+            result = SyncResult(time.perf_counter() - began_s, self._sent.nbytes + self._pull.nbytes)
             self._flat.write(self._flat.read().sub_(self._pull))
         if step.stop_requested:
             self._dispatcher.ask_to_stop()
