@@ -12,6 +12,7 @@ from paceline.comm import LocalGroup
 from paceline.errors import DivergenceError, NonFiniteError
 from paceline.replica import Replica, UnusedParametersWarning
 from paceline.replica.buckets import plan_layout
+from paceline.sync import DPSGD, LocalSGD
 from training_models import make_batch, make_module, make_replica, run_one_step
 
 
@@ -406,6 +407,23 @@ def test_a_request_to_stop_reaches_every_rank_in_the_same_step():
         return stops
 
     assert LocalGroup.run(3, worker) == [[False, False, True, True]] * 3
+
+
+@pytest.mark.parametrize(("sync", "last"), [(DPSGD(), 19), (LocalSGD(period=100), 19), (LocalSGD(period=8), 7)])
+def test_workers_that_synchronise_seldom_or_never_vote_and_stop_after_the_same_step(sync, last):
+    """A vote is told in step 10 and counted in step 19, unless workers meet before."""
+
+    def worker(group):
+        replica = make_replica(make_module(), group, sync=sync)
+        stops = []
+        for step in range(20):
+            if step == 4 and group.rank == 1:
+                replica.request_stop()
+            stops.append(run_one_step(replica).stop)
+        replica.close()
+        return stops.index(True)
+
+    assert LocalGroup.run(3, worker) == [last] * 3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
