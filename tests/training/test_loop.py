@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.checkpoint import AsyncSaver, CheckpointStore
 from paceline.comm import LocalGroup
-from paceline.data import Data, Source, Spec, Splits
+from paceline.data import Data, Source, Spec, Splits, derive_seed
 from paceline.errors import (
     CheckpointError,
     CommunicationError,
@@ -74,13 +74,15 @@ class PointSource(Source):
 class Convolution(Model):
     """With batch statistics, which are each worker's own."""
 
+    dropout: float = 0.0
+
     def build(self, spec):
         return nn.Sequential(
             nn.Conv2d(2, 6, 3, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Dropout(0.0),
+            nn.Dropout(self.dropout),
             nn.Linear(24, 3),
         )
 
@@ -154,12 +156,13 @@ def test_a_run_writes_what_happened(tmp_path):
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_run_that_failed_goes_on_bit_for_bit(tmp_path, num_workers):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    train_here(make_run(), straight, num_workers)
+    run = make_run(model=Convolution(dropout=0.5 if num_workers == 1 else 0.0))  # threads share torch's generator
+    train_here(run, straight, num_workers)
     with pytest.raises((DataError, CommunicationError), match="the power must be on"):
-        train_here(make_run(data=Points(fail_at=9)), broken, num_workers)
+        train_here(run.model_copy(update={"data": Points(fail_at=9)}), broken, num_workers)
     failures = select(read_log(broken / "events.jsonl"), Failed)
     assert any("the power must be on" in failure.event.message and failure.step >= 5 for failure in failures)
-    train_here(make_run(), broken, num_workers)
+    train_here(run, broken, num_workers)
     assert losses_of(broken) == losses_of(straight)
     expected, actual = read_tensors(straight, 14), read_tensors(broken, 14)
     assert expected.keys() == actual.keys()
@@ -291,12 +294,39 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path):
         train_here(make_run(), tmp_path)
 
 
+@register("test_breaking")
+class Breaking(SGD):
+    """Leaves an infinity behind, as a step too large does."""
+
+    def build(self, module):
+        optimizer = super().build(module)
+        optimizer.register_step_post_hook(lambda *_: module.get_parameter("5.bias").data[1].fill_(torch.inf))
+        return optimizer
+
+
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     """Without clipping nothing looks at the gradients, and the last step's loss is from before its update."""
-    run = make_run(num_steps=3, clip_norm=None, schedule=Linear(), optimizer=SGD(learning_rate=1e38, momentum=0.0))
-    with pytest.raises(NonFiniteError):
+    run = make_run(num_steps=1, clip_norm=None, optimizer=Breaking())
+    with pytest.raises(NonFiniteError, match=r"must be finite to be saved, but at step 1 5\.bias is not"):
         train_here(run, tmp_path)
     assert not list(tmp_path.glob("checkpoints/*/COMMITTED"))
+
+
+def test_each_worker_step_and_micro_batch_draws_its_own_dropout(tmp_path, monkeypatch):
+    def seeds_of_a_run(directory):
+        seeds = []
+
+        def derive(*parts):
+            seeds.append(derive_seed(*parts))
+            return seeds[-1]
+
+        monkeypatch.setattr("paceline.training.loop.derive_seed", derive)
+        train_here(make_run(num_steps=3, num_micro_batches=2), directory, 2)
+        return sorted(seeds)
+
+    seeds = seeds_of_a_run(tmp_path / "once")
+    assert len(set(seeds)) == len(seeds) == 2 * 3 * 2
+    assert seeds_of_a_run(tmp_path / "again") == seeds
 
 
 def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
