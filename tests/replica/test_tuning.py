@@ -1,9 +1,13 @@
 """Bucket sizes chosen by measurement, alike on all workers."""
 
+import pytest
 import torch
 
 from paceline.comm import LocalGroup
+from paceline.replica.gradients import Gradients
+from paceline.replica.step_result import StepTimes
 from paceline.replica.tuning import BucketTuner
+from paceline.sync import EveryStep
 from training_models import make_module, make_replica, run_one_step
 
 MIB = 2**20
@@ -33,6 +37,22 @@ def test_the_size_with_the_shortest_steps_on_the_slowest_worker_wins():
 def test_sizes_that_no_model_of_this_size_fills_are_not_tried():
     same = {16 * MIB: 1.0, 1 * MIB: 2.0, 4 * MIB: 2.0}
     assert _tune(8 * MIB, [same, same]) == [[16 * MIB, 1 * MIB, 4 * MIB, 16 * MIB]] * 2
+
+
+@pytest.mark.parametrize("fastest", [2, 3, 8])
+def test_gradients_travel_in_the_size_that_was_fastest(fastest):
+    """Steps take half as long with as many buckets as are fastest."""
+
+    def worker(group):
+        parameters = {f"{i}": torch.nn.Parameter(torch.empty(MIB // 4)) for i in range(8)}
+        gradients = Gradients(parameters, group, EveryStep().start_reducer(group), None)
+        seen = []
+        while gradients.is_learning():
+            seen.append(len(gradients.layout))
+            gradients.learn(StepTimes(began_s=7.0, ended_s=7.5 if seen[-1] == fastest else 8.0))
+        return sorted(set(seen)), len(gradients.layout), gradients.state_dict()["is_tuned"]
+
+    assert LocalGroup.run(2, worker) == [([2, 3, 8], fastest, True)] * 2
 
 
 def test_a_tuned_replica_settles_on_one_layout_and_keeps_it_when_resumed():
