@@ -105,12 +105,12 @@ def test_an_unknown_name_lists_the_known_ones_and_the_closest():
 
 @pytest.mark.parametrize("nothing", [{}, {"radius": 2}, {"name": None}, 5, None, ["circle"]], ids=str)
 def test_what_names_no_variant_is_refused(nothing):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match="shape"):
         Drawing(shape=nothing)
 
 
 def test_a_family_itself_cannot_be_made():
-    with pytest.raises((TypeError, ValidationError)):
+    with pytest.raises(TypeError, match="abstract"):
         Shape()
 
 
@@ -164,7 +164,7 @@ def test_settings_are_frozen_keyword_only_and_know_their_fields():
     circle = Circle(radius=2)
     with pytest.raises(ValidationError, match="frozen"):
         circle.radius = 3
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional"):
         Circle(2)
     with pytest.raises(ValidationError) as refused:
         Circle(raduis=2)
@@ -271,18 +271,14 @@ def test_everything_inside_survives_json():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_number_that_json_cannot_hold_is_refused_or_kept(value):
+def test_a_number_that_json_cannot_hold_is_refused(value):
     """Or the saved run would be another: infinity becomes null in JSON, and null may mean "none"."""
 
     class Clipped(Settings):
         clip_norm: float | None = 1.0
 
-    try:
-        clipped = Clipped(clip_norm=value)
-    except ValidationError:
-        return
-    again = Clipped.model_validate_json(clipped.model_dump_json())
-    assert repr(again.clip_norm) == repr(value)
+    with pytest.raises(ValidationError, match="clip_norm"):
+        Clipped(clip_norm=value)
 
 
 class Documented(Circle):

@@ -73,7 +73,7 @@ def test_runs_differ_by_scale_and_warm_up_only(trained, monkeypatch):
     ids=str,
 )
 def test_what_cannot_work_is_refused(fields):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=next(iter(fields))):
         LargeBatch.model_validate(fields)
 
 

@@ -195,7 +195,7 @@ def test_rules_of_whole_parameters_are_not_by_element():
     ids=str,
 )
 def test_what_cannot_work_is_refused_when_it_is_made(fields):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=list(fields)[-1]):
         Optimizer.model_validate(fields)
 
 

@@ -124,5 +124,5 @@ def test_a_module_with_parameters_of_one_kind_has_one_group(settings, only):
     ],
 )
 def test_what_torch_would_refuse_later_is_refused_when_it_is_made(fields):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=list(fields)[-1]):
         Optimizer.model_validate(fields)

@@ -93,5 +93,5 @@ def test_linear_and_cosine_without_decay_are_constant(final, total, step):
     ids=str,
 )
 def test_what_cannot_work_is_refused_when_it_is_made(fields):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=list(fields)[-1]):
         LearningRate.model_validate({"name": "linear", **fields})

@@ -66,5 +66,5 @@ def test_a_slow_codec_can_cost_more_than_it_saves():
 
 @pytest.mark.parametrize("wrong", [{"compression": 0}, {"encode_bytes_per_s": -1}, {"ratio": 4}])
 def test_numbers_must_make_sense(wrong):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
         CodecCost(**wrong)

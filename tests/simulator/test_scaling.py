@@ -74,5 +74,5 @@ def test_an_all_to_all_is_told_by_what_one_rank_has():
 
 @pytest.mark.parametrize("wrong", [{"overlap": 1.5}, {"compute_s": 0}, {"num_ranks": (0,)}, {"collective": "gossip"}])
 def test_settings_must_make_sense(wrong):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
         Scaling(**wrong)

@@ -134,7 +134,7 @@ def test_ranks_must_fit():
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (2, 2, 2, 2)])
 def test_a_torus_has_one_to_three_dims(shape):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match="shape"):
         TorusCluster(shape=shape)
 
 

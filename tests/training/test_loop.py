@@ -207,7 +207,7 @@ def test_a_run_goes_on_at_another_number_of_workers(tmp_path, before, after):
     run = make_run(model=LinearModel(), optimizer=SGD(learning_rate=0.05))
     straight, resized = tmp_path / "straight", tmp_path / "resized"
     train_here(run, straight)
-    with pytest.raises((DataError, CommunicationError)):
+    with pytest.raises((DataError, CommunicationError), match="the power must be on"):
         train_here(run.model_copy(update={"data": Points(fail_at=9)}), resized, before)
     train_here(run, resized, after)
     expected, actual = losses_of(straight), losses_of(resized)

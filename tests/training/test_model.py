@@ -229,5 +229,5 @@ def test_what_is_no_module_is_refused_when_it_is_built():
     "arguments", [{"object": object()}, {"function": build_small}, {1: 2}], ids=["object", "function", "key"]
 )
 def test_arguments_that_json_cannot_hold_are_refused(arguments):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match="arguments"):
         FunctionModel(path="json:dumps", arguments=arguments)
