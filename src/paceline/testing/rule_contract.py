@@ -24,6 +24,7 @@ Check = Callable[[Rule], None]
 
 NUM_STEPS = 12
 WORKERS = (1, 2, 3, 5)
+COLLECTIVES = ("all_reduce", "broadcast", "send", "push", "pull")
 
 
 def every_rule() -> dict[str, Rule]:
@@ -133,7 +134,12 @@ def prices_are_stated(rule: Rule) -> None:
     shapes = [parameter.shape for parameter in make_module().parameters()]
     traffic = rule.traffic(shapes, 4)
     assert traffic, "a rule must state its traffic"
-    assert all(each.wire_bytes > 0 and each.period >= 1 for each in traffic), f"got {traffic}"
+    num_bytes = 4 * sum(shape.numel() for shape in shapes)
+    for each in traffic:
+        assert each.collective in COLLECTIVES, f"a collective must be one of {', '.join(COLLECTIVES)}, but got {each}"
+        assert 0 < each.num_bytes <= num_bytes, f"buffers must be of the model's {num_bytes} bytes, but got {each}"
+        assert each.wire_bytes > 0, f"a worker must send something, but got {each}"
+        assert each.period >= 1, f"a period must be of a step at least, but got {each}"
     # Of asynchronous workers' last step only what they ask for is certain to be counted, not what they answer.
     num_periods = 40 if rule.is_asynchronous else 4
     num_steps = max(each.first_step for each in traffic) + math.lcm(*(each.period for each in traffic)) * num_periods

@@ -53,7 +53,10 @@ class ServedHost(Synchroniser):
         """Take on the servers' parameters."""
         result = self._leader.after_update(step) if self._leader is not None else SyncResult()
         self._copy_to_host()
-        return result
+        if self._leader is None:
+            return result
+        num_bytes = (self._host_group.size - 1) * sum(parameter.nbytes for parameter in self._parameters)
+        return replace(result, wire_bytes=result.wire_bytes + num_bytes)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

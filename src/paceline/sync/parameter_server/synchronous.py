@@ -1,6 +1,7 @@
 """The synchronous parameter server, with backup workers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -83,14 +84,15 @@ class ParameterServer(ServedRule):
         return ServedHost(self, context, hosts)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """A push and a pull a step, and an all-reduce and a broadcast inside a host."""
+        """A push and a pull a step for each host, an all-reduce and a broadcast inside it: the mean over workers."""
         served = super().traffic(shapes, num_workers)
         size = min(self.host_size or num_workers, num_workers)
         if size == 1:
             return served
         num_bytes = served[0].num_bytes
         inside = Traffic("all_reduce", num_bytes, round(2 * (size - 1) / size * num_bytes), peers="host")
-        return (inside, Traffic("broadcast", num_bytes, num_bytes, peers="host"), *served)
+        handed_on = Traffic("broadcast", num_bytes, round((size - 1) / size * num_bytes), peers="host")
+        return (inside, handed_on, *(replace(each, wire_bytes=round(each.wire_bytes / size)) for each in served))
 
     def _hosts(self, group: Group) -> list[list[int]]:
         if self.host_size is None:
