@@ -1,6 +1,7 @@
 """Elastic averaging: its two ends are known, and between them the workers' pull and the centre's are opposite."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -95,6 +96,22 @@ def test_the_centre_has_the_same_bits_everywhere_also_with_a_codec():
         for other in others:
             assert torch.equal(first[-1][1], other[-1][1])
             assert not torch.equal(first[-1][0], other[-1][0])
+
+
+def test_nobody_goes_on_before_the_centre_is_loaded():
+    has_gone_on = threading.Event()
+
+    def work(group):
+        module = make_module()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        replica = Replica(module, optimizer, group=group, sync=EASGD(asynchronous=True))
+        _, shared = replica.sync_state()
+        assert group.rank or not has_gone_on.wait(0.1)
+        replica.load_sync_state([{}, {}], shared)
+        has_gone_on.set()
+        replica.close()
+
+    LocalGroup.run(2, work)
 
 
 def _swap_at_own_pace(group, elasticity, num_steps):

@@ -36,6 +36,7 @@ from paceline.optim import SGD, AdamW
 from paceline.registry import register
 from paceline.replica import Replica
 from paceline.schedules import Linear
+from paceline.sync import ASGD
 from paceline.testing import run_processes
 from paceline.training import Classification, Model, Run, evaluate, loop, train
 
@@ -195,6 +196,22 @@ def test_nothing_is_saved_of_replicas_that_differ(tmp_path, monkeypatch, where):
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_at_their_own_pace_use_all_samples_and_come_together(tmp_path, num_workers):
+    run = make_run(sync=ASGD(), optimizer=SGD(learning_rate=0.05))
+    assert train_here(run, tmp_path, num_workers) == [True] * num_workers
+    records = read_log(tmp_path / "events.jsonl")
+    num_samples = 2 * 50 + 4 * 12  # two epochs, of five steps each, and four steps
+    ledger = json.loads((tmp_path / "checkpoints" / "step-00000014" / "state.json").read_text())["loader"]
+    assert (ledger["low_water"], ledger["done_above"]) == (num_samples, [])
+    steps = [record.event for record in select(records, StepFinished)]  # of the first worker
+    assert (sum(step.num_samples for step in steps) == num_samples) == (num_workers == 1)
+    assert steps[-1].loss < steps[0].loss
+    assert [record.step for record in select(records, Evaluated)] == [4, 8, 12, 14]
+    assert [int(path.name[5:]) for path in sorted(tmp_path.glob("checkpoints/step-*"))] == [5, 10, 14]
+    assert select(records, RunFinished)[0].event.samples_per_s > 0
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (3, 2)])
 def test_a_run_goes_on_at_another_number_of_workers(tmp_path, before, after):
     """With the statistics of one process out of the way, every number of workers learns the same."""
@@ -296,19 +313,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path):
 
 @register("test_breaking")
 class Breaking(SGD):
-    """Leaves an infinity behind, as a step too large does."""
+    """Leaves an infinity behind once the rate is low, as a step too large does."""
 
     def build(self, module):
         optimizer = super().build(module)
-        optimizer.register_step_post_hook(lambda *_: module.get_parameter("5.bias").data[1].fill_(torch.inf))
+        optimizer.register_step_post_hook(
+            lambda *_: optimizer.param_groups[0]["lr"] < 0.01 and module[5].bias.data[1].fill_(torch.inf)
+        )
         return optimizer
 
 
-def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+@pytest.mark.parametrize(("landing", "num_workers"), [("update", 1), ("next_forward", 2)])
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, landing, num_workers):
     """Without clipping nothing looks at the gradients, and the last step's loss is from before its update."""
-    run = make_run(num_steps=1, clip_norm=None, optimizer=Breaking())
-    with pytest.raises(NonFiniteError, match=r"must be finite to be saved, but at step 1 5\.bias is not"):
-        train_here(run, tmp_path)
+    run = make_run(optimizer=Breaking(learning_rate=0.1), clip_norm=None, landing=landing, checkpoint_interval=0)
+    with pytest.raises(NonFiniteError, match=r"must be finite to be saved, but at step 14 5\.bias is not"):
+        train_here(run, tmp_path, num_workers)
     assert not list(tmp_path.glob("checkpoints/*/COMMITTED"))
 
 
