@@ -1,12 +1,15 @@
 import json
+import threading
+from collections import Counter
 
 import pytest
 from pydantic import ValidationError
 
-from paceline.benchmarks import StragglersBenchmark, Workers
+from paceline.benchmarks import StragglersBenchmark, Workers, stragglers
 from paceline.benchmarks.stragglers import _TRIALS, Script, _run_trial, average, run_trials, speed
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
+from scripted_time import ScriptedTime
 
 TINY = {
     "width": 8, "num_layers": 1, "num_heads": 2, "sequence_length": 8, "samples_per_worker": 2, "max_bytes": 300_000,
@@ -96,16 +99,42 @@ def test_pictures_that_cannot_be_are_refused(name, tmp_path):
         StragglersBenchmark(picture=tmp_path / name)
 
 
+class OvertakenTime(ScriptedTime):
+    """Of three threads, that which sleeps longest gets up only when each of the others is two steps ahead of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_sleeps = Counter()
+        self.changed = threading.Condition()
+
+    def sleep(self, duration_s):
+        super().sleep(duration_s)
+        with self.changed:
+            self.num_sleeps[threading.get_ident()] += 1
+            self.changed.notify_all()
+            if duration_s > 0.1:
+                assert self.changed.wait_for(self._is_overtaken, timeout=30), "others wait for the slow worker"
+
+    def _is_overtaken(self):
+        mine = self.num_sleeps[threading.get_ident()]
+        return sum(number >= mine + 2 for number in self.num_sleeps.values()) == 2
+
+
 @pytest.mark.parametrize("name", ["alone", "every_step", "backups", "shares", "ssp", "asgd"])
-def test_sides_train_until_time_is_up(name):
+def test_sides_train_until_time_is_up(name, monkeypatch):
+    """Steps of 40 ms, and of 120 ms for the slow worker, by a clock that other work on the machine does not move."""
     benchmark = StragglersBenchmark(
-        task=TINY, script={"sample_s": 0.02}, settle_s=0.0, duration_s=1.0, workers={"num_workers": 3}
+        task=TINY, script={"sample_s": 0.02}, settle_s=0.0, duration_s=1.01, workers={"num_workers": 3}
     )
+    is_together = name in ("every_step", "shares")
+    monkeypatch.setattr(stragglers, "time", ScriptedTime() if is_together else OvertakenTime())
     splits = benchmark.task.open()
     results = LocalGroup.run(3, lambda group: _run_trial(benchmark, splits, group, "permanent", name, 0))
-    assert all(len(steps) >= 2 and steps[-1][0] >= 1.0 for steps in results)
+    assert max(steps[-1][0] for steps in results) > 1.01
     num_steps = [len(steps) for steps in results]
-    if name in ("every_step", "shares"):
+    if is_together:
         assert num_steps[0] == num_steps[1] == num_steps[2]
-    else:
-        assert min(num_steps[:2]) > 1.3 * num_steps[2], "nobody waits for the slow worker"
+    if name in ("ssp", "asgd"):
+        assert num_steps == [26, 26, 9]
+    if name == "alone":  # one more, in which each learns that it is to stop
+        assert num_steps == [27, 27, 10]

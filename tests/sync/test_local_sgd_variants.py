@@ -1,6 +1,6 @@
 """Local SGD that begins late, that has hosts, and that chooses its period."""
 
-import time
+import functools
 
 import pytest
 import torch
@@ -11,8 +11,17 @@ from paceline.comm import LocalGroup
 from paceline.comm.hosts import find_hosts
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
-from paceline.sync import AdaptiveLocalSGD, EveryStep, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
+from paceline.sync import (
+    AdaptiveLocalSGD,
+    EveryStep,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    PostLocalSGD,
+    adaptive_local_sgd,
+    periodic,
+)
 from paceline.sync.adaptive_local_sgd import MeasuredSyncSchedule
+from scripted_time import ScriptedTime
 
 
 def uneven(rank, step):
@@ -148,28 +157,36 @@ def test_all_workers_decide_by_the_slowest_step_and_the_shortest_wait():
 
 
 def test_a_slow_network_makes_the_period_longer(monkeypatch):
+    """By scripted clocks: a step takes 1 ms, an exchange 200 ms."""
+    scripted = ScriptedTime()
     all_reduce = LocalGroup.all_reduce
 
     def slow(self, tensor, *, name):
         if name.startswith("parameters"):
-            time.sleep(0.2)
+            scripted.sleep(0.2)
         return all_reduce(self, tensor, name=name)
 
     monkeypatch.setattr(LocalGroup, "all_reduce", slow)
+    monkeypatch.setattr(periodic, "time", scripted)
+    schedule = functools.partial(adaptive_local_sgd.MeasuredSyncSchedule, clock=scripted.perf_counter)
+    monkeypatch.setattr(adaptive_local_sgd, "MeasuredSyncSchedule", schedule)
     rule = AdaptiveLocalSGD(period=1, communication_share=0.5, interval_s=0.0)
 
     def work(group):
         module = make_linear()
         replica = Replica(module, make_sgd(module), group=group, sync=rule)
-        sent = [run_step(replica, step).wire_bytes > 0 for step in range(12)]
+        sent = []
+        for step in range(12):
+            scripted.sleep(0.001)
+            sent.append(run_step(replica, step).wire_bytes > 0)
         _, shared = replica.state.sync_state()
         replica.close()
         return sent, shared["sync_schedule"].tolist()
 
     (sent, schedule), other = LocalGroup.run(2, work)
     assert other == (sent, schedule)
-    assert sent[:3] == [True, False, True]
-    assert schedule[0] > 2
+    assert [step for step, is_sent in enumerate(sent) if is_sent] == [0, 2, 6]
+    assert schedule == [8, 14]
 
 
 def test_a_period_that_is_never_changed_is_local_sgd():
