@@ -1,6 +1,8 @@
 """Landing bucket by bucket: the same training, with others still on the wire, at most while the next forward runs."""
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, SettingsError
-from paceline.replica.next_forward import plan_launch_order
+from paceline.replica import next_forward
+from paceline.replica.next_forward import PriorityReducer, plan_launch_order
 from paceline.replica.replica import Replica
 from paceline.sync import EveryStep
+from paceline.sync.reducer import FlatBucket
+from scripted_time import ScriptedTime
 from training_models import make_module
 
 
@@ -182,15 +187,50 @@ def test_urgent_buckets_go_first_and_the_wire_is_never_idle():
     assert plan_launch_order(ready_s, [1.5] * 4, needed) == [0, 1, 3, 2]
 
 
-def test_a_slow_wire_is_hidden_behind_the_next_forward():
-    """On a wire that takes 20 ms a bucket, landing later saves what forward hides; compute is a sleep."""
+def test_exchanges_that_share_the_wire_are_planned_as_one_at_a_time(monkeypatch):
+    """Each takes 2 s of two lanes, 1 s alone; when the first would be through, the one needed first is not ready."""
+    scripted, launched = ScriptedTime(), []
+    monkeypatch.setattr(next_forward, "time", scripted)
+
+    class TwoLanes:
+        can_split, bucket_bytes, state_of, max_in_flight = False, None, "", 2
+
+        def reduce(self, bucket, *_):
+            launched.append(flat.name)
+            return SimpleNamespace(began_s=scripted.perf_counter(), ended_s=scripted.perf_counter() + 2.0)
+
+    parcels = [FlatBucket(name, torch.zeros(1), {name: torch.zeros(1)}) for name in ("last", "middle", "first")]
+    reducer = PriorityReducer(TwoLanes(), LocalGroup())
+    reducer.begin_layout(parcels)
+    while reducer.is_measuring:
+        for flat in parcels:
+            reducer.reduce(flat, lambda: 1.0, 0)
+            scripted.sleep(0.75)
+        reducer.end_step({"first": 0, "middle": 1, "last": 2})
+    launched.clear()
+    for flat in parcels:
+        reducer.reduce(flat, lambda: 1.0, 0)
+    assert launched == ["last", "middle", "first"]
+
+
+def test_the_wire_is_busy_while_the_next_forward_runs():
+    """The bucket that is sent last stays on the wire until the next forward has begun, which does not wait for it."""
+    backward_ended = [threading.Semaphore(0) for _ in range(2)]
+    backward_began_s = [0.0, 0.0]
+    num_forwards, num_kept, is_kept, changed = [0, 0], [0, 0], [False, False], threading.Condition()
 
     class Slow(LocalGroup):
         def all_reduce(self, tensor, *, name):
             work = super().all_reduce(tensor, name=name)
-            if name.startswith("bucket"):
+            if name == "bucket 0 chunk 0":  # it takes longer than backward: all others then go as forward needs them
+                assert backward_ended[self.rank].acquire(timeout=30)
+                time.sleep(time.perf_counter() - backward_began_s[self.rank])
+            if name == "bucket 1 chunk 0" and is_kept[self.rank]:
                 work.wait()
-                time.sleep(0.02)
+                num_kept[self.rank] += 1
+                with changed:
+                    has_begun = changed.wait_for(lambda: num_forwards[self.rank] > num_kept[self.rank], timeout=30)
+                assert has_begun, "the next forward waits for what is on the wire"
             return work
 
         def duplicate(self, name):
@@ -198,37 +238,32 @@ def test_a_slow_wire_is_hidden_behind_the_next_forward():
             copy.__class__ = Slow
             return copy
 
-    class Sleepy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    def begin_forward(group):
+        with changed:
+            num_forwards[group.rank] += 1
+            changed.notify_all()
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-                time.sleep(0.02)
-            return x
+    def worker(group):
+        group.__class__ = Slow
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        replica = Replica(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing="next_forward", bucket_bytes=80
+        )
+        for step in range(16):
+            if step == 10:  # the order is measured
+                replica.flush()
+                is_kept[group.rank] = True
+                module[0].register_forward_hook(lambda *_: begin_forward(group))
+            loss = replica(torch.ones(2, 4)).square().mean()
+            backward_began_s[group.rank] = time.perf_counter()
+            replica.backward(loss, weight=1.0)
+            backward_ended[group.rank].release()
+            replica.update()
+        begin_forward(group)
+        replica.close()
 
-    def seconds(landing):
-        def worker(group):
-            group.__class__ = Slow
-            module = Sleepy()
-            replica = Replica(
-                module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, landing=landing, bucket_bytes=80
-            )
-            took = []
-            for _ in range(10):
-                began_s = time.perf_counter()
-                replica.backward(replica(torch.ones(2, 4)).square().mean(), weight=1.0)
-                replica.update()
-                took.append(time.perf_counter() - began_s)
-            replica.close()
-            return sorted(took[5:])[2]
-
-        return LocalGroup.run(2, worker)[0]
-
-    # 80 ms of forward and 80 ms of wire: one after the other, or but for the first bucket at the same time.
-    assert seconds("next_forward") < 0.85 * seconds("update")
+    LocalGroup.run(2, worker)
+    assert num_kept == [6, 6]
 
 
 def test_a_large_bucket_is_exchanged_in_chunks_between_which_urgent_ones_pass():
