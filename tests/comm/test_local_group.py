@@ -52,20 +52,23 @@ def test_different_operations_are_refused_by_name():
 
 
 def test_a_time_out_names_who_is_missing_and_where_it_is():
-    came = threading.Event()
+    came, both_have_begun = threading.Event(), threading.Barrier(2, timeout=30)
 
     def run(group):
         group.barrier(name="first")
         if group.rank == 1:
-            came.wait(20)
+            came.wait(30)
             return
         try:
-            group.all_reduce(torch.zeros(1), name="second").wait()
+            work = group.all_reduce(torch.zeros(1), name="second")
+            both_have_begun.wait()
+            group._room.timeout_s = 0.2  # until here all have as long as they need
+            work.wait()
         finally:
             came.set()
 
     with pytest.raises(PeerTimeoutError) as caught:
-        LocalGroup.run(3, run, timeout_s=0.2)
+        LocalGroup.run(3, run)
     message = str(caught.value)
     assert message.startswith("operation 2 'second' must finish within 0.2 s")
     assert "rank 1 did not begin it: rank 1 has begun operation 1 'first'" in message

@@ -40,7 +40,7 @@ class Sums(RpcService):
 
         def wait():
             if header.kind == 2:
-                self.gate.wait(10)
+                self.gate.wait(30)
             if self.failure is not None:
                 raise self.failure
             with self.lock:
@@ -105,7 +105,7 @@ def test_one_that_waits_holds_up_nobody_else():
         opened.close()
         return True
 
-    assert LocalGroup.run(3, work, timeout_s=5) == [True] * 3
+    assert LocalGroup.run(3, work) == [True] * 3
 
 
 def test_a_caller_that_computes_longer_than_the_time_out_is_not_lost(monkeypatch):
@@ -114,12 +114,12 @@ def test_a_caller_that_computes_longer_than_the_time_out_is_not_lost(monkeypatch
     def work(group):
         opened, service = _open(group)
         if group.rank == 1:
-            time.sleep(1.2)
+            time.sleep(2.0)
             opened.clients[0].call(RpcHeader(0), _ones())
         opened.close()
         return service.lost if service else None
 
-    assert LocalGroup.run(2, work, timeout_s=0.4)[0] == {0: None, 1: None}
+    assert LocalGroup.run(2, work, timeout_s=0.8)[0] == {0: None, 1: None}
 
 
 def test_a_caller_that_dies_is_lost_and_the_others_go_on():
@@ -133,7 +133,7 @@ def test_a_caller_that_dies_is_lost_and_the_others_go_on():
         opened.close()
         return service.lost if service else None
 
-    lost = LocalGroup.run(3, work, timeout_s=5)[0]
+    lost = LocalGroup.run(3, work)[0]
     assert lost.keys() == {0, 1, 2}
     assert "lightning" in str(lost[2])
     assert lost[1] is None
@@ -152,7 +152,7 @@ def test_a_server_that_dies_is_named_to_every_caller():
         opened.clients[0].call(RpcHeader(0), _ones())  # the other server is still there
         return "told"
 
-    assert LocalGroup.run(3, work, timeout_s=5) == ["told", "dead", "told"]
+    assert LocalGroup.run(3, work) == ["told", "dead", "told"]
 
 
 def test_a_service_that_fails_ends_every_request_and_says_why():
@@ -172,7 +172,7 @@ def test_a_service_that_fails_ends_every_request_and_says_why():
         opened.close()
         return True
 
-    assert LocalGroup.run(3, work_but_for_the_server, timeout_s=5) == [True] * 3
+    assert LocalGroup.run(3, work_but_for_the_server) == [True] * 3
 
 
 def test_ranks_on_gpus_exchange_over_their_group_on_cpus():

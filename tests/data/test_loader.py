@@ -252,7 +252,7 @@ def test_loader_processes_read_the_same_batches(num_micro_batches):
 
 
 def wait_until(is_true):
-    return any(is_true() or time.sleep(0.01) for _ in range(500))
+    return any(is_true() or time.sleep(0.01) for _ in range(3000))
 
 
 def loader_threads():

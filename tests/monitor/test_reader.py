@@ -66,7 +66,7 @@ def test_following_waits_for_the_file_and_for_the_rest_of_a_line(tmp_path: Path)
             file.flush()
             time.sleep(0.02)
     stop.set()
-    follower.join(5)
+    follower.join(30)
     assert [record.step for record in seen] == [1]
 
 

@@ -86,7 +86,7 @@ def test_a_worker_without_data_at_first_learns_at_the_same_steps():
         replica.close()
         return replica._reduction.landing.is_ready
 
-    assert LocalGroup.run(2, worker, timeout_s=10) == [True, True]
+    assert LocalGroup.run(2, worker) == [True, True]
 
 
 def test_closing_lands_the_last_step_and_leaves_no_hook():
@@ -118,7 +118,7 @@ def test_a_forgotten_replica_frees_its_memory_and_its_thread():
     gc.collect()
     assert [parameter() for parameter in kept] == [None, None]
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=5)
+        thread.join(timeout=30)
         assert not thread.is_alive()
 
 

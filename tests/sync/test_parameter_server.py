@@ -20,6 +20,7 @@ from paceline.sync.parameter_server.placement import serve
 from paceline.sync.parameter_server.shard import Shard
 from paceline.sync.parameter_server.state import cut_blocks, join_blocks, pack_state, unpack_state
 from paceline.sync.synchroniser import LocalStep, WorkerContext
+from paceline.testing.rule_contract import prices_are_stated
 
 
 def _uneven(rank, step):
@@ -39,6 +40,11 @@ def _with_momentum(module):
 def test_it_is_every_step(make, servers):
     ours = train(3, ParameterServer(num_servers=servers), 8, _uneven, make)
     torch.testing.assert_close(ours, train(3, "every_step", 8, _uneven, make), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("host_size", [2, 4, None])
+def test_bytes_inside_hosts_and_between_them_are_those_stated(host_size):
+    prices_are_stated(ParameterServer(host_size=host_size))
 
 
 @pytest.mark.parametrize(("size", "host_size"), [(4, 2), (5, 2), (3, 3), (4, None)])
@@ -82,6 +88,14 @@ def test_with_backups_a_step_is_of_those_that_came_first():
     assert by_hand.clocks == [1, 1, 1]
 
 
+def lag_behind(steps, noted, num_intervals):
+    """Wait, as the last worker, until each of the others has taken a step, or only this one has samples left."""
+    before, deadline_s = list(steps), time.monotonic() + 30
+    while len(noted) < num_intervals - 1 and any(steps[rank] == before[rank] for rank in range(len(steps) - 1)):
+        assert time.monotonic() < deadline_s, "the others wait for the last worker"
+        time.sleep(0.001)
+
+
 def test_a_straggler_is_left_behind_and_its_samples_are_not_lost():
     position = iter(range(0, 10**6, 4))
     noted, steps = [], [0, 0, 0]
@@ -96,7 +110,7 @@ def test_a_straggler_is_left_behind_and_its_samples_are_not_lost():
         group.barrier()
         while (interval := replica.dispatcher.claim(4)) is not None:
             if group.rank == 2:
-                time.sleep(0.05)
+                lag_behind(steps, noted, 30)
             run_step(replica, interval[0])
             steps[group.rank] += replica.dispatcher.ack(interval)
         with replica.consensus():
@@ -106,7 +120,7 @@ def test_a_straggler_is_left_behind_and_its_samples_are_not_lost():
         replica.close()
         return parameters, dropped
 
-    (first, dropped), *others = LocalGroup.run(3, work, timeout_s=10)
+    (first, dropped), *others = LocalGroup.run(3, work)
     assert all(torch.equal(first, parameters) for parameters, _ in others)
     assert dropped >= 1
     assert steps[2] < max(steps[:2])
@@ -128,7 +142,9 @@ def test_with_backups_all_servers_take_the_gradients_of_the_same_workers(num_ser
         replica.dispatcher.set_boundary(240)
         group.barrier()
         while (interval := replica.dispatcher.claim(4)) is not None:
-            time.sleep(random.Random(interval[0]).random() * 0.01 + 0.03 * (group.rank == num_workers - 1))
+            time.sleep(random.Random(interval[0]).random() * 0.01)
+            if group.rank == num_workers - 1:
+                lag_behind(steps, noted, 60)
             replica.backward(sum((parameter * math.sin(interval[0])).sum() for parameter in module), weight=4)
             replica.update()
             steps[group.rank] += replica.dispatcher.ack(interval)
@@ -139,7 +155,7 @@ def test_with_backups_all_servers_take_the_gradients_of_the_same_workers(num_ser
         replica.close()
         return values
 
-    all_values = LocalGroup.run(num_workers, work, timeout_s=10)
+    all_values = LocalGroup.run(num_workers, work)
     first = all_values[0][0]
     assert first.abs().min() > 0
     assert all(torch.equal(first, value) for values in all_values for value in values)
@@ -166,10 +182,9 @@ def test_a_step_that_fails_on_a_server_that_follows_ends_all_workers_with_its_ca
         except (CommunicationError, RuntimeError) as error:
             return str(error)
 
-    began_s = time.monotonic()
-    errors = LocalGroup.run(3, work, timeout_s=30)
-    assert time.monotonic() - began_s < 20
+    errors = LocalGroup.run(3, work)
     assert all(errors)
+    assert not any("must finish within" in error for error in errors), "nobody waits until time is out"
     assert "the roof fell in" in errors[1], "the process of that server knows"
 
 
@@ -231,7 +246,7 @@ def test_a_server_of_its_own_says_which_workers_it_lost():
             _serve_beside(world, rule, 2, 3)
 
     with pytest.raises((RuntimeError, CommunicationError)):
-        LocalGroup.run(3, work, timeout_s=10)
+        LocalGroup.run(3, work)
     assert announced == [True]
 
 

@@ -25,7 +25,6 @@ def test_each_rank_is_told_how_it_ended():
         faults.delay(rank=4, step=0, duration_s=1000),
         faults.kill(rank=0, step=1),
     ]
-    began_s = time.monotonic()
     results = run_processes(
         5,
         end_in_all_ways,
@@ -33,7 +32,6 @@ def test_each_rank_is_told_how_it_ended():
         wait_for=[0, 1, 2],
         environment={"EXTRA": "more"},
     )
-    assert time.monotonic() - began_s < 500, "a rank that is not waited for is killed"
     assert [result.rank for result in results] == [0, 1, 2, 3, 4]
     assert [result.exit_code for result in results] == [0, 1, -9, None, None]
     assert [result.value is None for result in results] == [False, True, True, True, True]
