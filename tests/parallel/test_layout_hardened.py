@@ -155,7 +155,7 @@ def train_masked(group: Group, layout: Layout) -> list[float]:
         if replica.shard.pipeline is not None:
             replica.backward_through(batch, loss_of_output)
         else:
-            replica.backward(loss_of_output(call(replica, batch.inputs), batch))
+            replica.backward(loss_of_output(call(replica, batch.inputs), batch), weight=1.0)
         result = replica.update()
         numbers += [result.loss, float(result.gradient_norm or 0.0)]
     return numbers
