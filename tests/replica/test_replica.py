@@ -429,13 +429,17 @@ def test_workers_that_synchronise_seldom_or_never_vote_and_stop_after_the_same_s
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_mixed_precision_learns_what_full_precision_does(precision, num_workers):
+    dtypes = {}
+
     def worker(group, precision):
         replica = make_replica(make_module(), group, precision=precision, hash_interval=1, clip_norm=1.0)
         results = [run_one_step(replica) for _ in range(8)]
+        dtypes[precision] = replica(make_batch()[0]).dtype
         return [result.loss for result in results if not result.skipped], replica
 
     reference, _ = LocalGroup.run(num_workers, lambda group: worker(group, "fp32"))[0]
     losses, replica = LocalGroup.run(num_workers, lambda group: worker(group, precision))[0]
+    assert dtypes == {"fp32": torch.float32, precision: {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
     assert all(parameter.dtype == torch.float32 for parameter in replica.module.parameters())
     assert losses[-1] < losses[0]
     assert len(losses) >= 6  # fp16 skips a step or two while it finds its scale
