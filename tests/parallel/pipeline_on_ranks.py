@@ -1,19 +1,21 @@
 """Models for tests of pipelines, and what processes do with them."""
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import Store
 
 from paceline.comm import join
 from paceline.data.base import Spec
 from paceline.errors import CommunicationError
 from paceline.monitor import Event, Record, from_json, to_json
+from paceline.monitor.events import PipelineMeasured
 from paceline.monitor.pipeline import find_pipeline_steps
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineLayer, PipelineSettings
@@ -90,40 +92,23 @@ def sum_of_losses(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
-class Sleeper(nn.Module):
-    """A stage whose forward, backward to the input and backward to the weight take the same time each."""
+class Meeting(nn.Module):
+    """A stage that multiplies; where told to, it first says that its second micro-batch is there, or waits for that."""
 
-    def __init__(self, *, is_first: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.unit_s = 0.0
-        self._is_first = is_first
+        self.store: Store | None = None
+        self.is_last = False
+        self._num_forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_first:  # its input has no gradient: both passes back are one, to the weight
-            time.sleep(self.unit_s)
-            return fall_asleep(self.weight, 0.0, 2 * self.unit_s) * x
-        return fall_asleep(x, self.unit_s, self.unit_s) * fall_asleep(self.weight, 0.0, self.unit_s)
-
-
-class Asleep(torch.autograd.Function):
-    """The identity, after some time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.backward_s)
-        return gradient.clone(), None, None
-
-
-def fall_asleep(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-    output: Tensor = Asleep.apply(x, forward_s, backward_s)
-    return output
+        self._num_forwards += 1
+        if self.store is not None and self.is_last:
+            self.store.wait(["the second is there"], timedelta(seconds=30))
+        elif self.store is not None and self._num_forwards == 2:
+            self.store.set("the second is there", "")
+        return self.weight * x
 
 
 @contextmanager
@@ -284,12 +269,8 @@ def lose_a_rank() -> str:
         os._exit(0)
 
 
-def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str, list[float]]:
-    """Return the bubble of each order, measured on sleeping stages, and that of its formula.
-
-    What else runs on the machine can only make a bubble larger: it is measured again, on stages that sleep longer,
-    until it fits or tries are over. The last of six sleeps ten times as long as the first: waking late matters less.
-    """
+def replay_orders() -> dict[str, list[float]]:
+    """Return the bubble of each order as it was carried out, were all work of the same length, and its formula's."""
     bubbles = {}
     with open_mesh() as mesh:
         # That have a formula; of other orders as many as ranks.
@@ -297,30 +278,60 @@ def sleep_in_order(unit_s: float, num_tries: int, tolerance: float) -> dict[str,
         for order in ORDERS:
             num_micro_batches = fewest.get(order, mesh.world.size)
             settings = PipelineSettings(order=order, num_micro_batches=num_micro_batches)
-            num_stages = settings.num_local_stages * mesh.world.size
-            model = nn.Sequential(*(Sleeper(is_first=i == 0) for i in range(num_stages)))
+            model = nn.Sequential(*(Meeting() for _ in range(settings.num_local_stages * mesh.world.size)))
             samples = torch.ones(num_micro_batches, 2)
             pipeline = Pipeline(model, mesh, settings, samples[:1])
-            measured = []
-            for i in range(num_tries):
-                for stage in model:
-                    stage.unit_s = unit_s * 1.6**i
-                formula, bubble = measure_bubble(pipeline, mesh, samples)
-                measured.append(bubble)
-                if abs(bubble - formula) <= tolerance * formula:
-                    break
-            bubbles[order] = [min(measured), formula]
+            pipeline.run(samples, samples, lambda output, targets: (output - targets).square().sum(), timed=True)
+            assert pipeline.times is not None
+            events = mesh.world.gather_documents(to_json(as_record(pipeline.times.to_event(), mesh)), name="events")
+            (step,) = find_pipeline_steps([from_json(line) for line in events])
+            assert step.formula is not None
+            bubbles[order] = [replay(step.events), step.formula]
     return bubbles
 
 
-def measure_bubble(pipeline: Pipeline, mesh: Mesh, samples: Tensor) -> tuple[float, float]:
-    mesh.world.barrier()
-    pipeline.run(samples, samples, lambda output, targets: (output - targets).square().sum(), timed=True)
-    assert pipeline.times is not None
-    events = mesh.world.gather_documents(to_json(as_record(pipeline.times.to_event(), mesh)), name="events")
-    (step,) = find_pipeline_steps([from_json(line) for line in events])
-    assert step.formula is not None
-    return step.formula, step.bubble
+def replay(events: Sequence[PipelineMeasured]) -> float:
+    """Return the idle part of a step in which each rank does its work in the order that it was done in.
+
+    Forward, with the loss that the last stage adds to it, takes as long as backward to inputs and as backward to
+    weights; backward to both takes twice that.
+    """
+    queues = [list(zip(event.works, event.stages, event.micro_batches, strict=True)) for event in events]
+    last = max(stage for event in events for stage in event.stages)
+    ended: dict[tuple[str, int, int], int] = {}
+    now, busy = [0] * len(queues), 0
+    while any(queues):
+        place, (work, stage, batch) = next(
+            (place, queue[0]) for place, queue in enumerate(queues) if queue and needs(*queue[0], last) <= ended.keys()
+        )
+        queues[place].pop(0)
+        is_loss = (work, stage, batch) in ended
+        length = 0 if is_loss else {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}[work]
+        began = max([now[place], *(ended[need] for need in needs(work, stage, batch, last))])
+        now[place] = ended["backward" if work == "inputs" else work, stage, batch] = began + length
+        busy += length
+    return 1 - busy / (len(events) * max(now))
+
+
+def needs(work: str, stage: int, batch: int, last: int) -> set[tuple[str, int, int]]:
+    """Return what must be done before a layer of work."""
+    if work == "forward":
+        return {("forward", stage - 1, batch)} if stage else set()
+    if work == "weights":
+        return {("backward", stage, batch)}
+    return {("forward", stage, batch)} | ({("backward", stage + 1, batch)} if stage < last else set())
+
+
+def compute_at_the_same_time() -> bool:
+    """Let the last stage begin its first micro-batch only when the first has begun its second."""
+    with open_mesh() as mesh:
+        model = nn.Sequential(Meeting(), Meeting())
+        samples = torch.ones(2, 2)
+        pipeline = Pipeline(model, mesh, PipelineSettings(order="1f1b", num_micro_batches=2), samples[:1])
+        for stage in model:
+            stage.store, stage.is_last = mesh.world.store, mesh.world.rank == 1
+        pipeline.run(samples, samples, lambda output, targets: (output - targets).square().sum())
+    return True
 
 
 def as_record(event: Event, mesh: Mesh) -> Record:

@@ -1,7 +1,7 @@
 """Models run as pipelines learn what they learn on one process."""
 
 import pytest
-from pipeline_on_ranks import check_models, check_orders, lose_a_rank, sleep_in_order
+from pipeline_on_ranks import check_models, check_orders, compute_at_the_same_time, lose_a_rank, replay_orders
 
 from paceline.parallel.pipeline import ORDERS
 from paceline.testing.processes import run_processes
@@ -24,11 +24,15 @@ def test_a_lost_rank_is_an_error_that_a_restart_can_cure() -> None:
     assert "of the pipeline lost a rank: place 0 of 2 heard of its neighbours" in first.output
 
 
-@pytest.mark.parametrize(("num_ranks", "tolerance"), [(2, 0.1), (4, 0.2)])
-def test_the_bubble_on_sleeping_stages_is_that_of_the_formula(num_ranks: int, tolerance: float) -> None:
-    """Four ranks on a machine of two cores, with other tests beside them, do not all wake in time."""
-    settings = {"unit_s": 0.03, "num_tries": 6, "tolerance": tolerance}
-    (first, *_) = run_processes(num_ranks, sleep_in_order, settings, timeout_s=55)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_bubble_of_what_ranks_do_one_after_another_is_that_of_the_formula(num_ranks: int) -> None:
+    (first, *_) = run_processes(num_ranks, replay_orders)
     assert first.value is not None, first.output
-    for order, (measured, formula) in first.value.items():
-        assert measured == pytest.approx(formula, rel=tolerance), order
+    assert first.value.keys() == ORDERS.keys()
+    for order, (replayed, formula) in first.value.items():
+        assert replayed == pytest.approx(formula), order
+
+
+def test_stages_compute_at_the_same_time() -> None:
+    for result in run_processes(2, compute_at_the_same_time):
+        assert result.value is True, result.output
