@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import coverage
 import pytest
@@ -240,8 +240,10 @@ class Seen:
         with tempfile.TemporaryDirectory() as folder:
             data, noted = Path(folder) / "coverage", Path(folder) / "seconds"
             command = ["coverage", "run", f"--data-file={data}", f"--source={','.join(below)}", "-m"]
-            if run(root, [*command, *PYTEST, "-p", "mutate", *tests], None, {SEEN: str(noted)}) != 0:
-                raise SystemExit("tests must pass before anything is changed, but they do not; run them by themselves")
+            with (Path(folder) / "output").open("w+", encoding="utf-8") as output:
+                if run(root, [*command, *PYTEST, "-p", "mutate", *tests], None, output, {SEEN: str(noted)}) != 0:
+                    output.seek(0)
+                    raise SystemExit(f"{output.read()[-4000:]}\ntests must pass before anything is changed")
             found = coverage.CoverageData(str(data))
             found.read()
             lines = {
@@ -284,15 +286,22 @@ def judge(root: Path, mutant: Mutant, seen: Seen, limit_s: float) -> str:
 PYTEST = ["pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-def run(root: Path, command: list[str], limit_s: float | None, more: dict[str, str] | None = None) -> int | None:
+def run(
+    root: Path,
+    command: list[str],
+    limit_s: float | None,
+    output: TextIO | None = None,
+    more: dict[str, str] | None = None,
+) -> int | None:
     """Return how ``python -m`` ended in a tree; None where it did not in time."""
     paths = f"{root / 'src'}:{root / 'tools'}"
     variables = (
         os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | (more or {})
     )
-    output = subprocess.DEVNULL
+    whole = [sys.executable, "-m", *command]
+    written = output or subprocess.DEVNULL
     with subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=root, env=variables, stdout=output, stderr=output, start_new_session=True
+        whole, cwd=root, env=variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
             return process.wait(limit_s)
