@@ -89,7 +89,7 @@ def make_run(**changes):
     settings = {
         "model": Convolution(),
         "data": Points(),
-        "objective": Classification(),
+        "loss": Classification(),
         "optimizer": AdamW(learning_rate=0.01),
         "schedule": Linear(warmup_steps=2),
         "global_batch": 12,
@@ -311,7 +311,7 @@ def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
         replica = Replica(module, run.optimizer.build(module), group=group)
         return evaluate(
             replica,
-            run.objective,
+            run.loss,
             splits.held_out,
             batch_size=2,
             is_stopped=lambda: group.rank == stopped_rank,

@@ -33,9 +33,10 @@ def check_begun(recipe: str, num_workers: int | None, out: Path, overrides: list
         )
     begun = load_run(file)
     run = apply_overrides(begun, overrides)
-    last_step = find_last_step(out, run)
+    num_steps = run.num_steps or run.count_steps(run.open_data())
+    last_step = find_last_step(out, num_steps)
     if last_step is not None:
-        typer.echo(f"the run in {out} is finished, at step {last_step} of {run.num_steps}: nothing is left to do")
+        typer.echo(f"the run in {out} is finished, at step {last_step} of {num_steps}: nothing is left to do")
         if not (out / "report.html").exists():
             write_report(out)
         return False

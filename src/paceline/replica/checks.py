@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,13 @@ from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def autocast(precision: Precision, device: str) -> AbstractContextManager[Any]:
+    """Return the context that forward runs in on a type of device."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def check_replica(

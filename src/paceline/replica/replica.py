@@ -21,7 +21,7 @@ from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
-from paceline.replica.checks import Precision, check_replica, refuse_backward
+from paceline.replica.checks import Precision, autocast, check_replica, refuse_backward
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -150,10 +150,7 @@ class Replica:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""
-        if self._precision == "fp32":
-            return nullcontext()
-        dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
-        return torch.autocast(self.group.device.type, dtype=dtype)
+        return autocast(self._precision, self.group.device.type)
 
     @property
     def loss_scale(self) -> float | None:

@@ -3,15 +3,18 @@
 from paceline.training.compiling import compile_blocks
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.loop import train
+from paceline.training.metrics import Metrics
 from paceline.training.model import FunctionModel, Model
-from paceline.training.objective import Classification, MaskedLM, NextToken, Objective
+from paceline.training.objective import Classification, FunctionLoss, MaskedLM, NextToken, Objective
 from paceline.training.run import Run, RunFile
 
 __all__ = [
     "Classification",
     "Evaluation",
+    "FunctionLoss",
     "FunctionModel",
     "MaskedLM",
+    "Metrics",
     "Model",
     "NextToken",
     "Objective",

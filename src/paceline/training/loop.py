@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
-from paceline.data import Batch, derive_seed
+from paceline.data import Batch, IterableSource, Source, derive_seed
 from paceline.errors import CommunicationError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
 from paceline.monitor.log import EventLog
@@ -60,7 +60,7 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        module = build_model(run, run.data.open(), world)
+        module = build_model(run, run.open_data(), world)
         optimizer = run.optimizer.build(module)
         num_workers = world.size - run.sync.num_server_processes
         run.sync.serve(WorkerContext(module, optimizer, world, run.seed, world), num_workers)
@@ -71,8 +71,7 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
 
 def _run_steps(training: Training) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
-    run = training.run
-    if training.step >= run.num_steps:
+    if training.step >= training.num_steps:
         return True
     training.began_s = training.step_began_s = time.perf_counter()
     if training.replica.dispatcher is not None:
@@ -91,9 +90,9 @@ def _run_steps(training: Training) -> bool:
         if (measured := training.probe.end_step(training.replica)) is not None:
             training.log_event(measured)
         do_after_step(training, stop=result.stop)
-        if result.stop and training.step < run.num_steps:
+        if result.stop and training.step < training.num_steps:
             return False
-        if training.step == run.num_steps:
+        if training.step == training.num_steps:
             return True
         maybe_grow(training)
         log_batch_change(training)
@@ -108,8 +107,8 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
     """
     run, loader, group = training.run, training.loader, training.replica.group
     began_at = loader.position
-    while training.step < run.num_steps:
-        dispatcher.set_boundary(loader.order.position_of(next_boundary(run, training.step), run.global_batch))
+    while training.step < training.num_steps:
+        dispatcher.set_boundary(loader.order.position_of(next_boundary(training, training.step), run.global_batch))
         for batch in loader:
             result = train_step(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
             if result is None:
@@ -123,7 +122,7 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
         training.step = loader.order.step_of(position, run.global_batch)
         stop = dispatcher.is_stopping
         do_after_step(training, stop=stop)
-        if stop and training.step < run.num_steps:
+        if stop and training.step < training.num_steps:
             return False
     return True
 
@@ -131,8 +130,9 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
 def _finish(training: Training) -> bool:
     """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
-    evaluation = evaluate_held_out(training)
-    if evaluation is None:
+    held_out = training.splits.held_out
+    evaluation = evaluate_held_out(training, held_out) if held_out is not None else None
+    if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
         training.log_event(
             Preempted(
@@ -142,14 +142,14 @@ def _finish(training: Training) -> bool:
         return False
     shard = training.replica.shard
     with shard.replicated_inputs() as can_run:
-        if can_run and (shard.world.rank == 0 or not shard.is_whole):
-            text = training.run.objective.showcase(training.replica.module, training.splits.held_out)
+        if can_run and (shard.world.rank == 0 or not shard.is_whole) and isinstance(held_out, Source):
+            text = training.run.loss.showcase(training.replica.module, held_out)
             if text:
                 training.log_event(Showcased(text=text))
     training.log_event(
         RunFinished(
-            held_out_loss=evaluation.loss,
-            metrics=evaluation.metrics,
+            held_out_loss=evaluation.loss if evaluation is not None else None,
+            metrics=evaluation.metrics if evaluation is not None else {},
             duration_s=duration_s,
             samples_per_s=training.num_samples / duration_s if duration_s else 0.0,
         )
@@ -182,9 +182,9 @@ def train_step(training: Training, batch: Batch, step: int) -> StepResult | None
     with training.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
         if replica.shard.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
-            replica.backward_through(batch, run.objective.loss_of_output, last=batch.last, timed=timed)
+            replica.backward_through(batch, run.loss.loss_of_output, last=batch.last, timed=timed)
         else:
-            loss = run.objective.loss(replica, batch)
+            loss = run.loss.loss(replica, batch)
             if training.noise is not None:
                 training.noise.watch(loss.mean, batch.num_samples)
             replica.backward(loss.mean, weight=loss.weight, last=batch.last)
@@ -193,7 +193,7 @@ def train_step(training: Training, batch: Batch, step: int) -> StepResult | None
     training.num_micro_batches = 0
     rate = run.optimizer.rate(training.loader.batch_at(batch.interval.start))
     for group in replica.optimizer.param_groups:
-        group["lr"] = rate * run.schedule.factor(step, run.num_steps)
+        group["lr"] = rate * run.schedule.factor(step, training.num_steps)
     result = replica.update()
     training.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
@@ -257,20 +257,23 @@ def maybe_grow(training: Training) -> None:
     training.log_event(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
 
 
-def next_boundary(run: Run, step: int) -> int:
+def next_boundary(training: Training, step: int) -> int:
     """Return the first step after `step` at whose end all workers come together."""
+    run = training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
-    return min([(step // interval + 1) * interval for interval in intervals] + [run.num_steps])
+    return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
 def do_after_step(training: Training, *, stop: bool) -> None:
     """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
     run, step = training.run, training.step
-    if next_boundary(run, step - 1) == step:
+    if next_boundary(training, step - 1) == step:
         log_delays(training)
-    is_last = step == run.num_steps
-    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
-        evaluate_held_out(training)
+    is_last = step == training.num_steps
+    held_out = training.splits.held_out
+    is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
+    if is_due and held_out is not None:
+        evaluate_held_out(training, held_out)
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
         training.log_event(
@@ -313,14 +316,15 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
     return path
 
 
-def evaluate_held_out(training: Training) -> Evaluation | None:
+def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> Evaluation | None:
     """Evaluate; None if a signal came meanwhile."""
     run = training.run
     training.replica.flush()
     evaluation = evaluate(
         training.replica,
-        run.objective,
-        training.splits.held_out,
+        run.loss,
+        held_out,
+        metrics=run.metrics,
         batch_size=max(1, run.global_batch // training.replica.shard.data_parallel_group.size // run.num_micro_batches),
         max_samples=run.evaluate_samples,
         is_stopped=lambda: bool(training.membership.stop_requested_by),

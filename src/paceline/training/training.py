@@ -1,20 +1,19 @@
 """A training under way on one worker: its parts, how they are set up, and how they go on from a checkpoint."""
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.data import Batch, Interval, Loader, Splits
+from paceline.data import Batch, Interval, IterableSource, Loader, Splits
+from paceline.data.datasets import SEEDING
 from paceline.errors import CheckpointError, SettingsError
-from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
+from paceline.monitor.events import CheckpointSkipped, Event, RunStarted, Warned
 from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
 from paceline.replica.replica import Replica
@@ -26,8 +25,6 @@ from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
-
-_SEEDING = threading.Lock()  # workers that are threads share torch's generator
 
 
 @dataclass
@@ -50,6 +47,8 @@ class Training:
     noise: NoiseMeter | None
     """Where the gradient noise scale is measured."""
     probe: MemoryProbe
+    num_steps: int
+    """Of the whole training."""
     step: int = 0
     resumed_from: str | None = None
     began_s: float = 0.0
@@ -74,7 +73,7 @@ class Training:
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
     """Return the model, the same on every process; `model` is in place of the run's own, where that has grown."""
-    with _SEEDING:
+    with SEEDING:
         torch.manual_seed(run.seed)
         return (model or run.model).build(splits.train.spec).to(group.device)
 
@@ -120,12 +119,12 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
 
 def _read_sample(splits: Splits, device: torch.device) -> Any:
     """Return a model's inputs of one sample."""
-    return Batch(splits.train.read(np.arange(1)), 1, Interval(0, 1)).to(device).inputs
+    return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
 
 
 def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, world: Group | None) -> Training:
     """Return a training that is ready to go on, from the newest valid checkpoint in `directory` if there is one."""
-    splits = run.data.open()
+    splits = run.open_data()
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
@@ -144,8 +143,22 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     if run.noise_interval:
         noise = NoiseMeter(module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     probe = MemoryProbe(is_on=group.rank == 0)
+    num_steps = run.count_steps(splits)
     training = Training(
-        run, recipe, directory, model, replica, loader, splits, store, saver, log, load_balancer, noise, probe
+        run,
+        recipe,
+        directory,
+        model,
+        replica,
+        loader,
+        splits,
+        store,
+        saver,
+        log,
+        load_balancer,
+        noise,
+        probe,
+        num_steps,
     )
     _resume(training, checkpoint)
     training.global_batch = loader.global_batch
@@ -157,12 +170,16 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
             device=str(group.device),
             num_parameters=num_parameters,
             start_step=training.step,
-            total_steps=run.num_steps,
+            total_steps=num_steps,
             global_batch=training.global_batch,
-            samples_per_epoch=len(splits.train),
+            samples_per_epoch=0 if isinstance(splits.train, IterableSource) else len(splits.train),
             resumed_from=training.resumed_from,
         )
     )
+    if splits.held_out is None:
+        training.log_event(
+            Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
+        )
     return training
 
 
@@ -177,13 +194,18 @@ def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
         splits.train,
         run.global_batch,
         group=workers,
+        num_epochs=run.num_epochs,
+        collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
+        drop_last=run.drop_last or splits.drop_last,
+        join_epochs=run.join_epochs,
         split=replica.shard.split_context,
         seed=run.seed,
+        shuffle=splits.shuffle,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
-        num_processes=run.num_data_processes,
+        num_processes=run.num_data_processes or splits.num_processes,
         dispatcher=replica.dispatcher,
-        changes=schedule.plan(run.global_batch, run.num_steps),
+        changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,
     )
     if replica.dispatcher is not None:

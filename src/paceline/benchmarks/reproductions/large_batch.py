@@ -16,7 +16,7 @@ from paceline.benchmarks.loss_picture import Curve, draw_losses
 from paceline.benchmarks.reproductions.base import Reproduction
 from paceline.benchmarks.tables import TableRow
 from paceline.comm.local_group import LocalGroup
-from paceline.data import Spec
+from paceline.data import Source, Spec
 from paceline.data.images import Images
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.monitor.log import EventLog
@@ -130,7 +130,9 @@ class LargeBatch(Reproduction):
 
     def reproduce(self) -> list[LargeBatchRow]:
         """Train each way with each batch and seed."""
-        num_samples = len(self.data.open().train)
+        train = self.data.open().train
+        assert isinstance(train, Source)
+        num_samples = len(train)
         batches = [batch for batch in self.batches if 2 * batch <= num_samples]
         if not batches:
             raise SettingsError(
@@ -164,7 +166,7 @@ class LargeBatch(Reproduction):
         return Run(
             model=self.model,
             data=self.data,
-            objective=Classification(),
+            loss=Classification(),
             global_batch=batch,
             num_steps=num_steps,
             optimizer=optimizers.get(kind, self.sgd).model_copy(
