@@ -182,7 +182,7 @@ def test_an_unknown_variant_is_told_with_the_closest_and_all():
         override("--optimizer", "lamp")
     assert str(caught.value) == (
         "optimizer must be a known name, but got 'lamp'; did you mean 'lamb'? "
-        "known: adafactor, adam, adamw, adamw_8bit, lamb, lars, sgd"
+        "known: adafactor, adam, adamw, adamw_8bit, function, lamb, lars, sgd"
     )
 
 

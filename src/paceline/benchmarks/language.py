@@ -21,7 +21,7 @@ from paceline.data.text import Text
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import Settings
 from paceline.replica.replica import Replica
-from paceline.schedules import Cosine, LearningRate
+from paceline.schedules import Cosine, DecaySchedule
 from paceline.sync import Rule
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
@@ -38,7 +38,7 @@ class LanguageTask(Settings):
     """In a step."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Of AdamW."""
-    schedule: LearningRate = Cosine(warmup_steps=20)
+    schedule: DecaySchedule = Cosine(warmup_steps=20)
     """How it changes over `num_steps`."""
     num_steps: int = Field(default=140, ge=1)
     """Of a whole training."""

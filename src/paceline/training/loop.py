@@ -15,6 +15,7 @@ from paceline.errors import CommunicationError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
+from paceline.replica.named_tensors import capture_objects
 from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
@@ -23,7 +24,7 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
 from paceline.training.run import Run
-from paceline.training.training import Training, build_model, build_replica, set_up
+from paceline.training.training import Training, build_model, build_replica, make_rates, set_up
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -191,9 +192,7 @@ def train_step(training: Training, batch: Batch, step: int) -> StepResult | None
     if not batch.last:
         return None
     training.num_micro_batches = 0
-    rate = run.optimizer.rate(training.loader.batch_at(batch.interval.start))
-    for group in replica.optimizer.param_groups:
-        group["lr"] = rate * run.schedule.factor(step, training.num_steps)
+    training.rates.set(step, training.loader.batch_at(batch.interval.start))
     result = replica.update()
     training.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
@@ -251,6 +250,7 @@ def maybe_grow(training: Training) -> None:
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     training.replica = new
+    training.rates = make_rates(run, new, training.num_steps, training.rates)
     if training.noise is not None:
         training.noise.use(new.module)
     num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
@@ -296,7 +296,9 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
     tensors, document = capture(replica)
-    document |= {
+    more, objects = capture_objects({"rates": training.rates})
+    tensors |= more
+    document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),

@@ -16,6 +16,7 @@ from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted, Warned
 from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
+from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
 from paceline.training.compiling import NO_COMPILER, compile_blocks
@@ -23,6 +24,7 @@ from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
+from paceline.training.rates import Rates
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
 
@@ -47,6 +49,8 @@ class Training:
     noise: NoiseMeter | None
     """Where the gradient noise scale is measured."""
     probe: MemoryProbe
+    rates: Rates
+    """Learning rates of the replica's optimizer."""
     num_steps: int
     """Of the whole training."""
     step: int = 0
@@ -117,6 +121,14 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
     )
 
 
+def make_rates(run: Run, replica: Replica, num_steps: int, before: Rates | None = None) -> Rates:
+    """Return the learning rates of a new replica, which go on from those `before`."""
+    rates = Rates(replica.optimizer, run.optimizer, run.schedule, num_steps)
+    if before is not None:
+        rates.load_state_dict(before.state_dict())
+    return rates
+
+
 def _read_sample(splits: Splits, device: torch.device) -> Any:
     """Return a model's inputs of one sample."""
     return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
@@ -142,7 +154,6 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     noise = None
     if run.noise_interval:
         noise = NoiseMeter(module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
-    probe = MemoryProbe(is_on=group.rank == 0)
     num_steps = run.count_steps(splits)
     training = Training(
         run,
@@ -157,8 +168,9 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
         log,
         load_balancer,
         noise,
-        probe,
-        num_steps,
+        probe=MemoryProbe(is_on=group.rank == 0),
+        rates=make_rates(run, replica, num_steps),
+        num_steps=num_steps,
     )
     _resume(training, checkpoint)
     training.global_batch = loader.global_batch
@@ -245,6 +257,7 @@ def _resume(training: Training, checkpoint: Checkpoint | None) -> None:
         loader.load_shares(document["loader"])
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
         loader.load_batches(document["loader"])
+    restore_objects(checkpoint, {"rates": training.rates}, training.replica.shard.world)
     if training.noise is not None and document.get("noise"):
         training.noise.load(document["noise"])
     training.step = document["step"]
