@@ -76,6 +76,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "staleness_measured",
         "step_finished",
         "step_timed",
+        "stopped_early",
         "unused_parameters",
         "warned",
     ]

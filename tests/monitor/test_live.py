@@ -22,6 +22,7 @@ from paceline.monitor import (
     SharesChanged,
     Showcased,
     SlowWorker,
+    StoppedEarly,
     UnusedParameters,
     Warned,
     read_log,
@@ -69,6 +70,7 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
         ),
         (Warned(message="two\nlines"), "warning: two lines"),
         (Restarted(attempt=2, reason="rank 1 was killed"), "restart 2: rank 1 was killed"),
+        (StoppedEarly(reason="good enough"), "ended after step 5: good enough"),
         (
             Preempted(checkpoint="step-5", signal="SIGTERM"),
             "stopped by SIGTERM at step 5; it goes on from step-5",

@@ -367,6 +367,13 @@ class Preempted(Event):
     signal: str
 
 
+@_event("stopped_early")
+class StoppedEarly(Event):
+    """The training ends before its last step, as it was told to: it is finished, and saved."""
+
+    reason: str
+
+
 @_event("restarted")
 class Restarted(Event):
     """The workers are started again after a failure."""

@@ -17,6 +17,7 @@ from paceline.monitor.events import (
     RunStarted,
     SharesChanged,
     SlowWorker,
+    StoppedEarly,
     UnusedParameters,
     Warned,
 )
@@ -103,6 +104,8 @@ def describe(record: Record) -> str | None:
             return f"warning: {message}"
         case Preempted(checkpoint=checkpoint, signal=signal):
             return f"stopped by {signal} at step {record.step:,}; it goes on from {checkpoint}"
+        case StoppedEarly(reason=reason):
+            return f"ended after step {record.step:,}: {reason}"
         case Restarted(attempt=attempt, reason=reason):
             return f"restart {attempt}: {reason}"
         case Failed() as event:

@@ -1,5 +1,6 @@
 """Layer 8: a run, and the loop that trains it."""
 
+from paceline.training.callbacks import Callback, TrainingView
 from paceline.training.compiling import compile_blocks
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.loop import train
@@ -9,6 +10,7 @@ from paceline.training.objective import Classification, FunctionLoss, MaskedLM, 
 from paceline.training.run import Run, RunFile
 
 __all__ = [
+    "Callback",
     "Classification",
     "Evaluation",
     "FunctionLoss",
@@ -20,6 +22,7 @@ __all__ = [
     "Objective",
     "Run",
     "RunFile",
+    "TrainingView",
     "compile_blocks",
     "evaluate",
     "train",

@@ -12,7 +12,7 @@ from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
 from paceline.errors import CommunicationError, NonFiniteError, SettingsError
-from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
+from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased, StoppedEarly
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
 from paceline.replica.named_tensors import capture_objects
@@ -72,7 +72,8 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
 
 def _run_steps(training: Training) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
-    if training.step >= training.num_steps:
+    training.is_over = training.step >= training.num_steps
+    if training.is_over:
         return True
     training.began_s = training.step_began_s = time.perf_counter()
     if training.replica.dispatcher is not None:
@@ -91,10 +92,8 @@ def _run_steps(training: Training) -> bool:
         if (measured := training.probe.end_step(training.replica)) is not None:
             training.log_event(measured)
         do_after_step(training, stop=result.stop)
-        if result.stop and training.step < training.num_steps:
-            return False
-        if training.step == training.num_steps:
-            return True
+        if training.is_over or result.stop:
+            return training.is_over
         maybe_grow(training)
         log_batch_change(training)
         training.step_began_s = time.perf_counter()
@@ -108,7 +107,7 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
     """
     run, loader, group = training.run, training.loader, training.replica.group
     began_at = loader.position
-    while training.step < training.num_steps:
+    while not training.is_over:
         dispatcher.set_boundary(loader.order.position_of(next_boundary(training, training.step), run.global_batch))
         for batch in loader:
             result = train_step(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
@@ -123,7 +122,7 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
         training.step = loader.order.step_of(position, run.global_batch)
         stop = dispatcher.is_stopping
         do_after_step(training, stop=stop)
-        if stop and training.step < training.num_steps:
+        if stop and not training.is_over:
             return False
     return True
 
@@ -274,15 +273,29 @@ def do_after_step(training: Training, *, stop: bool) -> None:
     is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
     if is_due and held_out is not None:
         evaluate_held_out(training, held_out)
+    training.is_over = is_last
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
-        training.log_event(
-            Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
-        )
+        if not _end_if_agreed(training):
+            training.log_event(
+                Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
+            )
     elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
         save_checkpoint(training, wait=is_last)
     elif training.saver is not None:
         log_saved(training, training.saver.finished())
+
+
+def _end_if_agreed(training: Training) -> bool:
+    """Let the training be over where its own code, and no signal, has stopped it on all workers."""
+    membership, mine = training.membership, training.end_reason
+    reported = {"end": mine, "signal": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
+    everybody = training.replica.shard.world.gather_documents(reported, name="why to stop")
+    if any(theirs["signal"] for theirs in everybody):
+        return False
+    training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
+    training.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
+    return True
 
 
 def save_checkpoint(training: Training, *, wait: bool) -> str:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
@@ -25,6 +25,7 @@ from paceline.replica.landing import Landing, check_landing
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
+from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.metrics import Metrics
@@ -44,6 +45,8 @@ class Run(Settings):
     """What it minimises: a loss by its name, or a function (model, batch), or (output, batch), that returns it."""
     metrics: Metrics | None = None
     """Function (output, batch), or (model, batch), that returns what is judged beside the loss on held-out data."""
+    callbacks: tuple[Callback, ...] = ()
+    """Functions (event, training) that are called with what happens."""
     global_batch: int = Field(ge=1)
     """Samples in a step, over all workers; in the first one, where `batch_schedule` changes it."""
     num_steps: int | None = Field(default=None, ge=1)
@@ -116,6 +119,11 @@ class Run(Settings):
     """Processes a worker reads data with; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """How long workers wait for one another before an error says who is missing."""
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _accept_one(cls, callbacks: Any) -> Any:
+        return callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -236,8 +244,9 @@ class Run(Settings):
         """
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if isinstance(value, Function):
-                value.check_complete(name)
+            for function in value if isinstance(value, tuple) else (value,):
+                if isinstance(function, Function):
+                    function.check_complete(name)
 
     @property
     def noise_interval(self) -> int:

@@ -19,6 +19,7 @@ from paceline.parallel.parallelize import parallelize
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
+from paceline.training.callbacks import TrainingView
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
@@ -62,7 +63,11 @@ class Training:
     num_micro_batches: int = 0
     """Of the step under way."""
     global_batch: int = 0
-    """Of the step to come, as it was logged last."""
+    """Samples of the step to come, as they were told last."""
+    end_reason: str = ""
+    """Why this worker wants the training to end before its last step; the others may not know yet."""
+    is_over: bool = False
+    """Whether no step is to come."""
 
     @property
     def membership(self) -> Membership:
@@ -70,9 +75,13 @@ class Training:
         return self.replica.membership
 
     def log_event(self, event: Event) -> None:
-        """Log, once, what all workers know."""
-        if self.replica.shard.world.rank == 0:
+        """Write what all workers know, once, and call back whoever wants to know it."""
+        rank = self.replica.shard.world.rank
+        if rank == 0:
             self.log.write(event, step=self.step)
+        for callback in self.run.callbacks:
+            if rank == 0 or callback.all_workers:
+                callback.call(event, TrainingView(self))
 
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
