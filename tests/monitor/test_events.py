@@ -24,6 +24,7 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
     str | None: st.none() | TEXTS,
     Int: INTEGERS,
+    bool: st.booleans(),
     Int | None: st.none() | INTEGERS,
     Float: st.floats(),
     Float | None: st.none() | st.floats(),

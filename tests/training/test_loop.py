@@ -326,10 +326,10 @@ def fail_while_a_checkpoint_is_written(directory):
     is_failing = threading.Event()
     save, leave = CheckpointStore.save, AsyncSaver.__exit__
 
-    def save_slowly(*arguments):
+    def save_slowly(*arguments, **options):
         assert is_failing.wait(20)
         os.kill(os.getpid(), signal.SIGTERM)
-        return save(*arguments)
+        return save(*arguments, **options)
 
     def note_and_leave(*arguments):
         is_failing.set()

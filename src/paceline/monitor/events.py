@@ -326,6 +326,8 @@ class Evaluated(Event):
     metrics: dict[str, Float]
     num_samples: Int
     duration_s: Float
+    is_best: bool = False
+    """Whether it is the best so far; only where somebody wants to know."""
 
 
 @_event("checkpoint_saved")

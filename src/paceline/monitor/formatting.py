@@ -87,7 +87,8 @@ def describe(record: Record) -> str | None:
             return _describe_start(event)
         case Evaluated(loss=loss) as event:
             spent = f"{event.num_samples:,} samples in {duration(event.duration_s)}"
-            return f"step {record.step:,}: {_held_out(loss, event.metrics)} ({spent})"
+            best = "the best so far" if event.is_best else ""
+            return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), best)} ({spent})"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):

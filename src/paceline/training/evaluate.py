@@ -1,6 +1,7 @@
 """The loss and metrics over held-out data, divided among the workers."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,7 +16,6 @@ from paceline.comm.group import Group
 from paceline.data.base import IterableSource, Source
 from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
-from paceline.errors import DataError
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.loss import Loss
 from paceline.sync.batch_statistics import pooled_over_workers
@@ -25,9 +25,11 @@ from paceline.training.objective import Objective
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the held-out samples, the same on every worker."""
+    """Means over the held-out samples, the same on every worker; NaN where nothing counts."""
 
     loss: float
+    weight: float
+    """Samples, or tokens, that the loss is a mean of."""
     metrics: dict[str, float]
     num_samples: int
     duration_s: float
@@ -94,13 +96,8 @@ def evaluate(
     totals = _add_over_workers(sums, shard.world)
     if "stopped" in totals:
         return None
-    means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-    if "loss" not in means:
-        raise DataError(
-            f"held-out data must have something that counts in the loss, but {num_samples} samples have nothing; see "
-            "to their targets"
-        )
-    return Evaluation(means.pop("loss"), means, num_samples, time.perf_counter() - began_s)
+    means = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+    return Evaluation(means.pop("loss"), totals["loss"][1], means, num_samples, time.perf_counter() - began_s)
 
 
 def _read(
@@ -147,10 +144,12 @@ def _judge(
         loss = objective.loss_of_output(output, batch)
         measured = metrics.measure(recorder, output, batch) if metrics is not None else {}
     if model.shard.counts_loss:
-        yield from ((_sums_of(loss) if loss.weight else {}) | measured).items()
+        yield from (_sums_of(loss) | measured).items()
 
 
 def _sums_of(loss: Loss) -> Sums:
+    if not loss.weight:  # it may be NaN
+        return dict.fromkeys(("loss", *loss.totals), (0.0, 0.0))
     totals = {name: (float(total), loss.weight) for name, total in loss.totals.items()}
     return {"loss": (float(loss.mean) * loss.weight, loss.weight)} | totals
 

@@ -11,7 +11,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
-from paceline.errors import CommunicationError, NonFiniteError, SettingsError
+from paceline.errors import CommunicationError, DataError, NonFiniteError, SettingsError
 from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased, StoppedEarly
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
@@ -20,6 +20,7 @@ from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
+from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
@@ -72,9 +73,10 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
 
 def _run_steps(training: Training) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
-    training.is_over = training.step >= training.num_steps
+    training.is_over = training.step >= training.num_steps or bool(training.best.end_reason)
     if training.is_over:
         return True
+    try_evaluation(training)
     training.began_s = training.step_began_s = time.perf_counter()
     if training.replica.dispatcher is not None:
         return _run_at_own_pace(training, training.replica.dispatcher)
@@ -131,7 +133,11 @@ def _finish(training: Training) -> bool:
     """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
     held_out = training.splits.held_out
-    evaluation = evaluate_held_out(training, held_out) if held_out is not None else None
+    step, evaluation = training.evaluation or (-1, None)
+    if held_out is not None and step != training.step:
+        evaluation = evaluate_held_out(training, held_out)
+    if training.best.is_kept and training.best.step == training.step and training.saver is not None:
+        training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was judged
     if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
         training.log_event(
@@ -271,17 +277,21 @@ def do_after_step(training: Training, *, stop: bool) -> None:
     is_last = step == training.num_steps
     held_out = training.splits.held_out
     is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
-    if is_due and held_out is not None:
+    if held_out is not None and (is_due or (is_last and training.best.is_used)):
         evaluate_held_out(training, held_out)
-    training.is_over = is_last
+    is_best = training.best.is_kept and training.best.step == step
+    end_reason = "" if is_last else training.best.end_reason
+    training.is_over = is_last or bool(end_reason)
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
         if not _end_if_agreed(training):
             training.log_event(
                 Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
             )
-    elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
-        save_checkpoint(training, wait=is_last)
+    elif training.is_over or is_best or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
+        save_checkpoint(training, wait=training.is_over, is_best=is_best)
+        if end_reason:
+            training.log_event(StoppedEarly(reason=end_reason))
     elif training.saver is not None:
         log_saved(training, training.saver.finished())
 
@@ -298,7 +308,7 @@ def _end_if_agreed(training: Training) -> bool:
     return True
 
 
-def save_checkpoint(training: Training, *, wait: bool) -> str:
+def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) -> str:
     """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
     replica = training.replica
     replica.flush()
@@ -316,12 +326,13 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
         "loader": training.loader.state_dict(),
+        "best": training.best.state(),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
         "noise": training.noise.state() if training.noise is not None else None,
     }
     path = ""
     if training.saver is not None:
-        training.saver.start(tensors, document, training.step)
+        training.saver.start(tensors, document, training.step, is_best=is_best)
         log_saved(training, training.saver.finished())
         if wait and (saved := training.saver.wait()):
             log_saved(training, [saved])
@@ -345,12 +356,34 @@ def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> 
         is_stopped=lambda: bool(training.membership.stop_requested_by),
     )
     if evaluation is not None:
+        if not evaluation.weight:
+            raise DataError(
+                f"held-out data must have something that counts in the loss, but its {evaluation.num_samples} samples "
+                "have nothing; see to their targets"
+            )
+        training.evaluation = (training.step, evaluation)
         training.log_event(
             Evaluated(
                 loss=evaluation.loss,
                 metrics=evaluation.metrics,
                 num_samples=evaluation.num_samples,
                 duration_s=evaluation.duration_s,
+                is_best=training.best.note(evaluation, training.step),
             )
         )
     return evaluation
+
+
+def try_evaluation(training: Training) -> None:
+    """Judge a sample a worker before the first step, so that metrics of a person's own fail then, if they do.
+
+    Raises:
+        SettingsError: They are none, or what `keep_best` names is not among them.
+    """
+    run, held_out = training.run, training.splits.held_out
+    if training.step or held_out is None or (run.metrics is None and not training.best.is_used):
+        return
+    most = training.replica.shard.data_parallel_group.size
+    tried = evaluate(training.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
+    if tried is not None:
+        BestSoFar(run.keep_best, run.stop_after).note(tried, 0)

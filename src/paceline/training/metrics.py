@@ -45,7 +45,8 @@ class Metrics(OnBatch):
                 self._refuse(made)
         if "loss" in sums:
             raise SettingsError(f"a metric of {self.path} must not be called loss, which is what training minimises")
-        return sums if batch.num_samples else {}  # a borrowed sample counts for nothing
+        # A borrowed sample counts for nothing.
+        return sums if batch.num_samples else dict.fromkeys(sums, (0.0, 0.0))
 
     def _refuse(self, made: Any) -> None:
         raise SettingsError(

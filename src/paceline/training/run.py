@@ -25,6 +25,7 @@ from paceline.replica.landing import Landing, check_landing
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
+from paceline.training.best import part_measure
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
@@ -103,6 +104,11 @@ class Run(Settings):
     """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Newest checkpoints that are kept; none for all."""
+    keep_best: str | None = None
+    """Which checkpoint is kept as the best beside the newest: loss for that of the lowest held-out loss, or a metric
+    with its direction, such as max:accuracy."""
+    stop_after: int | None = Field(default=None, ge=1)
+    """Evaluations without improvement, of what `keep_best` names or of the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next, which is made before each checkpoint too; 0 for none."""
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
@@ -124,6 +130,13 @@ class Run(Settings):
     @classmethod
     def _accept_one(cls, callbacks: Any) -> Any:
         return callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+
+    @field_validator("keep_best")
+    @classmethod
+    def _check_measure(cls, measure: str | None) -> str | None:
+        if measure is not None:
+            part_measure(measure)
+        return measure
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -167,6 +180,8 @@ class Run(Settings):
                 f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
                 "makes its own batches; leave it out"
             )
+        if self.stop_after is not None and not self.evaluate_interval:
+            raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         if self.drop_last and self.join_epochs:
             raise ValueError(
                 "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"

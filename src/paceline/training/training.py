@@ -19,8 +19,9 @@ from paceline.parallel.parallelize import parallelize
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
-from paceline.training.callbacks import TrainingView
+from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
+from paceline.training.evaluate import Evaluation
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
@@ -54,6 +55,7 @@ class Training:
     """Learning rates of the replica's optimizer."""
     num_steps: int
     """Of the whole training."""
+    best: BestSoFar
     step: int = 0
     resumed_from: str | None = None
     began_s: float = 0.0
@@ -66,6 +68,8 @@ class Training:
     """Samples of the step to come, as they were told last."""
     end_reason: str = ""
     """Why this worker wants the training to end before its last step; the others may not know yet."""
+    evaluation: tuple[int, Evaluation] | None = None
+    """The last one, and the step after which it was."""
     is_over: bool = False
     """Whether no step is to come."""
 
@@ -82,6 +86,53 @@ class Training:
         for callback in self.run.callbacks:
             if rank == 0 or callback.all_workers:
                 callback.call(event, TrainingView(self))
+
+
+class TrainingView:
+    """What a callback may know of a training, and ask of it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    @property
+    def run(self) -> Run:
+        """Settings of the run."""
+        return self._training.run
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run."""
+        return self._training.directory
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._training.step
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole training."""
+        return self._training.num_steps
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._training.replica.shard.world.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._training.replica.shard.data_parallel_group.size
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained, or this rank's part of it; it is to be looked at, not changed."""
+        return self._training.replica.module
+
+    def request_stop(self, reason: str = "a callback asked for it") -> None:
+        """Ask all workers to end the training after a step; it is then evaluated and finished as after its last one."""
+        self._training.end_reason = self._training.end_reason or reason
+        self._training.membership.request_stop(reason)
 
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
@@ -180,6 +231,7 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
         probe=MemoryProbe(is_on=group.rank == 0),
         rates=make_rates(run, replica, num_steps),
         num_steps=num_steps,
+        best=BestSoFar(run.keep_best, run.stop_after),
     )
     _resume(training, checkpoint)
     training.global_batch = loader.global_batch
@@ -198,6 +250,10 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
         )
     )
     if splits.held_out is None:
+        if training.best.is_used:
+            raise SettingsError(
+                "keep_best and stop_after must come with held-out data, but there is none; return (train, held_out)"
+            )
         training.log_event(
             Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
         )
@@ -267,6 +323,7 @@ def _resume(training: Training, checkpoint: Checkpoint | None) -> None:
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
         loader.load_batches(document["loader"])
     restore_objects(checkpoint, {"rates": training.rates}, training.replica.shard.world)
+    training.best.load(document.get("best", {}))
     if training.noise is not None and document.get("noise"):
         training.noise.load(document["noise"])
     training.step = document["step"]
