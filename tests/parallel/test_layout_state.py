@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_layouts import (
     GLOBAL_BATCH,
     PARAMETER_TOLERANCE,
     make_model,
     make_replica,
+    samples_of,
     take_step,
     train,
 )
@@ -76,7 +78,7 @@ def go_through_layouts(folder: str) -> dict[str, float]:
     result |= {rule.name: run_relaxed(group, rule) for rule in RELAXED}
     result |= {"feedback": hand_on_feedback(group, store), "sharded feedback": hand_on_sharded_feedback(group, store)}
     result |= {"mean": begin_anew(group, store), "outer": grow_by_workers(group, store)}
-    result |= {"divergence": find_divergence(group)}
+    result |= {"divergence": find_divergence(group), "judged": judge_averages(group)}
     group.close()
     return result
 
@@ -110,6 +112,9 @@ def resume_bit_for_bit(group: Any, folder: str) -> float:
     ):
         assert ours.shape == theirs.shape, name
         differences.append(float((ours - theirs).abs().max()))
+    averages = whole.state.average.tensors  # type: ignore[union-attr]
+    for name, ours in resumed.state.average.tensors.items():  # type: ignore[union-attr]
+        differences.append(float((ours - averages[name]).abs().max()))
     whole.close()
     resumed.close()
     return max(differences)
@@ -261,6 +266,24 @@ def find_divergence(group: Any) -> str:
     return ""
 
 
+def judge_averages(group: Any) -> list[float]:
+    """Run averages where blocks stay gathered: what is trained then is the model again, not its averages."""
+    replicas = [make_replica(make_model(), group, {"sharded": 4, "zero_stage": 2}) for _ in range(2)]
+    judged, losses = replicas[0], []
+    for step in range(3):
+        for replica in replicas:
+            take_step(replica, step, 1)
+        inputs, targets = samples_of(step, 0, 4)
+        for parameters in (judged.consensus, judged.averaged):
+            with parameters():  # with gradients, so that nothing lets go of what was gathered
+                losses.append(float(F.cross_entropy(judged(inputs).flatten(0, -2).detach(), targets.flatten())))
+    tensors, expected = (capture(replica)[0] for replica in replicas)
+    for replica in replicas:
+        replica.close()
+    differences = [float((tensor - expected[name]).abs().max()) for name, tensor in tensors.items()]
+    return [max(differences, default=0.0), abs(losses[-1] - losses[-2])]
+
+
 def run_codecs(group: Any, alone: dict[str, torch.Tensor]) -> dict[str, float]:
     """Codecs that keep everything, between sharded pairs and inside them, change nothing."""
     everything = {"name": "top_k", "density": 1.0}
@@ -290,11 +313,11 @@ def run_relaxed(group: Any, sync: Rule) -> float:
     replica = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
     for step in range(6):
         take_step(replica, step, 1)
-    with replica.consensus():
-        found = {
-            name: tensor.full_tensor().clone()  # type: ignore[attr-defined]
-            for name, tensor in model_tensors(replica.module).items()
-        }
+    found = {}
+    for parameters in (replica.consensus, replica.averaged):
+        with parameters():
+            for name, tensor in model_tensors(replica.module).items():
+                found[f"{parameters.__name__}/{name}"] = tensor.full_tensor().clone()  # type: ignore[attr-defined]
     replica.close()
     if group.rank:
         return 0.0
@@ -306,8 +329,11 @@ def run_relaxed(group: Any, sync: Rule) -> float:
         alone = make_replica(models[thread.rank], thread, {}, sync=sync)
         for step in range(6):
             take_step(alone, step, 1, weights=[3.0, 9.0])
-        with alone.consensus():
-            tensors = {name: tensor.clone() for name, tensor in model_tensors(alone.module).items()}
+        tensors = {}
+        for parameters in (alone.consensus, alone.averaged):
+            with parameters():
+                named = model_tensors(alone.module).items()
+                tensors |= {f"{parameters.__name__}/{name}": tensor.clone() for name, tensor in named}
         alone.close()
         return tensors
 
@@ -323,6 +349,9 @@ def test_layouts_load_each_other_and_compose_with_codecs_and_relaxed_rules() -> 
     found = results[0].value
     assert found["chain"] < PARAMETER_TOLERANCE
     assert max(result.value["resumed"] for result in results) == 0.0
+    changed, difference_of_losses = found["judged"]
+    assert changed == 0
+    assert difference_of_losses > 0.001, "averages are others than parameters"
     assert found["codec between"] < PARAMETER_TOLERANCE
     assert found["codec inside"] < PARAMETER_TOLERANCE
     for rule in RELAXED:

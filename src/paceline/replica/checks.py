@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,6 @@ from paceline.topology.layout import Layout
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-def autocast(precision: Precision, device: str) -> AbstractContextManager[Any]:
-    """Return the context that forward runs in on a type of device."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
-
-
 def check_replica(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -34,6 +26,7 @@ def check_replica(
     precision: Precision,
     landing: Landing,
     clip_norm: float | None,
+    ema: float | None,
 ) -> None:
     """Refuse what a replica cannot train, or not in that way."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -42,7 +35,13 @@ def check_replica(
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
     check_landing(
-        landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=shard.layout, optimizer=optimizer
+        landing,
+        precision=precision,
+        clip_norm=clip_norm,
+        rule=rule,
+        layout=shard.layout,
+        optimizer=optimizer,
+        is_averaged=ema is not None,
     )
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))

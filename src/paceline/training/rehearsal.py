@@ -26,7 +26,8 @@ from paceline.memory.absent_group import AbsentGroup
 from paceline.optim import SGD
 from paceline.parallel.context import check_length
 from paceline.parallel.parallelize import check_model
-from paceline.replica.checks import Precision, autocast
+from paceline.replica.checks import Precision
+from paceline.replica.optimizer_step import autocast
 from paceline.training.model import Model
 from paceline.training.objective import NextToken
 from paceline.training.run import Run
