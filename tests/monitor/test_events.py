@@ -31,6 +31,7 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(TEXTS, max_size=3),
     list[Int]: st.lists(INTEGERS, max_size=3),
     list[Float]: st.lists(st.floats(), max_size=3),
+    dict[str, Float] | None: st.none() | st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Any]: st.dictionaries(TEXTS, JSON, max_size=3),
 }

@@ -328,6 +328,8 @@ class Evaluated(Event):
     duration_s: Float
     is_best: bool = False
     """Whether it is the best so far; only where somebody wants to know."""
+    unaveraged: dict[str, Float] | None = None
+    """Loss and metrics of the parameters as they are, where the others are of their moving averages."""
 
 
 @_event("checkpoint_saved")

@@ -88,7 +88,8 @@ def describe(record: Record) -> str | None:
         case Evaluated(loss=loss) as event:
             spent = f"{event.num_samples:,} samples in {duration(event.duration_s)}"
             best = "the best so far" if event.is_best else ""
-            return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), best)} ({spent})"
+            plain = f"without averages {number(event.unaveraged['loss'])}" if event.unaveraged else ""
+            return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), plain, best)} ({spent})"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):

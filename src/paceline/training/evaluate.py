@@ -53,7 +53,10 @@ class Evaluable(Protocol):
         """Return the context that forward runs in."""
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Return the context in which parameters are those that are judged."""
+        """Return the context in which parameters are those that the workers together stand for."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return the context in which parameters are their moving averages."""
 
 
 def evaluate(
@@ -64,13 +67,23 @@ def evaluate(
     batch_size: int,
     metrics: Metrics | None = None,
     max_samples: int | None = None,
+    averaged: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the loss and metrics over the first `max_samples` of `source` (over all without it).
+    """Return the loss and metrics over held-out samples.
 
     The samples are cut among the workers; sums and their weights are added, so the result does not depend on how many
-    there are. BatchNorm uses the statistics pooled over all workers. Once `is_stopped` says so on some
-    worker that one ends early, and the result is None on all.
+    there are. BatchNorm uses the statistics pooled over all workers.
+
+    Args:
+        model: What is judged.
+        objective: The loss.
+        source: Held-out samples.
+        batch_size: Samples that a worker runs at once.
+        metrics: What is judged beside the loss.
+        max_samples: Samples of `source` that are used, the first ones; all without it.
+        averaged: Whether parameters are their moving averages.
+        is_stopped: Once it says so on some worker that one ends early, and the result is None on all.
     """
     began_s = time.perf_counter()
     shard = model.shard
@@ -78,7 +91,8 @@ def evaluate(
     was_training = {module: module.training for module in model.module.modules()}
     model.module.eval()
     sums: Sums = {}
-    with torch.no_grad(), model.consensus(), pooled_over_workers(model.module, shard.statistics_group):
+    parameters = model.averaged() if averaged else model.consensus()
+    with torch.no_grad(), parameters, pooled_over_workers(model.module, shard.statistics_group):
         for batch in _read(source, shard, batch_size, max_samples):
             if isinstance(source, IterableSource):
                 num_samples = batch.interval.stop

@@ -343,35 +343,44 @@ def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) ->
 
 
 def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> Evaluation | None:
-    """Evaluate; None if a signal came meanwhile."""
-    run = training.run
+    """Evaluate; None if a signal came meanwhile. Where parameters are averaged, both they and averages are judged."""
     training.replica.flush()
-    evaluation = evaluate(
+    evaluation = _evaluate(training, held_out, averaged=training.run.ema is not None)
+    plain = _evaluate(training, held_out, averaged=False) if training.run.ema is not None else None
+    if evaluation is None or (training.run.ema is not None and plain is None):
+        return None
+    if not evaluation.weight:
+        raise DataError(
+            f"held-out data must have something that counts in the loss, but its {evaluation.num_samples} samples "
+            "have nothing; see to their targets"
+        )
+    training.evaluation = (training.step, evaluation)
+    training.log_event(
+        Evaluated(
+            loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            num_samples=evaluation.num_samples,
+            duration_s=evaluation.duration_s + (plain.duration_s if plain is not None else 0.0),
+            is_best=training.best.note(evaluation, training.step),
+            unaveraged={"loss": plain.loss} | plain.metrics if plain is not None else None,
+        )
+    )
+    return evaluation
+
+
+def _evaluate(training: Training, held_out: Source | IterableSource, *, averaged: bool) -> Evaluation | None:
+    run = training.run
+    num_workers = training.replica.shard.data_parallel_group.size
+    return evaluate(
         training.replica,
         run.loss,
         held_out,
         metrics=run.metrics,
-        batch_size=max(1, run.global_batch // training.replica.shard.data_parallel_group.size // run.num_micro_batches),
+        batch_size=max(1, run.global_batch // num_workers // run.num_micro_batches),
         max_samples=run.evaluate_samples,
+        averaged=averaged,
         is_stopped=lambda: bool(training.membership.stop_requested_by),
     )
-    if evaluation is not None:
-        if not evaluation.weight:
-            raise DataError(
-                f"held-out data must have something that counts in the loss, but its {evaluation.num_samples} samples "
-                "have nothing; see to their targets"
-            )
-        training.evaluation = (training.step, evaluation)
-        training.log_event(
-            Evaluated(
-                loss=evaluation.loss,
-                metrics=evaluation.metrics,
-                num_samples=evaluation.num_samples,
-                duration_s=evaluation.duration_s,
-                is_best=training.best.note(evaluation, training.step),
-            )
-        )
-    return evaluation
 
 
 def try_evaluation(training: Training) -> None:

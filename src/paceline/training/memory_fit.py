@@ -37,7 +37,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     choices = choose_blocks(run, splits, num_workers, device)
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
-    return whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    return needed if run.ema is None else _add_averages(needed, run, splits)
 
 
 def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:
@@ -79,6 +80,17 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
         f"{size(available)} there are{advice if found else '; take more ranks, or a smaller model'}; "
         "--memory.check false starts it all the same"
     )
+
+
+def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
+    """Count a rank's moving averages with what the optimizer keeps: they are cut as parameters are."""
+    with torch.device("meta"):
+        parameters = run.model.build(splits.train.spec).parameters()
+    num_bytes = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
+    layout = run.layout
+    num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
+    held = needed.bytes_of["optimizer"] + -(-num_bytes // num_holders)
+    return Estimate({**needed.bytes_of, "optimizer": held}, needed.host_bytes)
 
 
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:

@@ -90,6 +90,9 @@ class Run(Settings):
     """Backend of torch.compile that makes each block of the model faster, such as inductor; none for none."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; none for no clipping."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of an exponential moving average of the parameters, which is then what is judged, such as 0.999; none for
+    no average."""
     seed: int = 0
     """Random seed of initial weights, data order and dropout."""
     shares: tuple[float, ...] | Literal["measured"] | None = None
@@ -148,6 +151,7 @@ class Run(Settings):
             layout=self.layout,
             is_compiled=self.compiler != NO_COMPILER,
             is_noise_measured=self.noise_interval > 0,
+            is_averaged=self.ema is not None,
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
@@ -213,6 +217,8 @@ class Run(Settings):
             )
         if self.noise_interval:
             check_noise(self.sync, self.layout)
+        if self.growth.steps and self.ema is not None:
+            raise ValueError(f"ema must be none for a model that grows, but got {self.ema}; leave one of them out")
         if self.growth.steps:
             check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
         return self
