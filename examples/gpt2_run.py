@@ -37,7 +37,7 @@ def run() -> paceline.Run:
     return paceline.Run(
         model=build_gpt2,
         data=Text(sequence_length=128, max_bytes=5_000_000),
-        objective=NextToken(),
+        loss=NextToken(),
         optimizer=AdamW(learning_rate=2e-3),
         schedule=Cosine(warmup_steps=10),
         global_batch=16,

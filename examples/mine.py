@@ -64,7 +64,7 @@ def run() -> paceline.Run:
     return paceline.Run(
         model=build,
         data=Spirals(),
-        objective=Classification(),
+        loss=Classification(),
         optimizer=AdamW(learning_rate=1e-2, weight_decay=0.0),
         global_batch=64,
         num_steps=400,

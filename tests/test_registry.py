@@ -210,8 +210,12 @@ def test_rules_of_our_own_are_told_in_their_own_words():
     assert explain(refused.value) == "shape: inner must be below radius, but got 2.0 >= 1.0"
 
 
+def take_two(output, batch):
+    """Stand for a loss."""
+
+
 EXAMPLES = {
-    "function": {"path": "json:dumps"},
+    "function": {"path": f"{__name__}:take_two"},
     "edge_list": {"edges": [(0, 1), (1, 2)]},
     "scripted": {"objective": "classification", "sample_s": (0.1,)},
 }
@@ -251,7 +255,7 @@ def test_there_are_variants_of_every_family():
         "data",
         "learning-rate schedule",
         "model",
-        "objective",
+        "loss",
         "optimizer",
         "sync",
     }

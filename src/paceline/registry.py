@@ -53,8 +53,11 @@ class Family(Settings):
     def _choose_variant(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            value = {"name": value}
+        if isinstance(value, type) and issubclass(value, cls):
+            value = value.name
+        if isinstance(value, str) or callable(value):
+            is_function = "function" in list_variants(cls) and (callable(value) or ":" in value)
+            value = {"name": "function", "path": value} if is_function else {"name": value}
         if not isinstance(value, Mapping):
             return handler(value)
         fields = {key: item for key, item in value.items() if key != "name"}

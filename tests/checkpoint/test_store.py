@@ -328,3 +328,30 @@ def test_between_any_two_disk_operations_the_newest_valid_one_is_complete(tmp_pa
         "unlink",
         "rmdir",
     ]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.find_best() is None
+    for step in (1, 2, 3):
+        store.save({}, {}, step, is_best=step == 2)
+    assert store.find_best() == tmp_path / "step-00000002"
+    assert [path.name for path in store.list_checkpoints()] == ["step-00000003", "step-00000002"]
+    store.save({}, {}, 4, is_best=True)
+    assert [path.name for path in store.list_checkpoints()] == ["step-00000004"]
+    assert CheckpointStore(tmp_path).find_best() == tmp_path / "step-00000004"
+    store.close()
+
+
+def test_a_best_checkpoint_that_is_gone_is_none_and_a_damaged_name_is_told(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save({}, {}, 1, is_best=True)
+    (tmp_path / "step-00000001" / "COMMITTED").unlink()
+    assert store.find_best() is None
+    for content in ("", "[]", "{}"):
+        (tmp_path / "best.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"best\.json must name the best checkpoint"):
+            store.find_best()
+    (tmp_path / "best.json").write_text('{"checkpoint": "../elsewhere"}')
+    assert store.find_best() is None
+    store.close()

@@ -24,7 +24,7 @@ SETTINGS = {
     "checkpoint_interval": 2,
     "evaluate_samples": 4,
     "schedule.warmup_steps": 1,
-    "objective.sample_tokens": 0,
+    "loss.sample_tokens": 0,
     "model.width": 16,
     "model.num_layers": 1,
     "model.num_heads": 2,

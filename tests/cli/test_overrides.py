@@ -25,7 +25,7 @@ def make_run():
     return Run(
         model=FunctionModel(path="json:dumps", arguments={"width": 8, "sizes": [1, 2]}),
         data=Text(sequence_length=16),
-        objective=NextToken(),
+        loss=NextToken(),
         global_batch=4,
         num_steps=100,
     )
@@ -91,7 +91,7 @@ def test_an_option_without_a_value_is_told_by_its_name(arguments):
         ("model.arguments.name", "wide", {"width": 8, "sizes": [1, 2], "name": "wide"}),
         ("model.arguments.bias", "true", {"width": 8, "sizes": [1, 2], "bias": True}),
         ("model.arguments.sizes", "[3]", {"width": 8, "sizes": [3]}),
-        ("objective.temperature", "1", 1.0),
+        ("loss.temperature", "1", 1.0),
     ],
 )
 def test_a_value_lands_at_its_path_with_its_type(path, value, expected):
@@ -151,7 +151,7 @@ def test_the_last_of_two_values_counts():
         (["--period", "2", "--sync=diloco"], "--sync.period"),
         (["--bs", "8"], "--global_batch"),
         (["--batch-size", "8"], "--global_batch"),
-        (["--epochs", "8"], "--num_steps"),
+        (["--epochs", "8"], "--num_epochs"),
         (["--random_seed", "8"], "--seed"),
         (["--num_step", "5"], "--num_steps"),
         (["--width", "5"], "--model.arguments.width"),
@@ -182,7 +182,7 @@ def test_an_unknown_variant_is_told_with_the_closest_and_all():
         override("--optimizer", "lamp")
     assert str(caught.value) == (
         "optimizer must be a known name, but got 'lamp'; did you mean 'lamb'? "
-        "known: adafactor, adam, adamw, adamw_8bit, lamb, lars, sgd"
+        "known: adafactor, adam, adamw, adamw_8bit, function, lamb, lars, sgd"
     )
 
 
@@ -191,7 +191,7 @@ def test_an_unknown_variant_is_told_with_the_closest_and_all():
     [
         ("num_steps", "many", "integer"),
         ("num_steps", "1.5", "integer"),
-        ("num_steps", "none", "integer"),
+        ("num_steps", "none", "either num_steps or num_epochs must be given, but got None and None"),
         ("num_steps", "0", "greater than or equal to 1"),
         ("optimizer.learning_rate", "fast", "number"),
         ("optimizer.learning_rate", "-1.0", "greater than 0"),
@@ -206,7 +206,7 @@ def test_a_value_of_the_wrong_type_is_told_with_path_rule_and_value(path, value,
     message = refuse(f"--{path}", value)
     assert path in message
     assert rule in message
-    assert value in message
+    assert value.lower() in message.lower()
 
 
 def test_a_field_that_has_no_fields_is_told():

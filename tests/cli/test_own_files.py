@@ -56,7 +56,7 @@ def build():
 
 
 def run():
-    return paceline.Run(model=build, data=OwnPoints(), objective=Classification(), global_batch=8, num_steps=4)
+    return paceline.Run(model=build, data=OwnPoints(), loss=Classification(), global_batch=8, num_steps=4)
 """
 
 

@@ -127,7 +127,7 @@ TINY = [
     "4",
     "--schedule.warmup_steps",
     "1",
-    "--objective.sample_tokens",
+    "--loss.sample_tokens",
     "0",
     "--model.width",
     "16",

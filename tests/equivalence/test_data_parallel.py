@@ -71,7 +71,7 @@ def train(name, group, shares=None, num_micro_batches=1):
     loader = Loader(source, run.global_batch, group=group, shares=shares, num_micro_batches=num_micro_batches)
     losses, norms = [], []
     for batch in loader:
-        loss = run.objective.loss(lambda x: replica(x.double() if x.is_floating_point() else x), batch)
+        loss = run.loss.loss(lambda x: replica(x.double() if x.is_floating_point() else x), batch)
         replica.backward(loss.mean, weight=loss.weight, last=batch.last)
         if batch.last:
             result = replica.update()

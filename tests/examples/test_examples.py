@@ -60,7 +60,7 @@ def test_gpt2_as_a_run_learns(tmp_path, monkeypatch, run_here):
     done = run_here(
         *("train", f"{EXAMPLES / 'gpt2_run.py'}:run", "--workers", 2, "--out", "run"),
         *("--num_steps", 16, "--model.arguments.width", 64, "--model.arguments.num_layers", 2),
-        *("--evaluate_samples", 16, "--objective.sample_tokens", 0),
+        *("--evaluate_samples", 16, "--loss.sample_tokens", 0),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = losses_of(tmp_path / "run")

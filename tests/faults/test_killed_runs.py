@@ -23,7 +23,7 @@ SETTINGS = {
     "num_threads": 1,
     "keep_checkpoints": 2,
     "schedule.warmup_steps": 2,
-    "objective.sample_tokens": 0,
+    "loss.sample_tokens": 0,
     "model.width": 32,
     "model.num_layers": 1,
     "model.num_heads": 2,

@@ -24,12 +24,14 @@ BY_ANNOTATION: dict[Any, st.SearchStrategy[Any]] = {
     str: TEXTS,
     str | None: st.none() | TEXTS,
     Int: INTEGERS,
+    bool: st.booleans(),
     Int | None: st.none() | INTEGERS,
     Float: st.floats(),
     Float | None: st.none() | st.floats(),
     list[str]: st.lists(TEXTS, max_size=3),
     list[Int]: st.lists(INTEGERS, max_size=3),
     list[Float]: st.lists(st.floats(), max_size=3),
+    dict[str, Float] | None: st.none() | st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Float]: st.dictionaries(TEXTS, st.floats(), max_size=3),
     dict[str, Any]: st.dictionaries(TEXTS, JSON, max_size=3),
 }
@@ -76,6 +78,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "staleness_measured",
         "step_finished",
         "step_timed",
+        "stopped_early",
         "unused_parameters",
         "warned",
     ]

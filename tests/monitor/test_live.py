@@ -22,6 +22,7 @@ from paceline.monitor import (
     SharesChanged,
     Showcased,
     SlowWorker,
+    StoppedEarly,
     UnusedParameters,
     Warned,
     read_log,
@@ -69,6 +70,18 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
         ),
         (Warned(message="two\nlines"), "warning: two lines"),
         (Restarted(attempt=2, reason="rank 1 was killed"), "restart 2: rank 1 was killed"),
+        (
+            Evaluated(
+                loss=1.5,
+                metrics={"accuracy": 0.25},
+                num_samples=10,
+                duration_s=2.0,
+                is_best=True,
+                unaveraged={"loss": 2.0},
+            ),
+            "step 5: held-out loss 1.5, accuracy 0.25, without averages 2, the best so far (10 samples in 2 s)",
+        ),
+        (StoppedEarly(reason="good enough"), "ended after step 5: good enough"),
         (
             Preempted(checkpoint="step-5", signal="SIGTERM"),
             "stopped by SIGTERM at step 5; it goes on from step-5",

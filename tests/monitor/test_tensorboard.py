@@ -52,7 +52,8 @@ def test_an_export_replaces_the_former_one_and_nothing_else(run_dir: Path, tmp_p
 
 
 def test_what_is_not_finite_or_not_known_is_exported_as_it_is(tmp_path: Path) -> None:
-    evaluated = Evaluated(loss=math.inf, metrics={"odd \ud800 name": 1.0}, num_samples=1, duration_s=0.1)
+    metrics = {"odd \ud800 name": 1.0}
+    evaluated = Evaluated(loss=math.inf, metrics=metrics, num_samples=1, duration_s=0.1, unaveraged={"loss": 0.5})
     steps = [make_step(1, loss=math.nan, gradient_norm=None, duration_s=0.0), make_step(2, loss=1e300)]
     records = [make_record(event, 1 + at) for at, event in enumerate([*steps, evaluated])]
     (tmp_path / "events.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
@@ -64,6 +65,7 @@ def test_what_is_not_finite_or_not_known_is_exported_as_it_is(tmp_path: Path) ->
     assert [one.step for one in board.Scalars("optimizer/gradient_norm")] == [2]
     assert [one.step for one in board.Scalars("speed/samples_per_s")] == [2]
     assert board.Scalars("loss/held_out")[0].value == math.inf
+    assert board.Scalars("held_out_unaveraged/loss")[0].value == 0.5
 
 
 def test_without_tensorboard_the_pip_line_is_printed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from paceline.testing.slow import Scripted
 
 def run():
     base = transformer_lm.run()
-    return base.model_copy(update={"objective": Scripted(objective=base.objective, sample_s=(0.004, 0.016))})
+    return base.model_copy(update={"loss": Scripted(objective=base.loss, sample_s=(0.004, 0.016))})
 """
 
 SETTINGS = {
@@ -22,7 +22,7 @@ SETTINGS = {
     "global_batch": 20,
     "evaluate_interval": 0,
     "evaluate_samples": 4,
-    "objective.objective.sample_tokens": 0,
+    "loss.objective.sample_tokens": 0,
     "model.width": 16,
     "model.num_layers": 1,
     "model.num_heads": 2,

@@ -54,7 +54,7 @@ SETTINGS = {
     "evaluate_interval": 0,
     "evaluate_samples": 4,
     "schedule.warmup_steps": 1,
-    "objective.sample_tokens": 0,
+    "loss.sample_tokens": 0,
     "model.width": 16,
     "model.num_layers": 1,
     "model.num_heads": 2,

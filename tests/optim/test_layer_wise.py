@@ -201,10 +201,12 @@ def test_what_cannot_work_is_refused_when_it_is_made(fields):
 
 def test_rates_follow_the_batch():
     rates = [
-        LAMB(learning_rate=0.1, scaling=scaling, base_batch=64).rate(256)
+        0.1 * LAMB(learning_rate=0.1, scaling=scaling, base_batch=64).scale_rate(256)
         for scaling in ("none", "linear", "square_root")
     ]
     assert rates == pytest.approx([0.1, 0.4, 0.2])
-    halved = SGD(learning_rate=0.1, scaling="linear", base_batch=256).rate(128)
+    halved = 0.1 * SGD(learning_rate=0.1, scaling="linear", base_batch=256).scale_rate(128)
     assert math.isclose(halved, 0.05), "a smaller batch has a lower rate"
-    assert all(SGD(scaling=scaling, base_batch=32).rate(32) == 0.1 for scaling in ("none", "linear", "square_root"))
+    assert all(
+        SGD(scaling=scaling, base_batch=32).scale_rate(32) == 1.0 for scaling in ("none", "linear", "square_root")
+    )

@@ -17,7 +17,7 @@ def run_in(directory, optimizer, num_steps, **fields):
     run = Run(
         model=Perceptron(widths=(65,)),
         data=Images(size=8),
-        objective=Classification(),
+        loss=Classification(),
         optimizer=optimizer,
         schedule=Constant(),
         global_batch=32,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_layouts import (
     GLOBAL_BATCH,
     PARAMETER_TOLERANCE,
     make_model,
     make_replica,
+    samples_of,
     take_step,
     train,
 )
@@ -89,6 +91,7 @@ def go_on(folder: str) -> dict[str, Any]:
         "mean": begin_anew(group, store),
         "outer": grow_by_workers(group, store),
         "divergence": find_divergence(group),
+        "judged": judge_averages(group),
     }
     group.close()
     return result
@@ -133,6 +136,8 @@ def resume_bit_for_bit(group: Any, store: CheckpointStore) -> list[float]:
         kept = whole.state.feedback()
         assert kept.keys() == resumed.state.feedback().keys()
         differences += [float((tensor - resumed.state.feedback()[name]).abs().sum()) for name, tensor in kept.items()]
+        for name, average in whole.state.average.tensors.items():  # type: ignore[union-attr]
+            differences.append(float((average - resumed.state.average.tensors[name]).abs().max()))  # type: ignore[union-attr]
         whole.close()
         resumed.close()
     return differences
@@ -280,6 +285,24 @@ def find_divergence(group: Any) -> str:
     return ""
 
 
+def judge_averages(group: Any) -> list[float]:
+    """Run averages where blocks stay gathered: what is trained then is the model again, not its averages."""
+    replicas = [make_replica(make_model(), group, {"sharded": 4, "zero_stage": 2}) for _ in range(2)]
+    judged, losses = replicas[0], []
+    for step in range(3):
+        for replica in replicas:
+            take_step(replica, step, 1)
+        inputs, targets = samples_of(step, 0, 4)
+        for parameters in (judged.consensus, judged.averaged):
+            with parameters():  # with gradients, so that nothing lets go of what was gathered
+                losses.append(float(F.cross_entropy(judged(inputs).flatten(0, -2).detach(), targets.flatten())))
+    tensors, expected = (capture(replica)[0] for replica in replicas)
+    for replica in replicas:
+        replica.close()
+    differences = [float((tensor - expected[name]).abs().max()) for name, tensor in tensors.items()]
+    return [max(differences, default=0.0), abs(losses[-1] - losses[-2])]
+
+
 def run_codecs(group: Any, alone: dict[str, torch.Tensor]) -> dict[str, float]:
     """Codecs that keep everything, between sharded pairs and inside them, change nothing."""
     everything = {"name": "top_k", "density": 1.0}
@@ -309,11 +332,11 @@ def run_relaxed(group: Any, sync: Rule) -> float:
     replica = make_replica(make_model(), group, {"data": 2, "sharded": 2}, sync=sync)
     for step in range(6):
         take_step(replica, step, 1)
-    with replica.consensus():
-        found = {
-            name: tensor.full_tensor().clone()  # type: ignore[attr-defined]
-            for name, tensor in model_tensors(replica.module).items()
-        }
+    found = {}
+    for parameters in (replica.consensus, replica.averaged):
+        with parameters():
+            for name, tensor in model_tensors(replica.module).items():
+                found[f"{parameters.__name__}/{name}"] = tensor.full_tensor().clone()  # type: ignore[attr-defined]
     replica.close()
     if group.rank:
         return 0.0
@@ -325,8 +348,11 @@ def run_relaxed(group: Any, sync: Rule) -> float:
         alone = make_replica(models[thread.rank], thread, {}, sync=sync)
         for step in range(6):
             take_step(alone, step, 1, weights=[3.0, 9.0])
-        with alone.consensus():
-            tensors = {name: tensor.clone() for name, tensor in model_tensors(alone.module).items()}
+        tensors = {}
+        for parameters in (alone.consensus, alone.averaged):
+            with parameters():
+                named = model_tensors(alone.module).items()
+                tensors |= {f"{parameters.__name__}/{name}": tensor.clone() for name, tensor in named}
         alone.close()
         return tensors
 
@@ -366,6 +392,9 @@ def test_what_codecs_and_rules_keep_comes_back_or_is_told(tmp_path: Path) -> Non
     assert [len(result.value["mean"]["told"]) for result in results] == [1, 0, 0, 0]
     assert "codec of sync 'diloco' had held back is dropped" in results[0].value["mean"]["told"][0]
     assert all(difference == 0.0 < size for difference, size in (result.value["outer"] for result in results))
+    changed, difference_of_losses = results[0].value["judged"]
+    assert changed == 0
+    assert difference_of_losses > 0.001, "averages are others than parameters"
     told = [result.value["divergence"] for result in results]
     assert len(set(told)) == 1, "all ranks say the same"
     assert "at step 1 the 2 ranks (2, 3) differ, first in optimizer state exp_avg of " in told[0]

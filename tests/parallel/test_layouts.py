@@ -80,7 +80,7 @@ def make_replica(
         sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64),
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
-    settings = {"clip_norm": 0.5, "hash_interval": 1} | settings
+    settings = {"clip_norm": 0.5, "hash_interval": 1, "ema": 0.7} | settings
     return Replica(module, optimizer, group=group, **settings)
 
 
@@ -119,7 +119,7 @@ def train(
     numbers = [number for result in results for number in (result.loss, result.gradient_norm)]
     tensors, _ = capture(replica)
     replica.close()
-    return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model/")}
+    return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(("model/", "ema/"))}
 
 
 def compare(layouts: list[list[dict[str, Any]]]) -> list[list[float]]:

@@ -65,7 +65,7 @@ def make_run(**changes):
     settings = {
         "model": TransformerLM(width=8, num_layers=1, num_heads=2),
         "data": Words(),
-        "objective": NextToken(sample_tokens=0),
+        "loss": NextToken(sample_tokens=0),
         "optimizer": AdamW(learning_rate=0.01),
         "schedule": Linear(warmup_steps=2),
         "global_batch": 6,

@@ -81,7 +81,7 @@ def test_a_run_is_compiled_from_the_command_line(tmp_path, run_here):
     small = (
         "--model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 --data.max_bytes 100000"
     )
-    short = "--num_steps 3 --global_batch 4 --evaluate_samples 4 --objective.sample_tokens 0 --num_threads 1"
+    short = "--num_steps 3 --global_batch 4 --evaluate_samples 4 --loss.sample_tokens 0 --num_threads 1"
     out = ["--out", tmp_path / "run", "--schedule.warmup_steps", 1]
     done = run_here("train", "transformer_lm", "--compiler", "aot_eager", *small.split(), *short.split(), *out)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -278,7 +278,7 @@ def run_scripted(directory, num_workers=4, *, sample_s, script=(), **changes):
         "model": Plain(),
         "data": Points(num_samples=500),
         "optimizer": SGD(learning_rate=0.05),
-        "objective": Scripted(objective=Classification(), sample_s=sample_s, faults=script),
+        "loss": Scripted(objective=Classification(), sample_s=sample_s, faults=script),
         "global_batch": 40,
         "num_steps": 26,
         "evaluate_interval": 0,

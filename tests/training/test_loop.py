@@ -93,7 +93,7 @@ def make_run(**changes):
     settings = {
         "model": Convolution(),
         "data": Points(),
-        "objective": Classification(),
+        "loss": Classification(),
         "optimizer": AdamW(learning_rate=0.01),
         "schedule": Linear(warmup_steps=2),
         "global_batch": 12,
@@ -365,7 +365,7 @@ def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
         replica = Replica(module, run.optimizer.build(module), group=group)
         return evaluate(
             replica,
-            run.objective,
+            run.loss,
             splits.held_out,
             batch_size=2,
             is_stopped=lambda: group.rank == stopped_rank,
@@ -380,10 +380,10 @@ def fail_while_a_checkpoint_is_written(directory):
     is_failing = threading.Event()
     save, leave = CheckpointStore.save, AsyncSaver.__exit__
 
-    def save_slowly(*arguments):
+    def save_slowly(*arguments, **options):
         assert is_failing.wait(20)
         os.kill(os.getpid(), signal.SIGTERM)
-        return save(*arguments)
+        return save(*arguments, **options)
 
     def note_and_leave(*arguments):
         is_failing.set()

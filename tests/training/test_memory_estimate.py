@@ -79,7 +79,7 @@ def measure(run, splits, num_workers):
                 inputs, targets = splits.train.read(np.arange(num_samples))
                 last = number == run.num_micro_batches - 1
                 batch = Batch((inputs, targets), num_samples, Interval(0, run.global_batch), last)
-                loss = run.objective.loss(replica, batch)
+                loss = run.loss.loss(replica, batch)
                 replica.backward(loss.mean, weight=loss.weight, last=last)
             replica.update()
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline.data import Spec
 from paceline.errors import SettingsError
+from paceline.functions import find_function, name_function
 from paceline.registry import explain
 from paceline.training import FunctionModel, Model
-from paceline.training.model import find_function, name_function
 
 SPEC = Spec(num_classes=3, input_shape=(4,))
 
@@ -101,7 +101,7 @@ def test_a_file_that_is_called_as_another_module_is_called_so_in_every_process(t
     file.write_text("def build():\n    pass\n")
     path = f"{file}:build"
     name = find_function(path).__module__
-    program = f"from paceline.training.model import find_function; print(find_function({path!r}).__module__)"
+    program = f"from paceline.functions import find_function; print(find_function({path!r}).__module__)"
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     elsewhere = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert elsewhere.stdout == f"{name}\n", elsewhere.stderr
@@ -142,7 +142,7 @@ def test_a_function_of_a_users_file_is_named_by_the_file(user_file):
 def test_a_function_of_the_script_that_runs_is_named_by_its_file(tmp_path):
     script = tmp_path / "train_it.py"
     script.write_text(
-        "from paceline.training.model import name_function\n\ndef build():\n    pass\n\nPATH = name_function(build)\n"
+        "from paceline.functions import name_function\n\ndef build():\n    pass\n\nPATH = name_function(build)\n"
     )
     assert runpy.run_path(str(script), run_name="__main__")["PATH"] == f"{script.resolve()}:build"
 

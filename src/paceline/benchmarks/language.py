@@ -16,12 +16,12 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import Group
-from paceline.data import Batch, Loader, Splits
+from paceline.data import Batch, Loader, Source, Splits
 from paceline.data.text import Text
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import Settings
 from paceline.replica.replica import Replica
-from paceline.schedules import Cosine, LearningRate
+from paceline.schedules import Cosine, DecaySchedule
 from paceline.sync import Rule
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
@@ -38,7 +38,7 @@ class LanguageTask(Settings):
     """In a step."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Of AdamW."""
-    schedule: LearningRate = Cosine(warmup_steps=20)
+    schedule: DecaySchedule = Cosine(warmup_steps=20)
     """How it changes over `num_steps`."""
     num_steps: int = Field(default=140, ge=1)
     """Of a whole training."""
@@ -82,6 +82,7 @@ class LanguageTask(Settings):
     @torch.no_grad()
     def judge(self, module: nn.Module, splits: Splits, group: Group) -> float:
         """Return the held-out loss of `module`, the same on every worker; each judges a part of the samples."""
+        assert isinstance(splits.held_out, Source)
         chosen = np.linspace(0, len(splits.held_out) - 1, self.held_out_samples).astype(np.int64)
         mine = chosen[group.rank :: group.size]
         total = 0.0

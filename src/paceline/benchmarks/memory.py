@@ -76,7 +76,7 @@ class MemoryBenchmark(Benchmark):
 
     def _measure(self, technique: str) -> BenchmarkRow:
         run, num_workers = self.make_run(technique), self.workers.num_workers
-        estimated = estimate(run, run.data.open(), num_workers, guess_device(num_workers)).peak_bytes
+        estimated = estimate(run, run.open_data(), num_workers, guess_device(num_workers)).peak_bytes
         measured = train_once(run, self.recipe, self.workers).memory_measured
         if not measured:
             raise SettingsError(f"every run must tell what it measured, but that with {technique} did not")

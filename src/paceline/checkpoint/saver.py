@@ -53,7 +53,9 @@ class AsyncSaver:
         else:
             self._finalize()  # an error of the save would hide the one that is on its way
 
-    def start(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any], step: int) -> None:
+    def start(
+        self, tensors: Mapping[str, Tensor], document: Mapping[str, Any], step: int, *, is_best: bool = False
+    ) -> None:
         """Begin to save; what is saved are the values of now. A save still in flight is waited for first.
 
         Raises:
@@ -64,7 +66,7 @@ class AsyncSaver:
         self._copy(tensors)
         document = copy.deepcopy(dict(document))
         self._in_flight.append(
-            self._executor.submit(self._store.save, self._buffers, document, step, self._process_group)
+            self._executor.submit(self._store.save, self._buffers, document, step, self._process_group, is_best=is_best)
         )
 
     def finished(self) -> list[SavedCheckpoint]:

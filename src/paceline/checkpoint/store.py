@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint
+from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.storage import SafetensorsWriter, save_tensors
 from paceline.errors import CheckpointError, SettingsError
 
+BEST_NAME = "best.json"
 _NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
 
 
@@ -40,7 +41,8 @@ class CheckpointStore:
     """Checkpoints of one run: directories ``step-00000123`` (``step-00000123-2`` for a second of that step).
 
     One process writes: the first save takes a lock that is held until `close`, or the end of the process. Any
-    number may read. Directories with other names, and foreign files inside, are never touched.
+    number may read. Directories with other names, and foreign files inside, are never touched. The file ``best.json``
+    names the best one, which stays beside the newest.
     """
 
     def __init__(self, directory: Path, keep: int | None = 3) -> None:
@@ -48,9 +50,9 @@ class CheckpointStore:
 
         Args:
             directory: Where the checkpoints are.
-            keep: How many committed checkpoints stay; None for all. One that `find_newest_valid` found
-                damaged does not count, and goes when the last that counts is newer. Others are not read again
-                to be counted.
+            keep: How many committed checkpoints stay, beside the best one; None for all. One that
+                `find_newest_valid` found damaged does not count, and goes when the last that counts is newer. Others
+                are not read again to be counted.
         """
         if keep is not None and keep < 1:
             raise SettingsError(f"keep must be at least 1, but got {keep}; use None to keep all checkpoints")
@@ -77,6 +79,8 @@ class CheckpointStore:
         document: Mapping[str, Any],
         step: int,
         process_group: dist.ProcessGroup | None = None,
+        *,
+        is_best: bool = False,
     ) -> SavedCheckpoint:
         """Write a new checkpoint; it is durable when this returns. Then remove those beyond `keep`.
 
@@ -87,6 +91,7 @@ class CheckpointStore:
             process_group: The ranks that hold shards of `tensors`. All of them call this, and rank 0's
                 document counts; the directory must be one that all can see. None when this process has all
                 there is.
+            is_best: Whether it is the best one from then on.
 
         Raises:
             CheckpointError: It could not be written; older checkpoints are untouched, and the new one is
@@ -106,8 +111,36 @@ class CheckpointStore:
             raise _explain(path, error, tensor_bytes + len(content)) from error
         num_bytes = Checkpoint.open(path).num_bytes
         if is_coordinator:
+            if is_best:
+                self.mark_best(path)
             self._prune(path)
         return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
+
+    def mark_best(self, path: Path) -> None:
+        """Let a committed checkpoint be the best one, in one instant."""
+        part = self.directory / f"{BEST_NAME}.part"
+        part.unlink(missing_ok=True)
+        write_file(part, json.dumps({"checkpoint": path.name}).encode())
+        os.rename(part, self.directory / BEST_NAME)
+        sync_directory(self.directory)
+
+    def find_best(self) -> Path | None:
+        """Return the directory of the best checkpoint, or None; it is not checked.
+
+        Raises:
+            CheckpointError: What names it is damaged.
+        """
+        try:
+            name = json.loads((self.directory / BEST_NAME).read_text())["checkpoint"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.directory / BEST_NAME} must name the best checkpoint, but it cannot be read ({error}); "
+                "remove it"
+            ) from error
+        path = self.directory / str(name)
+        return path if _NAME.fullmatch(path.name) and (path / MARKER_NAME).exists() else None
 
     def list_checkpoints(self) -> list[Path]:
         """Return the directories of all committed checkpoints, the newest first; none is checked."""
@@ -197,6 +230,8 @@ class CheckpointStore:
         directories, committed = self._list_directories(), self.list_checkpoints()
         kept = {*[path for path in committed if path not in self._damaged][: self.keep], written}
         oldest_kept = max(map(directories.index, kept))
+        if (best := self.find_best()) is not None:
+            kept.add(best)
         for position, path in reversed(list(enumerate(directories))):
             if path not in committed:
                 is_surplus = position > directories.index(written)

@@ -58,7 +58,8 @@ def compare(
     check_new_files(json, markdown)
     comparison = COMPARISONS[what]
     given = parse_pairs(context.args)
-    ways = comparison.choose(only.split(",") if only else None, make_run(recipe, given).num_steps)
+    run = make_run(recipe, given)
+    ways = comparison.choose(only.split(",") if only else None, run.num_steps or run.count_steps(run.open_data()))
     out = out or Path("runs") / f"compare-{what}"
     runs: dict[tuple[str, int], tuple[Path, Overrides]] = {
         (name, seed): (out / f"{name.replace(' ', '-')}-{seed}", [*given, *ways[name], ("seed", str(seed))])

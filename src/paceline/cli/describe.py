@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import typer
 
 from paceline.cli.overrides import settings_class
+from paceline.functions import Function
 from paceline.registry import Family, Settings, describe_fields, list_variants
 
 
@@ -43,11 +44,25 @@ def describe_settings(settings: Settings, prefix: str = "") -> list[SettingRow]:
             assert issubclass(family, Family)
             meaning = f"{meaning} One of: {', '.join(list_variants(family))}."
             rows.append(SettingRow(prefix + name, "name", value.name, meaning))
+        elif isinstance(settings, Function) and name == "arguments":
+            rows += _describe_arguments(settings, prefix + name)
         elif not isinstance(value, Settings):
             rows.append(SettingRow(prefix + name, describe_type(field.annotation), _describe_value(value), meaning))
         if isinstance(value, Settings):
             rows += describe_settings(value, f"{prefix}{name}.")
     return rows
+
+
+def _describe_arguments(function: Function, prefix: str) -> list[SettingRow]:
+    return [
+        SettingRow(
+            f"{prefix}.{name}",
+            "JSON" if argument.hint is None else describe_type(argument.hint),
+            _describe_value(argument.value),
+            f"Argument of {function.path}{', which must be given' if argument.is_missing else ''}.",
+        )
+        for name, argument in function.list_arguments().items()
+    ]
 
 
 def describe_type(annotation: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from paceline.cli.overrides import apply_overrides
-from paceline.cli.prepare import absolute_recipe, find_last_step, make_run, write_report
+from paceline.cli.prepare import absolute_recipe, find_early_end, find_last_step, make_run, write_report
 from paceline.errors import SettingsError
 from paceline.launch.worker import load_run
 from paceline.training.run import Run, RunFile
@@ -33,9 +33,11 @@ def check_begun(recipe: str, num_workers: int | None, out: Path, overrides: list
         )
     begun = load_run(file)
     run = apply_overrides(begun, overrides)
-    last_step = find_last_step(out, run)
-    if last_step is not None:
-        typer.echo(f"the run in {out} is finished, at step {last_step} of {run.num_steps}: nothing is left to do")
+    num_steps = run.num_steps or run.count_steps(run.open_data())
+    last_step, reason = find_last_step(out, num_steps), find_early_end(out, run)
+    if last_step is not None or reason:
+        end = reason or f"at step {last_step} of {num_steps}"
+        typer.echo(f"the run in {out} is finished, {end}: nothing is left to do")
         if not (out / "report.html").exists():
             write_report(out)
         return False

@@ -7,9 +7,11 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from paceline.errors import SettingsError, UnknownNameError
-from paceline.registry import Family, Settings, explain, find_variant
+from paceline.functions import Function, find_hint
+from paceline.registry import Family, Settings, explain, find_variant, list_variants
 
 S = TypeVar("S", bound=Settings)
 
@@ -22,9 +24,12 @@ _ALIASES = {
     "bs": "global_batch",
     "clip": "clip_norm",
     "compile": "compiler",
+    "criterion": "loss",
     "depth": "num_layers",
     "dtype": "precision",
-    "epochs": "num_epochs num_steps",
+    "early_stopping_patience": "stop_after",
+    "ema_decay": "ema",
+    "epochs": "num_epochs",
     "eps": "epsilon",
     "eval_steps": "evaluate_interval",
     "eval_interval": "evaluate_interval",
@@ -38,11 +43,12 @@ _ALIASES = {
     "layers": "num_layers",
     "lr": "learning_rate",
     "lr_scheduler": "schedule",
-    "max_epochs": "num_epochs num_steps",
+    "max_epochs": "num_epochs",
     "max_grad_norm": "clip_norm",
     "max_steps": "num_steps",
-    "num_epochs": "num_steps",
+    "objective": "loss",
     "opt": "optimizer",
+    "patience": "stop_after",
     "random_seed": "seed",
     "save_interval": "checkpoint_interval",
     "save_steps": "checkpoint_interval",
@@ -120,7 +126,9 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
             child_class = find_variant(child_class, child["name"])
         _set(child_class, child, rest, path, value)
     elif isinstance(child, dict) and len(rest) == 1:
-        document[name] = {**child, rest[0]: _from_json(value)}
+        hint = find_hint(document["path"], rest[0]) if issubclass(cls, Function) and "path" in document else None
+        given = _from_json(value) if hint is None else to_jsonable_python(_validate(hint, path, value))
+        document[name] = {**child, rest[0]: given}
     else:
         raise SettingsError(f"--{path} must name a field, but {name} has no fields of its own; give --{name} a value")
 
@@ -137,6 +145,8 @@ def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = 
         else:
             chosen = find_variant(child_class, child["name"]) if issubclass(child_class, Family) else child_class
             yield from _list_paths(chosen, child, f"{prefix}{name}.")
+            if issubclass(chosen, Function):
+                yield from (f"{prefix}{name}.arguments.{key}" for key in chosen(**child).list_arguments())
 
 
 def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
@@ -159,10 +169,16 @@ def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
 def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
     family = settings_class(field)
     if family is not None and issubclass(family, Family):
+        if ":" in value and "function" in list_variants(family):
+            return {"name": "function", "path": value}
         find_variant(family, value)
         is_present = isinstance(present, dict) and present.get("name") == value
         return present if is_present else {"name": value}
-    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or str)
+    return _validate(field.annotation or str, path, value)
+
+
+def _validate(annotation: Any, path: str, value: str) -> Any:
+    adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     # "none" means none wherever none is possible, also where any text is.
     candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
     refused = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from pydantic import ValidationError
 
-from paceline.checkpoint import CheckpointStore
+from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
@@ -19,6 +19,7 @@ from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.recipes import RECIPES, find_recipe
 from paceline.registry import explain
+from paceline.training.best import BestSoFar
 from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
 from paceline.training.rehearsal import check_shards
@@ -45,8 +46,8 @@ def check_workers(run: Run, num_workers: int) -> Splits:
     """Refuse at once what every worker would refuse later, and return the data.
 
     Raises:
-        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there; or
-            the model does not fit the layout.
+        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there; the model does not fit
+            the layout; a function misses an argument; or steps cannot be counted.
         DataError: The data cannot be opened.
     """
     layout = run.layout
@@ -67,7 +68,9 @@ def check_workers(run: Run, num_workers: int) -> Splits:
         )
     check_shares(run.fixed_shares, num_workers)
     check_compiler(run.compiler, guess_device(num_workers * layout.ranks_of_worker))
-    splits = run.data.open()
+    run.check_functions()
+    splits = run.open_data()
+    run.count_steps(splits)
     check_shards(run, splits)
     return splits
 
@@ -107,11 +110,19 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     file = RunFile.load(directory)
     run = apply_overrides(load_run(file), overrides)
     workers = num_workers or file.num_workers
-    needed = _check_memory(run, check_workers(run, workers), workers)
-    if (step := find_last_step(directory, run)) is not None:
+    splits = check_workers(run, workers)
+    needed = _check_memory(run, splits, workers)
+    if reason := find_early_end(directory, run):
         raise SettingsError(
-            f"a resumed run must have steps left, but {directory} is at step {step} of {run.num_steps}; "
-            f"give --num_steps more than {step} to train on"
+            f"a resumed run must have evaluations left, but {directory} has ended: {reason}; give more --stop_after, "
+            "or none, to train on"
+        )
+    num_steps = run.count_steps(splits)
+    if (step := find_last_step(directory, num_steps)) is not None:
+        more = f"--num_steps more than {step}" if run.num_epochs is None else "more --num_epochs"
+        raise SettingsError(
+            f"a resumed run must have steps left, but {directory} is at step {step} of {num_steps}; give {more} to "
+            "train on"
         )
     resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
     if resumed != file:
@@ -144,12 +155,25 @@ def _log_memory(directory: Path, event: MemoryEstimated | None) -> None:
             log.write(event, step=-1)
 
 
-def find_last_step(directory: Path, run: Run) -> int | None:
-    """Return the step at which a run has finished; None where it has steps left."""
+def find_last_step(directory: Path, num_steps: int) -> int | None:
+    """Return the step at which a run of `num_steps` has finished; None where it has steps left."""
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
+    return step if newest and (step := _step_of(newest[0])) >= num_steps and _is_finished(directory) else None
+
+
+def find_early_end(directory: Path, run: Run) -> str:
+    """Return why a run has ended before its last step, as `stop_after` wants it; empty where it has not."""
+    newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
+    if run.stop_after is None or not newest or not _is_finished(directory):
+        return ""
+    best = BestSoFar(run.keep_best, run.stop_after)
+    best.load(Checkpoint.open(newest[0]).read_document()["best"])
+    return best.end_reason
+
+
+def _is_finished(directory: Path) -> bool:
     log = directory / "events.jsonl"  # there is none if the run was killed before its first word
-    is_finished = log.is_file() and any(select(read_log(log), RunFinished))
-    return step if is_finished and newest and (step := _step_of(newest[0])) >= run.num_steps else None
+    return log.is_file() and any(select(read_log(log), RunFinished))
 
 
 def take_back(directory: Path, file: RunFile) -> None:

@@ -1,7 +1,8 @@
 """Layer 5: sources of samples, the global order they are used in, and the loader of a worker's share."""
 
-from paceline.data.base import Data, Source, Spec, Splits
+from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
+from paceline.data.datasets import FunctionData
 from paceline.data.images import Images
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
@@ -12,9 +13,11 @@ from paceline.data.text import Text
 __all__ = [
     "Batch",
     "Data",
+    "FunctionData",
     "GlobalOrder",
     "Images",
     "Interval",
+    "IterableSource",
     "Ledger",
     "Loader",
     "MapSource",

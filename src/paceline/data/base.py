@@ -1,7 +1,7 @@
 """What every source of data is: samples under an index, read a batch at a time."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from paceline.data.batch import map_tensors
 from paceline.data.order import Indices
+from paceline.errors import DataError
 from paceline.registry import Family
 
 
@@ -55,13 +56,55 @@ class Source(torch.utils.data.Dataset[Any]):
         """Return one sample."""
         return map_tensors(lambda tensor: tensor[0], self.read(np.array([index], dtype=np.int64)))
 
+    def read_first(self) -> Any:
+        """Return a batch of the first sample."""
+        return self.read(np.arange(1))
+
+
+class IterableSource(torch.utils.data.IterableDataset[Any]):
+    """Samples that can only be read one after another.
+
+    Args:
+        dataset: Iterated anew for each pass.
+        collate: Makes a batch of a list of samples.
+        spec: What a model that is built from settings must know of the data.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.IterableDataset[Any],
+        collate: Callable[[list[Any]], Any],
+        spec: Spec | None = None,
+    ) -> None:
+        self.dataset, self.collate, self.spec = dataset, collate, spec or Spec()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def read_first(self) -> Any:
+        """Return a batch of the first sample.
+
+        Raises:
+            DataError: There is none.
+        """
+        samples = [sample for sample, _ in zip(self, range(1), strict=False)]
+        if not samples:
+            raise DataError(f"a data set must have samples, but {type(self.dataset).__name__} yields none")
+        return self.collate(samples)
+
 
 @dataclass(frozen=True)
 class Splits:
-    """Data to train on, and data held out to judge by. They share no file (text) or sample (images)."""
+    """Data to train on, and data held out to judge by, which share no sample, or None where nothing is."""
 
-    train: Source
-    held_out: Source
+    train: Source | IterableSource
+    held_out: Source | IterableSource | None = None
+    drop_last: bool = False
+    """Whether an epoch's last samples are left out where they are too few for a whole global batch."""
+    shuffle: bool | None = None
+    """Whether each epoch has an order of its own; by default, unless `train` is iterable."""
+    num_processes: int = 0
+    """Processes that a worker reads with, where the run asks for none."""
 
 
 class Data(Family):

@@ -47,6 +47,8 @@ class MaskedText(Text):
     def open(self) -> Splits:
         """Open the text; see `Text.open`."""
         splits = super().open()
+        assert isinstance(splits.train, Source)
+        assert isinstance(splits.held_out, Source)
         return Splits(self._mask(splits.train, self.num_maskings), self._mask(splits.held_out, 1))
 
     def _mask(self, windows: Source, num_maskings: int) -> "MaskedSource":

@@ -94,6 +94,12 @@ class GlobalOrder:
         per_epoch = self._count_steps(self.num_samples, global_batch)
         return num_left + epoch * per_epoch + min(rest // global_batch, per_epoch)
 
+    def count_steps(self, num_epochs: int, global_batch: int) -> int:
+        """Return in how many steps the data set is gone through `num_epochs` times."""
+        last = num_epochs * self.num_samples
+        steps = self.step_of(last, global_batch)
+        return steps if self.position_of(steps, global_batch) >= last else steps + 1
+
     def _count_steps(self, num_samples: int, global_batch: int) -> int:
         """Return how many steps the rest of an epoch has."""
         return num_samples // global_batch if self.tail == "drop" else -(-num_samples // global_batch)

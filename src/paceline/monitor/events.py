@@ -326,6 +326,10 @@ class Evaluated(Event):
     metrics: dict[str, Float]
     num_samples: Int
     duration_s: Float
+    is_best: bool = False
+    """Whether it is the best so far; only where somebody wants to know."""
+    unaveraged: dict[str, Float] | None = None
+    """Loss and metrics of the parameters as they are, where the others are of their moving averages."""
 
 
 @_event("checkpoint_saved")
@@ -365,6 +369,13 @@ class Preempted(Event):
 
     checkpoint: str
     signal: str
+
+
+@_event("stopped_early")
+class StoppedEarly(Event):
+    """The training ends before its last step, as it was told to: it is finished, and saved."""
+
+    reason: str
 
 
 @_event("restarted")

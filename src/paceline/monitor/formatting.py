@@ -17,6 +17,7 @@ from paceline.monitor.events import (
     RunStarted,
     SharesChanged,
     SlowWorker,
+    StoppedEarly,
     UnusedParameters,
     Warned,
 )
@@ -86,7 +87,9 @@ def describe(record: Record) -> str | None:
             return _describe_start(event)
         case Evaluated(loss=loss) as event:
             spent = f"{event.num_samples:,} samples in {duration(event.duration_s)}"
-            return f"step {record.step:,}: {_held_out(loss, event.metrics)} ({spent})"
+            best = "the best so far" if event.is_best else ""
+            plain = f"without averages {number(event.unaveraged['loss'])}" if event.unaveraged else ""
+            return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), plain, best)} ({spent})"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):
@@ -103,6 +106,8 @@ def describe(record: Record) -> str | None:
             return f"warning: {message}"
         case Preempted(checkpoint=checkpoint, signal=signal):
             return f"stopped by {signal} at step {record.step:,}; it goes on from {checkpoint}"
+        case StoppedEarly(reason=reason):
+            return f"ended after step {record.step:,}: {reason}"
         case Restarted(attempt=attempt, reason=reason):
             return f"restart {attempt}: {reason}"
         case Failed() as event:

@@ -27,6 +27,7 @@ from paceline.monitor.events import (
     Showcased,
     SlowWorker,
     StepFinished,
+    StoppedEarly,
     UnusedParameters,
     Warned,
 )
@@ -41,6 +42,7 @@ _STYLES: dict[type[Event], str] = {
     Warned: "yellow",
     Restarted: "bold yellow",
     Preempted: "bold yellow",
+    StoppedEarly: "bold",
     Failed: "bold red",
     RunFinished: "bold green",
 }

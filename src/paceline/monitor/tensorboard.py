@@ -56,6 +56,8 @@ def _scalars(summary: RunSummary) -> Iterator[tuple[Record, str, float]]:
         yield evaluation, "loss/held_out", evaluation.event.loss
         for name, value in evaluation.event.metrics.items():
             yield evaluation, f"held_out/{printable(name)}", value
+        for name, value in (evaluation.event.unaveraged or {}).items():
+            yield evaluation, f"held_out_unaveraged/{printable(name)}", value
 
 
 def _step_scalars(step: StepFinished) -> dict[str, float | None]:

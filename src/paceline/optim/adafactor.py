@@ -7,14 +7,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from paceline.optim.base import Optimizer
+from paceline.optim.base import NamedOptimizer
 from paceline.optim.trust_ratio import global_norms
 from paceline.optim.update_rule import UpdateRule, local
 from paceline.registry import register
 
 
 @register("adafactor")
-class Adafactor(Optimizer):
+class Adafactor(NamedOptimizer):
     """Adaptive rates from second moments that are kept by row and by column (Shazeer and Stern 2018).
 
     Each step moves a parameter by `learning_rate` (or 1 / sqrt(step) where that is less) times its own root mean

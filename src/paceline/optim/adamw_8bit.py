@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.optim.base import DecayRate, Optimizer
+from paceline.optim.base import DecayRate, NamedOptimizer
 from paceline.optim.eight_bits import BLOCK_SIZE, Encoded
 from paceline.optim.update_rule import UpdateRule, local, local_gradient
 from paceline.registry import register
@@ -18,7 +18,7 @@ _PIECE = 2**12 * BLOCK_SIZE
 
 
 @register("adamw_8bit")
-class AdamW8bit(Optimizer):
+class AdamW8bit(NamedOptimizer):
     """AdamW that keeps its two moments in 8 bits an element between steps (Dettmers et al. 2022).
 
     Parameters of fewer than `smallest` elements keep theirs in 32 bits, so that with a `smallest` above all of them

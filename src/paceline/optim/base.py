@@ -17,26 +17,31 @@ Scaling = Literal["none", "linear", "square_root"]
 
 
 class Optimizer(Family):
-    """Settings of an update rule."""
+    """Settings of an update rule. In a `Run`, a function that returns an optimizer of torch's will do instead."""
 
     family = "optimizer"
+
+    scaling: Scaling = "none"
+    """How the learning rate follows the global batch: not at all, in proportion, or by the square root."""
+    base_batch: int = Field(default=256, ge=1)
+    """Global batch that the learning rate is meant for, where it is scaled."""
+
+    @abstractmethod
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer of torch's over the parameters of `module`, with its learning rates."""
+
+    def scale_rate(self, global_batch: int) -> float:
+        """Return the factor of learning rates in steps of `global_batch` samples."""
+        return scale(self.scaling, global_batch, self.base_batch)
+
+
+class NamedOptimizer(Optimizer):
+    """Settings of an update rule that Paceline knows by its name."""
 
     learning_rate: float = Field(gt=0)
     """Base learning rate, before the schedule's factor."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decay of matrices and larger tensors; vectors (biases, norms) have none."""
-    scaling: Scaling = "none"
-    """How the learning rate follows the global batch: not at all, in proportion, or by the square root."""
-    base_batch: int = Field(default=256, ge=1)
-    """Global batch that `learning_rate` is meant for, where it is scaled."""
-
-    @abstractmethod
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of torch's over the parameters of `module`."""
-
-    def rate(self, global_batch: int) -> float:
-        """Return the learning rate for steps of `global_batch` samples, before the schedule's factor."""
-        return self.learning_rate * scale(self.scaling, global_batch, self.base_batch)
 
     def group_parameters(self, module: nn.Module) -> list[dict[str, object]]:
         """Return parameter groups in which only tensors of two dims or more decay.

@@ -6,14 +6,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from paceline.optim.base import DecayRate, Optimizer
+from paceline.optim.base import DecayRate, NamedOptimizer
 from paceline.optim.trust_ratio import RatioBounds, global_norms, trust_ratios
 from paceline.optim.update_rule import UpdateRule, local, local_gradient
 from paceline.registry import register
 
 
 @register("lamb")
-class LAMB(Optimizer):
+class LAMB(NamedOptimizer):
     """AdamW whose every matrix moves by the same part of its own norm (You et al. 2020).
 
     The update u of AdamW, weight decay included and moments corrected for their start at 0, is scaled by ``|w| / |u|``.

@@ -6,14 +6,14 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from paceline.optim.base import Optimizer
+from paceline.optim.base import NamedOptimizer
 from paceline.optim.trust_ratio import RatioBounds, global_norms, trust_ratios
 from paceline.optim.update_rule import UpdateRule, local, local_gradient
 from paceline.registry import register
 
 
 @register("lars")
-class LARS(Optimizer):
+class LARS(NamedOptimizer):
     """SGD with momentum whose every matrix moves by the same part of its own norm (You, Gitman and Ginsburg 2017).
 
     The gradient of each, with weight decay d, is scaled by ``trust_coefficient * |w| / (|g| + d |w|)``. Where

@@ -7,12 +7,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.optim.base import DecayRate, Optimizer
+from paceline.optim.base import DecayRate, NamedOptimizer
 from paceline.registry import register
 
 
 @register("sgd")
-class SGD(Optimizer):
+class SGD(NamedOptimizer):
     """Stochastic gradient descent with momentum (Sutskever 2013)."""
 
     learning_rate: float = Field(default=0.1, gt=0)
@@ -58,7 +58,7 @@ class SGDRule(torch.optim.SGD):
 
 
 @register("adamw")
-class AdamW(Optimizer):
+class AdamW(NamedOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019); without decay it is Adam."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -81,7 +81,7 @@ class AdamW(Optimizer):
 
 
 @register("adam")
-class Adam(Optimizer):
+class Adam(NamedOptimizer):
     """Adam (Kingma and Ba 2015), whose weight decay is added to the gradient."""
 
     learning_rate: float = Field(default=1e-3, gt=0)

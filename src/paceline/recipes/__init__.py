@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from paceline.errors import unknown_name
-from paceline.training.model import find_function
+from paceline.functions import find_function
 from paceline.training.run import Run
 
 RECIPES = {

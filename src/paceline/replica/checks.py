@@ -26,6 +26,7 @@ def check_replica(
     precision: Precision,
     landing: Landing,
     clip_norm: float | None,
+    ema: float | None,
 ) -> None:
     """Refuse what a replica cannot train, or not in that way."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -34,7 +35,13 @@ def check_replica(
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
     check_landing(
-        landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=shard.layout, optimizer=optimizer
+        landing,
+        precision=precision,
+        clip_norm=clip_norm,
+        rule=rule,
+        layout=shard.layout,
+        optimizer=optimizer,
+        is_averaged=ema is not None,
     )
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))

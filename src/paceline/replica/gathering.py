@@ -213,6 +213,10 @@ class SavedReplica:
                     listed[name] = Slice(own.dtype, shape, shape)
         return listed
 
+    def list_averages(self) -> dict[str, Slice]:
+        """Return the whole moving averages of parameters."""
+        return {name: whole for name, whole in self.slices.items() if name.startswith("ema/")}
+
     def list_feedback(self) -> dict[str, Slice]:
         """Return what codecs of all workers held back together, as whole tensors that are one worker's."""
         listed: dict[str, Slice] = {}

@@ -132,6 +132,7 @@ def check_landing(
     optimizer: torch.optim.Optimizer | None = None,
     is_compiled: bool = False,
     is_noise_measured: bool = False,
+    is_averaged: bool = False,
 ) -> None:
     """Refuse to land bucket by bucket where something must see the whole step first, or nothing can come in between.
 
@@ -151,6 +152,8 @@ def check_landing(
         reason = "where ranks share a model; leave landing out"
     elif is_noise_measured:
         reason = "where the gradient noise scale is measured; leave one of them out"
+    elif is_averaged and landing == "next_forward":
+        reason = "with ema, an average of parameters that are still to change then; leave one of them out"
     elif is_compiled and landing == "next_forward":
         reason = "with compiled blocks, inside which nothing can land; leave one of them out"
     elif optimizer is not None and not updates_by_element(optimizer):

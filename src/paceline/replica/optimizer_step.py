@@ -1,6 +1,7 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,10 @@ class OptimizerStep:
 
 _TINY = 1e-6
 """What torch adds to a norm that it divides by."""
+
+
+def autocast(precision: Precision, device: str) -> AbstractContextManager[Any]:
+    """Return the context that forward runs in on a type of device; losses of fp16 are scaled then."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)

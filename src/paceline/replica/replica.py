@@ -16,6 +16,7 @@ from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, list_tensors
 from paceline.errors import GradientError, SettingsError
+from paceline.parallel.fully_sharded import reshard
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
@@ -25,7 +26,7 @@ from paceline.replica.checks import Precision, check_replica, refuse_backward
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
-from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult
+from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult, autocast
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_result import StepResult, StepTimes
 from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes
@@ -60,6 +61,7 @@ class Replica:
             are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
             landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
             before anything but forward and backward reads the parameters.
+        ema: Decay of an exponential moving average of the parameters, such as 0.999; None for none. See `averaged`.
         hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
             0 for none.
         seed: Random seed of the codecs.
@@ -81,6 +83,7 @@ class Replica:
         clip_norm: float | None = None,
         bucket_bytes: int | Literal["tuned"] | None = None,
         landing: Landing = "update",
+        ema: float | None = None,
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
@@ -99,7 +102,7 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm)
+        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -136,6 +139,7 @@ class Replica:
             self._reduction,
             self._synchroniser,
             self._stop_votes,
+            ema,
         )
         """What is kept from step to step beside the model and its optimizer."""
 
@@ -150,10 +154,7 @@ class Replica:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""
-        if self._precision == "fp32":
-            return nullcontext()
-        dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
-        return torch.autocast(self.group.device.type, dtype=dtype)
+        return autocast(self._precision, self.group.device.type)
 
     @property
     def loss_scale(self) -> float | None:
@@ -331,6 +332,9 @@ class Replica:
         self.state.weight_unit = totals.weight or self.state.weight_unit
         # Torch's schedulers warn where another than the optimizer that they were given steps, as a server's does.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
+        # Where workers go at their own pace, a step without samples is no step.
+        if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
+            self.state.average.update()
         self.state.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
@@ -375,6 +379,26 @@ class Replica:
         self.flush()
         with self._synchroniser.consensus() if self._synchroniser is not None else nullcontext():
             yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, parameters are their moving averages, to be judged or saved; every worker enters it at the same step.
+
+        Where the rule lets workers differ they are the mean of all workers' averages. Before the first update they are
+        the parameters of `consensus`.
+
+        Raises:
+            SettingsError: The replica was made without `ema`.
+        """
+        average = self.state.average
+        if average is None:
+            raise SettingsError("ema must be given to the Replica to have averages of its parameters; try ema=0.999")
+        reshard(self.module)
+        with self.consensus(), average.applied():
+            try:
+                yield
+            finally:
+                reshard(self.module)  # or what was gathered of averages would be trained
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state that is neither the module's nor the optimizer's; see `WorkerState.state_dict`."""

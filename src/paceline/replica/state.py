@@ -5,15 +5,16 @@ A plain replica is a layout of one part. Names, after a prefix where a checkpoin
 - ``model/<parameter or buffer>``: what the workers together stand for, whole, whoever held which slice of it;
   statistics of BatchNorm are pooled over all.
 - ``optimizer/<parameter>/<key>``: whole, where replicas are equal.
+- ``ema/<parameter>``: the moving average, whole; where workers differ, the mean of theirs.
 - ``rank<r>/<kind>/...``: what one rank has for itself. ``buffer/<buffer>``: where it is not that of ``model/``.
   ``feedback/<parameter>/<site>`` and ``sharded/...``: what codecs hold back, between workers and inside the sharded
-  axis. Where a rule lets workers differ, ``model/...`` and ``optimizer/...`` again, its slice of them, and
-  ``sync/...``, what the rule keeps; what it keeps on all workers alike is ``shared/...`` of the first.
+  axis. Where a rule lets workers differ, ``model/...``, ``optimizer/...`` and ``ema/...`` again, its slice of them,
+  and ``sync/...``, what the rule keeps; what it keeps on all workers alike is ``shared/...`` of the first.
 
-``model/``, ``optimizer/`` and what codecs hold back between workers fit any layout and number of workers. The rest of
-``rank<r>/`` comes back, bit for bit, where the model is cut in the same way and as many workers go on with the same
-rule; among another number of workers the rule makes of it what it can. Else a rule begins anew from ``model/`` and the
-workers' mean of the optimizer's state.
+``model/``, ``optimizer/``, ``ema/`` and what codecs hold back between workers fit any layout and number of workers. The
+rest of ``rank<r>/`` comes back, bit for bit, where the model is cut in the same way and as many workers go on with the
+same rule; among another number of workers the rule makes of it what it can. Else a rule begins anew from ``model/`` and
+the workers' mean of the optimizer's state.
 
 Random streams need no state: every step seeds its own from (seed, step, worker). Data that draws random numbers as it
 is read must seed them from the sample's index.
@@ -70,9 +71,12 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
     optimizer, scalars = optimizer_state(module, local_optimizer(replica.optimizer))
     optimizer = {name: _settle(tensor, parameters[split_name(name)[1]]) for name, tensor in optimizer.items()}
     own = _list_own(replica)
+    average = replica.state.average
+    averages = average.tensors if average is not None else {}
     if not is_equal:
         own |= {name: local(tensor) for name, tensor in optimizer.items()}
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
+        own |= {f"ema/{name}": tensor for name, tensor in averages.items()}
     whole: dict[str, Tensor] = {}
     with replica.consensus(), pooled_over_workers(module, shard.statistics_group):
         if shard.group.rank == 0:  # others of the group hold the same; what changes back in the end is copied
@@ -91,6 +95,9 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
     own |= {f"buffer/{name}": tensor for name, tensor in buffers.items() if _fingerprint(tensor) != saved[name]}
     if is_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
         whole |= optimizer
+    if average is not None:
+        means = average.mean()  # of all workers
+        whole |= {f"ema/{name}": mean for name, mean in means.items() if shard.group.rank == 0}
     whole |= {f"rank{shard.world.rank}/{name}": tensor for name, tensor in own.items()}
     return (
         {f"{prefix}{name}": tensor for name, tensor in gather(whole, shard.world).items()},
@@ -264,6 +271,7 @@ def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[s
     if match.mine is not None:
         kinds = {"buffer": True, "feedback": match.uses_feedback, "sharded": match.uses_sharded}
         kinds |= dict.fromkeys(("model", "optimizer", "sync"), match.rule_goes_on)
+        kinds |= {"ema": match.rule_goes_on and replica.state.average is not None}
         for kind in [kind for kind, is_needed in kinds.items() if is_needed]:
             wanted |= saved.list_own(match.mine, kind)
         if match.rule_goes_on and saved.list_own(match.mine, "optimizer"):
@@ -282,6 +290,10 @@ def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[s
     stepped = {
         id(parameter) for group in local_optimizer(replica.optimizer).param_groups for parameter in group["params"]
     }
+    if replica.state.average is not None and not any(name.startswith(f"rank{match.mine}/ema/") for name in wanted):
+        for name, whole in saved.list_averages().items():
+            if (owner := name.partition("/")[2]) in parameters:
+                wanted[name] = Slice.of(parameters[owner])._replace(dtype=whole.dtype)
     for name, whole in common.items():
         kind, owner, _ = split_name(name)
         if owner in parameters and (kind == "feedback" or id(parameters[owner]) in stepped):
@@ -309,6 +321,8 @@ def _load(loaded: Mapping[str, Tensor], saved: SavedReplica, replica: Replica, m
     replica.state.load_sync_state(sync, _under(loaded, f"rank{match.ranks[0]}/shared/") if match.ranks else {})
     if replica.shard.reduce_scatter is not None:
         replica.shard.reduce_scatter.load_state(_under(own, "sharded/", device))
+    if replica.state.average is not None:
+        replica.state.average.load(_under(own, "ema/") or _under(loaded, "ema/"))
     if match.uses_feedback:
         by_worker = [_under(loaded, f"rank{rank}/feedback/", device) for rank in match.ranks]
         if match.mine is None:  # it is one worker's, and shared out

@@ -10,6 +10,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.optimizer_step import OptimizerStep
+from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
 from paceline.sync.rule import Rule
@@ -27,6 +28,7 @@ class WorkerState:
         reduction: Has the layout of buckets, and what codecs hold back.
         synchroniser: Has what the rule keeps; None where it keeps nothing.
         stop_votes: Has the weight since the last sync step; None where there are none.
+        ema: Decay of moving averages of the parameters; None for none.
     """
 
     def __init__(
@@ -38,10 +40,14 @@ class WorkerState:
         reduction: GradientReduction,
         synchroniser: Synchroniser | None,
         stop_votes: StopVotes | None,
+        ema: float | None,
     ) -> None:
         self._rule, self._shard, self._parameters = rule, shard, parameters
         self._optimizer_step, self._reduction = optimizer_step, reduction
         self._synchroniser, self._stop_votes = synchroniser, stop_votes
+        is_equal = rule.keeps_replicas_equal
+        self.average = None if ema is None else ParameterAverage(parameters, ema, shard.group, is_equal=is_equal)
+        """Moving averages of the parameters; None where there are none."""
         self.num_updates = 0
         """Updates done."""
         self.weight_unit: float | None = None
@@ -125,6 +131,7 @@ class WorkerState:
         """
         sync, shared = self.sync_state()
         state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
+        state["ema"] = self.average.tensors if self.average is not None else {}
         return state | {"sharded": self._shard.reduce_scatter.state() if self._shard.reduce_scatter is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,7 +140,7 @@ class WorkerState:
         Raises:
             SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
         """
-        parts = {"document", "feedback", "sync", "shared", "sharded"}
+        parts = {"document", "feedback", "sync", "shared", "sharded", "ema"}
         if missing := sorted(parts - state.keys()):
             raise SettingsError(
                 f"a replica's state must be complete, but {', '.join(missing)} is missing; load all that its "
@@ -155,6 +162,8 @@ class WorkerState:
         self.load_feedback(everybody)
         if self._shard.reduce_scatter is not None:
             self._shard.reduce_scatter.load_state(state["sharded"])
+        if self.average is not None:
+            self.average.load(state["ema"])
 
     def check_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""

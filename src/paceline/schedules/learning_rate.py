@@ -2,16 +2,22 @@
 
 import math
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from paceline.functions import Function
 from paceline.registry import Family, register
 
 
 class LearningRate(Family):
-    """A factor of the base learning rate for each step: a linear warm-up, then the variant's own decay."""
+    """How learning rates change from step to step. In a `Run`, a function that returns torch's will do instead."""
 
     family = "learning-rate schedule"
+
+
+class DecaySchedule(LearningRate):
+    """A factor of the base learning rate for each step: a linear warm-up, then the variant's own decay."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the factor rises linearly to 1 (Goyal 2017), one part in `warmup_steps` with each."""
@@ -31,7 +37,7 @@ class LearningRate(Family):
 
 
 @register("constant")
-class Constant(LearningRate):
+class Constant(DecaySchedule):
     """No decay."""
 
     def decay(self, progress: float) -> float:
@@ -40,7 +46,7 @@ class Constant(LearningRate):
 
 
 @register("linear")
-class Linear(LearningRate):
+class Linear(DecaySchedule):
     """A straight line from 1 to `final_factor`."""
 
     final_factor: float = Field(default=0.0, ge=0)
@@ -52,7 +58,7 @@ class Linear(LearningRate):
 
 
 @register("cosine")
-class Cosine(LearningRate):
+class Cosine(DecaySchedule):
     """Half a cosine from 1 to `final_factor` (Loshchilov and Hutter 2017, without restarts)."""
 
     final_factor: float = Field(default=0.1, ge=0)
@@ -64,7 +70,7 @@ class Cosine(LearningRate):
 
 
 @register("polynomial")
-class Polynomial(LearningRate):
+class Polynomial(DecaySchedule):
     """A power of what is left of the training, from 1 to `final_factor`: squared for LARS (You 2017), 1 for LAMB."""
 
     power: float = Field(default=2.0, gt=0)
@@ -75,3 +81,20 @@ class Polynomial(LearningRate):
     def decay(self, progress: float) -> float:
         """Return the point on the curve."""
         return self.final_factor + (1 - self.final_factor) * math.pow(1 - progress, self.power)
+
+
+@register("function")
+class FunctionSchedule(Function, LearningRate):
+    """The learning-rate scheduler of torch's that a function, or one of torch's classes, makes.
+
+    It is called with an optimizer, and with the run's number of steps where it has a parameter ``num_steps``,
+    ``total_steps`` or ``num_training_steps``. The optimizer stands for the run's own: it has its parameter groups with
+    their settings, and tensors of one element for parameters. The scheduler is stepped once a step; its state is saved.
+    """
+
+    given: ClassVar[tuple[str, ...]] = ("the optimizer",)
+    offered: ClassVar[tuple[str, ...]] = ("num_steps", "total_steps", "num_training_steps")
+
+    def build(self, optimizer: Any, num_steps: int) -> Any:
+        """Call the function."""
+        return self.call(optimizer, **dict.fromkeys(self.offered, num_steps))

@@ -1,101 +1,178 @@
-"""The loss over held-out data, divided among the workers."""
+"""The loss and metrics over held-out data, divided among the workers."""
 
+import itertools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.comm.group import Group
-from paceline.data.base import Source
+from paceline.data.base import IterableSource, Source
 from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
+from paceline.parallel.model_shard import ModelShard
 from paceline.replica.loss import Loss
-from paceline.replica.replica import Replica
 from paceline.sync.batch_statistics import pooled_over_workers
+from paceline.training.metrics import Metrics, Recorder, Sums
 from paceline.training.objective import Objective
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the held-out samples, the same on every worker."""
+    """Means over the held-out samples, the same on every worker; NaN where nothing counts."""
 
     loss: float
+    weight: float
+    """Samples, or tokens, that the loss is a mean of."""
     metrics: dict[str, float]
     num_samples: int
     duration_s: float
 
 
+class Evaluable(Protocol):
+    """What can be evaluated: a replica, or a model that was loaded to be judged."""
+
+    @property
+    def shard(self) -> ModelShard:
+        """What this rank holds of the model."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module forward in its precision."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context that forward runs in."""
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Return the context in which parameters are those that the workers together stand for."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return the context in which parameters are their moving averages."""
+
+
 def evaluate(
-    replica: Replica,
+    model: Evaluable,
     objective: Objective,
-    source: Source,
+    source: Source | IterableSource,
     *,
     batch_size: int,
+    metrics: Metrics | None = None,
     max_samples: int | None = None,
+    averaged: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the loss and metrics over the first `max_samples` of `source` (over all without it).
+    """Return the loss and metrics over held-out samples.
 
-    The samples are cut among the workers; sums and their weight are added, so the result does not depend on how many
-    there are. BatchNorm uses the statistics pooled over all workers. Once `is_stopped` says so on some
-    worker that one ends early, and the result is None on all.
+    The samples are cut among the workers; sums and their weights are added, so the result does not depend on how many
+    there are. BatchNorm uses the statistics pooled over all workers.
+
+    Args:
+        model: What is judged.
+        objective: The loss.
+        source: Held-out samples.
+        batch_size: Samples that a worker runs at once.
+        metrics: What is judged beside the loss.
+        max_samples: Samples of `source` that are used, the first ones; all without it.
+        averaged: Whether parameters are their moving averages.
+        is_stopped: Once it says so on some worker that one ends early, and the result is None on all.
     """
     began_s = time.perf_counter()
-    shard = replica.shard
-    rank, num_workers = shard.data_parallel_group.rank, shard.data_parallel_group.size
-    num_samples = min(len(source), max_samples or len(source))
-    shares = apportion(num_samples, [1.0] * num_workers)
-    start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
-    # Ranks that share a model run it together: as often as who has most samples needs, and to the end.
-    length = shares[rank] if shard.is_whole else shares[0]
-    was_training = {module: module.training for module in replica.module.modules()}
-    replica.module.eval()
-    sums: dict[str, float] = {}
-    with torch.no_grad(), replica.consensus(), pooled_over_workers(replica.module, shard.statistics_group):
-        for first in range(start, start + length, batch_size):
+    shard = model.shard
+    num_samples = min(len(source), max_samples or len(source)) if isinstance(source, Source) else 0
+    was_training = {module: module.training for module in model.module.modules()}
+    model.module.eval()
+    sums: Sums = {}
+    parameters = model.averaged() if averaged else model.consensus()
+    with torch.no_grad(), parameters, pooled_over_workers(model.module, shard.statistics_group):
+        for batch in _read(source, shard, batch_size, max_samples):
+            if isinstance(source, IterableSource):
+                num_samples = batch.interval.stop
             if is_stopped():
-                sums["stopped"] = 1.0
+                sums["stopped"] = (1.0, 0.0)
                 if shard.is_whole:
                     break
-            interval = Interval(min(first, stop), min(first + batch_size, stop))
-            places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
-            batch = Batch(source.read(places), interval.num_samples, interval).to(replica.group.device)
-            loss = _loss(replica, objective, shard.split_context(batch))
-            if loss is None or not loss.weight:
-                continue
-            parts = {"loss": float(loss.mean) * loss.weight, "weight": loss.weight}
-            parts |= {f"metric {name}": float(total) for name, total in loss.totals.items()}
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + value
+            for name, (total, weight) in _judge(
+                model, objective, metrics, shard.split_context(batch.to(shard.world.device))
+            ):
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + total, before[1] + weight)
     for module, training in was_training.items():
         module.training = training
     totals = _add_over_workers(sums, shard.world)
     if "stopped" in totals:
         return None
-    weight = totals.pop("weight")
-    metrics = {name.removeprefix("metric "): total / weight for name, total in totals.items() if name != "loss"}
-    return Evaluation(totals["loss"] / weight, metrics, num_samples, time.perf_counter() - began_s)
+    means = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+    return Evaluation(means.pop("loss"), totals["loss"][1], means, num_samples, time.perf_counter() - began_s)
 
 
-def _loss(replica: Replica, objective: Objective, batch: Batch) -> Loss | None:
-    """Return the loss where it counts, and None on other ranks that take part in it."""
-    pipeline = replica.shard.pipeline
+def _read(
+    source: Source | IterableSource, shard: ModelShard, batch_size: int, max_samples: int | None
+) -> Iterator[Batch]:
+    """Yield this rank's batches.
+
+    Ranks that share a model run it together: as often as who has most samples needs, with borrowed ones.
+    """
+    rank, num_workers = shard.data_parallel_group.rank, shard.data_parallel_group.size
+    if isinstance(source, IterableSource):
+        samples, position = itertools.islice(source, max_samples), 0
+        while chunk := list(itertools.islice(samples, batch_size * num_workers)):
+            shares = apportion(len(chunk), [1.0] * num_workers)
+            start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
+            interval = Interval(position, position + len(chunk))
+            position = interval.stop
+            yield Batch(source.collate(chunk[start:stop] or chunk[:1]), stop - start, interval)
+        return
+    num_samples = min(len(source), max_samples or len(source))
+    shares = apportion(num_samples, [1.0] * num_workers)
+    start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
+    length = shares[rank] if shard.is_whole else shares[0]
+    for first in range(start, start + length, batch_size):
+        interval = Interval(min(first, stop), min(first + batch_size, stop))
+        places = np.arange(*interval, dtype=np.int64) if interval.num_samples else np.zeros(1, dtype=np.int64)
+        yield Batch(source.read(places), interval.num_samples, interval)
+
+
+def _judge(
+    model: Evaluable, objective: Objective, metrics: Metrics | None, batch: Batch
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield what counts of a batch on this rank; nothing on others that take part in it."""
+    pipeline, recorder = model.shard.pipeline, Recorder(model)
     if pipeline is None:
-        loss = objective.loss(replica, batch)
+        loss = objective.loss(recorder if metrics is not None else model, batch)
+        # All ranks that share the model measure, as it may be called again.
+        measured = metrics.measure(recorder, recorder.output_of(batch), batch) if metrics is not None else {}
     else:
-        with replica.autocast():
+        with model.autocast():
             output = pipeline.evaluate(tuple(list_tensors(batch.inputs)))
         if output is None:
-            return None
+            return
         loss = objective.loss_of_output(output, batch)
-    return loss if replica.shard.counts_loss else None
+        measured = metrics.measure(recorder, output, batch) if metrics is not None else {}
+    if model.shard.counts_loss:
+        yield from (_sums_of(loss) | measured).items()
 
 
-def _add_over_workers(sums: dict[str, float], group: Group) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for document in group.gather_documents({name: repr(value) for name, value in sums.items()}, name="evaluation"):
-        for name, value in document.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
+def _sums_of(loss: Loss) -> Sums:
+    if not loss.weight:  # it may be NaN
+        return dict.fromkeys(("loss", *loss.totals), (0.0, 0.0))
+    totals = {name: (float(total), loss.weight) for name, total in loss.totals.items()}
+    return {"loss": (float(loss.mean) * loss.weight, loss.weight)} | totals
+
+
+def _add_over_workers(sums: Sums, group: Group) -> Sums:
+    totals: Sums = {}
+    mine = {name: [repr(value) for value in pair] for name, pair in sums.items()}
+    for document in group.gather_documents(mine, name="evaluation"):
+        for name, (total, weight) in document.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + float(total), before[1] + float(weight))
     return totals

@@ -10,20 +10,22 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
-from paceline.data import Batch, derive_seed
-from paceline.errors import CommunicationError, NonFiniteError, SettingsError
-from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased
+from paceline.data import Batch, IterableSource, Source, derive_seed
+from paceline.errors import CommunicationError, DataError, NonFiniteError, SettingsError
+from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased, StoppedEarly
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
+from paceline.replica.named_tensors import capture_objects
 from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
+from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
 from paceline.training.run import Run
-from paceline.training.training import Training, build_model, build_replica, set_up
+from paceline.training.training import Training, build_model, build_replica, make_rates, set_up
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -60,7 +62,7 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        module = build_model(run, run.data.open(), world)
+        module = build_model(run, run.open_data(), world)
         optimizer = run.optimizer.build(module)
         num_workers = world.size - run.sync.num_server_processes
         run.sync.serve(WorkerContext(module, optimizer, world, run.seed, world), num_workers)
@@ -71,9 +73,10 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
 
 def _run_steps(training: Training) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
-    run = training.run
-    if training.step >= run.num_steps:
+    training.is_over = training.step >= training.num_steps or bool(training.best.end_reason)
+    if training.is_over:
         return True
+    try_evaluation(training)
     training.began_s = training.step_began_s = time.perf_counter()
     if training.replica.dispatcher is not None:
         return _run_at_own_pace(training, training.replica.dispatcher)
@@ -91,10 +94,8 @@ def _run_steps(training: Training) -> bool:
         if (measured := training.probe.end_step(training.replica)) is not None:
             training.log_event(measured)
         do_after_step(training, stop=result.stop)
-        if result.stop and training.step < run.num_steps:
-            return False
-        if training.step == run.num_steps:
-            return True
+        if training.is_over or result.stop:
+            return training.is_over
         maybe_grow(training)
         log_batch_change(training)
         training.step_began_s = time.perf_counter()
@@ -108,8 +109,8 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
     """
     run, loader, group = training.run, training.loader, training.replica.group
     began_at = loader.position
-    while training.step < run.num_steps:
-        dispatcher.set_boundary(loader.order.position_of(next_boundary(run, training.step), run.global_batch))
+    while not training.is_over:
+        dispatcher.set_boundary(loader.order.position_of(next_boundary(training, training.step), run.global_batch))
         for batch in loader:
             result = train_step(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
             if result is None:
@@ -123,7 +124,7 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
         training.step = loader.order.step_of(position, run.global_batch)
         stop = dispatcher.is_stopping
         do_after_step(training, stop=stop)
-        if stop and training.step < run.num_steps:
+        if stop and not training.is_over:
             return False
     return True
 
@@ -131,8 +132,13 @@ def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
 def _finish(training: Training) -> bool:
     """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
-    evaluation = evaluate_held_out(training)
-    if evaluation is None:
+    held_out = training.splits.held_out
+    step, evaluation = training.evaluation or (-1, None)
+    if held_out is not None and step != training.step:
+        evaluation = evaluate_held_out(training, held_out)
+    if training.best.is_kept and training.best.step == training.step and training.saver is not None:
+        training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was judged
+    if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
         training.log_event(
             Preempted(
@@ -142,14 +148,14 @@ def _finish(training: Training) -> bool:
         return False
     shard = training.replica.shard
     with shard.replicated_inputs() as can_run:
-        if can_run and (shard.world.rank == 0 or not shard.is_whole):
-            text = training.run.objective.showcase(training.replica.module, training.splits.held_out)
+        if can_run and (shard.world.rank == 0 or not shard.is_whole) and isinstance(held_out, Source):
+            text = training.run.loss.showcase(training.replica.module, held_out)
             if text:
                 training.log_event(Showcased(text=text))
     training.log_event(
         RunFinished(
-            held_out_loss=evaluation.loss,
-            metrics=evaluation.metrics,
+            held_out_loss=evaluation.loss if evaluation is not None else None,
+            metrics=evaluation.metrics if evaluation is not None else {},
             duration_s=duration_s,
             samples_per_s=training.num_samples / duration_s if duration_s else 0.0,
         )
@@ -182,18 +188,16 @@ def train_step(training: Training, batch: Batch, step: int) -> StepResult | None
     with training.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
         if replica.shard.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
-            replica.backward_through(batch, run.objective.loss_of_output, last=batch.last, timed=timed)
+            replica.backward_through(batch, run.loss.loss_of_output, last=batch.last, timed=timed)
         else:
-            loss = run.objective.loss(replica, batch)
+            loss = run.loss.loss(replica, batch)
             if training.noise is not None:
                 training.noise.watch(loss.mean, batch.num_samples)
             replica.backward(loss.mean, weight=loss.weight, last=batch.last)
     if not batch.last:
         return None
     training.num_micro_batches = 0
-    rate = run.optimizer.rate(training.loader.batch_at(batch.interval.start))
-    for group in replica.optimizer.param_groups:
-        group["lr"] = rate * run.schedule.factor(step, run.num_steps)
+    training.rates.set(step, training.loader.batch_at(batch.interval.start))
     result = replica.update()
     training.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
@@ -251,38 +255,60 @@ def maybe_grow(training: Training) -> None:
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     training.replica = new
+    training.rates = make_rates(run, new, training.num_steps, training.rates)
     if training.noise is not None:
         training.noise.use(new.module)
     num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
     training.log_event(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
 
 
-def next_boundary(run: Run, step: int) -> int:
+def next_boundary(training: Training, step: int) -> int:
     """Return the first step after `step` at whose end all workers come together."""
+    run = training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
-    return min([(step // interval + 1) * interval for interval in intervals] + [run.num_steps])
+    return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
 def do_after_step(training: Training, *, stop: bool) -> None:
     """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
     run, step = training.run, training.step
-    if next_boundary(run, step - 1) == step:
+    if next_boundary(training, step - 1) == step:
         log_delays(training)
-    is_last = step == run.num_steps
-    if run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop:
-        evaluate_held_out(training)
+    is_last = step == training.num_steps
+    held_out = training.splits.held_out
+    is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
+    if held_out is not None and (is_due or (is_last and training.best.is_used)):
+        evaluate_held_out(training, held_out)
+    is_best = training.best.is_kept and training.best.step == step
+    end_reason = "" if is_last else training.best.end_reason
+    training.is_over = is_last or bool(end_reason)
     if stop and not is_last:
         path = save_checkpoint(training, wait=True)
-        training.log_event(
-            Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
-        )
-    elif is_last or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
-        save_checkpoint(training, wait=is_last)
+        if not _end_if_agreed(training):
+            training.log_event(
+                Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
+            )
+    elif training.is_over or is_best or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
+        save_checkpoint(training, wait=training.is_over, is_best=is_best)
+        if end_reason:
+            training.log_event(StoppedEarly(reason=end_reason))
     elif training.saver is not None:
         log_saved(training, training.saver.finished())
 
 
-def save_checkpoint(training: Training, *, wait: bool) -> str:
+def _end_if_agreed(training: Training) -> bool:
+    """Let the training be over where its own code, and no signal, has stopped it on all workers."""
+    membership, mine = training.membership, training.end_reason
+    reported = {"end": mine, "signal": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
+    everybody = training.replica.shard.world.gather_documents(reported, name="why to stop")
+    if any(theirs["signal"] for theirs in everybody):
+        return False
+    training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
+    training.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
+    return True
+
+
+def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) -> str:
     """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
     replica = training.replica
     replica.flush()
@@ -293,17 +319,20 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
     tensors, document = capture(replica)
-    document |= {
+    more, objects = capture_objects({"rates": training.rates})
+    tensors |= more
+    document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
         "loader": training.loader.state_dict(),
+        "best": training.best.state(),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
         "noise": training.noise.state() if training.noise is not None else None,
     }
     path = ""
     if training.saver is not None:
-        training.saver.start(tensors, document, training.step)
+        training.saver.start(tensors, document, training.step, is_best=is_best)
         log_saved(training, training.saver.finished())
         if wait and (saved := training.saver.wait()):
             log_saved(training, [saved])
@@ -313,25 +342,57 @@ def save_checkpoint(training: Training, *, wait: bool) -> str:
     return path
 
 
-def evaluate_held_out(training: Training) -> Evaluation | None:
-    """Evaluate; None if a signal came meanwhile."""
-    run = training.run
+def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> Evaluation | None:
+    """Evaluate; None if a signal came meanwhile. Where parameters are averaged, both they and averages are judged."""
     training.replica.flush()
-    evaluation = evaluate(
+    evaluation = _evaluate(training, held_out, averaged=training.run.ema is not None)
+    plain = _evaluate(training, held_out, averaged=False) if training.run.ema is not None else None
+    if evaluation is None or (training.run.ema is not None and plain is None):
+        return None
+    if not evaluation.weight:
+        raise DataError(
+            f"held-out data must have something that counts in the loss, but its {evaluation.num_samples} samples "
+            "have nothing; see to their targets"
+        )
+    training.evaluation = (training.step, evaluation)
+    training.log_event(
+        Evaluated(
+            loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            num_samples=evaluation.num_samples,
+            duration_s=evaluation.duration_s + (plain.duration_s if plain is not None else 0.0),
+            is_best=training.best.note(evaluation, training.step),
+            unaveraged={"loss": plain.loss} | plain.metrics if plain is not None else None,
+        )
+    )
+    return evaluation
+
+
+def _evaluate(training: Training, held_out: Source | IterableSource, *, averaged: bool) -> Evaluation | None:
+    run = training.run
+    num_workers = training.replica.shard.data_parallel_group.size
+    return evaluate(
         training.replica,
-        run.objective,
-        training.splits.held_out,
-        batch_size=max(1, run.global_batch // training.replica.shard.data_parallel_group.size // run.num_micro_batches),
+        run.loss,
+        held_out,
+        metrics=run.metrics,
+        batch_size=max(1, run.global_batch // num_workers // run.num_micro_batches),
         max_samples=run.evaluate_samples,
+        averaged=averaged,
         is_stopped=lambda: bool(training.membership.stop_requested_by),
     )
-    if evaluation is not None:
-        training.log_event(
-            Evaluated(
-                loss=evaluation.loss,
-                metrics=evaluation.metrics,
-                num_samples=evaluation.num_samples,
-                duration_s=evaluation.duration_s,
-            )
-        )
-    return evaluation
+
+
+def try_evaluation(training: Training) -> None:
+    """Judge a sample a worker before the first step, so that metrics of a person's own fail then, if they do.
+
+    Raises:
+        SettingsError: They are none, or what `keep_best` names is not among them.
+    """
+    run, held_out = training.run, training.splits.held_out
+    if training.step or held_out is None or (run.metrics is None and not training.best.is_used):
+        return
+    most = training.replica.shard.data_parallel_group.size
+    tried = evaluate(training.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
+    if tried is not None:
+        BestSoFar(run.keep_best, run.stop_after).note(tried, 0)

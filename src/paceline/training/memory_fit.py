@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from math import prod
 
-import numpy as np
 import torch
 
 from paceline.data.base import Splits
@@ -26,7 +25,7 @@ _MOST_ADVICE = 4
 def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> Estimate:
     """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
 
-    One whole step is rehearsed, with the run's own model, objective, optimizer, precision, micro-batches and savings;
+    One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
     see `estimate_step`. With a layout that shares the model, the step of a whole model is divided as `divide` says,
     which is rougher.
 
@@ -37,8 +36,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
     step = describe_step(run, splits, num_workers, device)
-    whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.num_steps))
-    return whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
+    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    return needed if run.ema is None else _add_averages(needed, run, splits)
 
 
 def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:
@@ -82,13 +82,24 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
     )
 
 
+def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
+    """Count a rank's moving averages with what the optimizer keeps: they are cut as parameters are."""
+    with torch.device("meta"):
+        parameters = run.model.build(splits.train.spec).parameters()
+    num_bytes = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
+    layout = run.layout
+    num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
+    held = needed.bytes_of["optimizer"] + -(-num_bytes // num_holders)
+    return Estimate({**needed.bytes_of, "optimizer": held}, needed.host_bytes)
+
+
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
     if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
         return False
     with torch.device("meta"):
         shapes = [tuple(parameter.shape) for parameter in run.model.build(splits.train.spec).parameters()]
-    depth = run.growth.depth_at(run.num_steps, 1) if run.growth.steps else 1
-    sample = max(tensor.numel() for tensor in list_tensors(splits.train.read(np.arange(1))))
+    depth = run.growth.depth_at(run.count_steps(splits), 1) if run.growth.steps else 1
+    sample = max(tensor.numel() for tensor in list_tensors(splits.train.read_first()))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))
     outputs = sum(shape[0] if shape else 1 for shape in shapes)

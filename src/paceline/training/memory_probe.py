@@ -39,6 +39,8 @@ class MemoryProbe:
         if self._tracker is None:
             self._tracker = StorageTracker("cpu")
             self._tracker.label("gradients", replica.gradient_buffers)
+            if replica.state.average is not None:
+                self._tracker.label("optimizer", replica.state.average.tensors.values())
         with counting(replica.module, replica.optimizer, "cpu", self._tracker):
             # Samples may be views of a whole file in memory.
             self._tracker.label("activations", list_tensors(batch.data), is_part=True)

@@ -1,16 +1,19 @@
 """What a run minimises: a loss that carries its weight, and the metrics beside it."""
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from paceline.data.base import Source
-from paceline.data.batch import Batch, call
+from paceline.data.batch import Batch, call, describe
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
+from paceline.errors import SettingsError
+from paceline.functions import Function
 from paceline.registry import Family, register
 from paceline.replica.loss import Loss
 
@@ -21,7 +24,7 @@ BLOT = "▯".encode()
 class Objective(Family):
     """Settings of what is minimised."""
 
-    family = "objective"
+    family = "loss"
 
     @abstractmethod
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -36,24 +39,87 @@ class Objective(Family):
         return None
 
 
+class OnBatch(Function):
+    """A function of a batch, and of the model or its output: the name of its first parameter says of which."""
+
+    given: ClassVar[tuple[str, ...]] = ("the model or its output", "the batch")
+
+    @model_validator(mode="after")
+    def _check_first(self) -> Self:
+        if self.first_parameter not in ("model", "output"):
+            raise SettingsError(
+                f"the first parameter of {self.path} must be called model, for a function that calls the model, or "
+                f"output, for one of what the model returned, but got {self.first_parameter!r}; rename it"
+            )
+        return self
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether it calls the model itself."""
+        return self.first_parameter == "model"
+
+
+@register("function")
+class FunctionLoss(OnBatch, Objective):
+    """The loss that a function returns.
+
+    It is called with ``(model, batch)``, where the model is called as the module is (the module itself is its
+    ``module``), or with ``(output, batch)``. It returns a `Loss`; a mean over the batch's samples; or a pair of a mean
+    and its weight, such as the number of tokens that it is over. A layout with a pipeline takes ``(output, batch)``.
+    """
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
+        """Call the function."""
+        return self.loss_of_output(model if self.takes_model else call(model, batch.inputs), batch)
+
+    def loss_of_output(self, output: Any, batch: Batch) -> Loss:
+        """Call the function with what it takes.
+
+        Raises:
+            SettingsError: It returns something else than a loss.
+        """
+        made = self.call(output, batch)
+        if isinstance(made, Tensor):
+            made = (made, batch.count())
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
+            made = Loss(made[0], float(made[1]))
+        if not isinstance(made, Loss) or made.mean.dim():
+            got = describe(made.mean if isinstance(made, Loss) else made)
+            raise SettingsError(
+                f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "
+                f"or a paceline.Loss, but got {got}; take the mean"
+            )
+        if batch.num_samples:
+            return made
+        # The sample is borrowed, and the function cannot know that it counts for nothing.
+        return Loss(made.mean, 0.0, {name: total * 0 for name, total in made.totals.items()})
+
+
 @register("next_token")
 class NextToken(Objective):
-    """Cross entropy of the next token, a mean over tokens.
+    """Cross entropy of the next token, a mean over tokens whose target is not -100.
 
-    Targets x_BT; the model's output is logits x_BTV, or an object that holds them as ``logits`` (as those of the
-    transformers library do).
+    The model's output is logits x_BTV, or an object that holds them as ``logits``. A pair's targets x_BT are the next
+    tokens. A mapping's ``labels`` are the tokens themselves, as the transformers library has them: the logits of each
+    position are compared with the label of the next. Such a model's own ``loss`` is not used, as it does not say how
+    many tokens it is a mean of: shares with different numbers of them would be averaged wrongly.
     """
 
     sample_tokens: int = 200
     """Length of the text that is generated after training; 0 for none."""
     temperature: float = 0.8
-    """Of that sampling; higher is more varied."""
+    """Temperature of that sampling; higher is more varied."""
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
+        is_shifted = isinstance(batch.data, Mapping)
+        targets = batch.targets[..., 1:] if is_shifted else batch.targets
+        # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
+        num_tokens = batch.count(targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
-        mean = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten())
-        return Loss(mean, batch.num_samples * batch.targets.shape[-1])
+        logits = logits[..., :-1, :] if is_shifted else logits
+        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
+        return Loss(total / max(num_tokens, 1.0), num_tokens)
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Continue the start of the held-out text."""
@@ -83,18 +149,18 @@ class NextToken(Objective):
 class MaskedLM(Objective):
     """Cross entropy of the tokens that were drawn, a mean over these (Devlin et al. 2019).
 
-    Targets x_BT are `NOT_ASKED` but at those; the model's output is logits x_BTV, or an object that holds them as
-    ``logits``.
+    Targets x_BT, or the ``labels`` of a mapping, are -100 but at those; the model's output is logits x_BTV, or an
+    object that holds them as ``logits``.
     """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens that are asked for, weighted by their number, and how many were right."""
         # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
-        num_asked = int((batch.targets != NOT_ASKED).sum()) if batch.num_samples else 0
+        num_asked = batch.count(batch.targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
         total = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
-        correct = (logits.detach().argmax(-1) == batch.targets).sum() * min(num_asked, 1)
-        return Loss(total / max(num_asked, 1), num_asked, {"accuracy": correct})
+        correct = (logits.detach().argmax(-1) == batch.targets).sum() * int(num_asked > 0)
+        return Loss(total / max(num_asked, 1.0), num_asked, {"accuracy": correct})
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Show a held-out text with its drawn bytes blotted out, and with what the module puts there."""
@@ -115,7 +181,11 @@ class MaskedLM(Objective):
 
 @register("classification")
 class Classification(Objective):
-    """Cross entropy of the class, a mean over samples. Targets x_B; the model's output is logits x_BC."""
+    """Cross entropy of the class, a mean over samples.
+
+    Targets x_B, or the ``labels`` of a mapping; the model's output is logits x_BC, or an object that holds them as
+    ``logits``.
+    """
 
     label_smoothing: float = 0.0
     """Probability mass spread over all classes (Szegedy 2016)."""

@@ -2,10 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +26,10 @@ from paceline.memory.absent_group import AbsentGroup
 from paceline.optim import SGD
 from paceline.parallel.context import check_length
 from paceline.parallel.parallelize import check_model
+from paceline.replica.checks import Precision
+from paceline.replica.optimizer_step import autocast
 from paceline.training.model import Model
+from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
 T = TypeVar("T")
@@ -98,10 +100,10 @@ def describe_step(run: Run, splits: Splits, num_workers: int, device: torch.devi
     """
     shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
     num_samples = max(1, -(-max(shares) // run.num_micro_batches))
-    sample = splits.train.read(np.arange(1))
+    sample = splits.train.read_first()
     model = run.model
     if run.growth.steps and model.layer_stack is not None:
-        model = model.with_depth(run.growth.depth_at(run.num_steps, model.layer_stack.num_layers))
+        model = model.with_depth(run.growth.depth_at(run.count_steps(splits), model.layer_stack.num_layers))
 
     def build(choices: Mapping[str, Choice]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = model.build(splits.train.spec)
@@ -115,14 +117,14 @@ def describe_step(run: Run, splits: Splits, num_workers: int, device: torch.devi
             lambda tensor: torch.empty(num_samples, *tensor.shape[1:], dtype=tensor.dtype, device=device), sample
         )
         batch = Batch(data, num_samples, Interval(0, run.global_batch))
-        return run.objective.loss(partial(_forward, module, run.precision, device.type), batch).mean
+        return run.loss.loss(_Forward(module, run.precision, device.type), batch).mean
 
     return StepDescription(
         build=build,
         loss=loss,
         device=device,
         num_micro_batches=run.num_micro_batches,
-        is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.num_steps)) > 1,
+        is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits))) > 1,
         clip_norm=run.clip_norm,
     )
 
@@ -137,6 +139,11 @@ def check_shards(run: Run, splits: Splits) -> None:
     """
     if run.layout.is_plain:
         return
+    if run.layout.context > 1 and isinstance(run.loss, NextToken) and isinstance(splits.train.read_first(), Mapping):
+        raise SettingsError(
+            "samples for loss next_token with a context axis, whose ranks have parts of a sequence, must be pairs "
+            "(tokens, next tokens), but got a mapping; shift labels in the data set"
+        )
     with contextlib.suppress(RehearsalError):
         module = guarded(lambda: _build(run.model, splits))
         check_model(module, run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
@@ -168,7 +175,14 @@ def _build(model: Model, splits: Splits) -> nn.Module:
         return model.build(splits.train.spec)
 
 
-def _forward(module: nn.Module, precision: str, device: str, *args: Any, **kwargs: Any) -> Any:
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    with contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, dtype=dtype):
-        return module(*args, **kwargs)
+@dataclass(frozen=True)
+class _Forward:
+    """A module called as a replica is."""
+
+    module: nn.Module
+    precision: Precision
+    device: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast(self.precision, self.device):
+            return self.module(*args, **kwargs)

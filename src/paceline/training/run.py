@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data.base import Data
+from paceline.data import FunctionData, GlobalOrder, IterableSource
+from paceline.data.base import Data, Splits
+from paceline.data.datasets import Collate
 from paceline.errors import SettingsError
+from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
 from paceline.parallel.parallelize import check_sharding
@@ -22,11 +25,14 @@ from paceline.replica.landing import Landing, check_landing
 from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
+from paceline.training.best import part_measure
+from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
+from paceline.training.metrics import Metrics
 from paceline.training.model import Model
 from paceline.training.noise_scale import check_noise
-from paceline.training.objective import Objective
+from paceline.training.objective import Objective, OnBatch
 
 
 class Run(Settings):
@@ -35,13 +41,25 @@ class Run(Settings):
     model: Model
     """What is trained: settings of a model, or a function that returns a module."""
     data: Data
-    """What it learns from."""
-    objective: Objective
-    """What it minimises."""
+    """What it learns from: settings of data, or a function that returns data sets of torch's."""
+    loss: Objective
+    """What it minimises: a loss by its name, or a function (model, batch), or (output, batch), that returns it."""
+    metrics: Metrics | None = None
+    """Function (output, batch), or (model, batch), that returns what is judged beside the loss on held-out data."""
+    callbacks: tuple[Callback, ...] = ()
+    """Functions (event, training) that are called with what happens."""
     global_batch: int = Field(ge=1)
     """Samples in a step, over all workers; in the first one, where `batch_schedule` changes it."""
-    num_steps: int = Field(ge=1)
-    """Optimizer updates."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Optimizer updates; either they or `num_epochs` must be given."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Times that the data set is gone through."""
+    collate_fn: Collate | None = None
+    """Function that makes a batch of a list of samples; by default tensors are stacked."""
+    drop_last: bool = False
+    """Whether an epoch's last samples are left out where they are too few for a whole global batch."""
+    join_epochs: bool = False
+    """Whether they are joined with the first ones of the next epoch instead."""
     num_micro_batches: int = Field(default=1, ge=1)
     """Parts that each worker's share of a global batch is cut into, to save memory (gradient accumulation)."""
     optimizer: Optimizer = AdamW()
@@ -72,8 +90,11 @@ class Run(Settings):
     """Backend of torch.compile that makes each block of the model faster, such as inductor; none for none."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; none for no clipping."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of an exponential moving average of the parameters, which is then what is judged, such as 0.999; none for
+    no average."""
     seed: int = 0
-    """Of initial weights, data order and dropout."""
+    """Random seed of initial weights, data order and dropout."""
     shares: tuple[float, ...] | Literal["measured"] | None = None
     """How a global batch is divided: one weight a worker; measured: by how fast each computes; evenly by default."""
     speed_interval: int = Field(default=10, ge=3)
@@ -86,6 +107,11 @@ class Run(Settings):
     """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Newest checkpoints that are kept; none for all."""
+    keep_best: str | None = None
+    """Which checkpoint is kept as the best beside the newest: loss for that of the lowest held-out loss, or a metric
+    with its direction, such as max:accuracy."""
+    stop_after: int | None = Field(default=None, ge=1)
+    """Evaluations without improvement, of what `keep_best` names or of the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next, which is made before each checkpoint too; 0 for none."""
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
@@ -103,6 +129,18 @@ class Run(Settings):
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """How long workers wait for one another before an error says who is missing."""
 
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _accept_one(cls, callbacks: Any) -> Any:
+        return callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+
+    @field_validator("keep_best")
+    @classmethod
+    def _check_measure(cls, measure: str | None) -> str | None:
+        if measure is not None:
+            part_measure(measure)
+        return measure
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         check_landing(
@@ -113,13 +151,44 @@ class Run(Settings):
             layout=self.layout,
             is_compiled=self.compiler != NO_COMPILER,
             is_noise_measured=self.noise_interval > 0,
+            is_averaged=self.ema is not None,
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
+        for name, function in (("loss", self.loss), ("metrics", self.metrics)):
+            if self.layout.pipeline > 1 and isinstance(function, OnBatch) and function.takes_model:
+                raise ValueError(
+                    f"{name} must be a function (output, batch) where the layout has a pipeline, in which no rank has "
+                    f"the whole model, but {function.path} takes the model; let it take what the model returns"
+                )
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
                 f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            found = f"{self.num_steps} and {self.num_epochs}"
+            advice = "give one" if self.num_steps is None else "set one to none"
+            raise ValueError(f"either num_steps or num_epochs must be given, but got {found}; {advice}")
+        if self.num_epochs is not None and not isinstance(self.batch_schedule, ConstantBatch):
+            raise ValueError(
+                f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
+                f"with {self.batch_schedule.name}; give --num_steps, and --num_epochs none"
+            )
+        if self.collate_fn is not None and not isinstance(self.data, FunctionData):
+            raise ValueError(
+                f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
+                "makes its own batches; leave it out"
+            )
+        if self.stop_after is not None and not self.evaluate_interval:
+            raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
+        if self.drop_last and self.join_epochs:
+            raise ValueError(
+                "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
             )
         return self
 
@@ -148,9 +217,57 @@ class Run(Settings):
             )
         if self.noise_interval:
             check_noise(self.sync, self.layout)
+        if self.growth.steps and self.ema is not None:
+            raise ValueError(f"ema must be none for a model that grows, but got {self.ema}; leave one of them out")
         if self.growth.steps:
             check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
         return self
+
+    def open_data(self) -> Splits:
+        """Open the data; every process gets the same.
+
+        Raises:
+            DataError: It is missing, empty, damaged or of the wrong type.
+        """
+        if isinstance(self.data, FunctionData):
+            return self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
+        return self.data.open()
+
+    def count_steps(self, splits: Splits) -> int:
+        """Return the number of updates, by the length of the data where `num_epochs` is given.
+
+        Raises:
+            SettingsError: The data has no length that is known.
+        """
+        if self.num_epochs is None:
+            assert self.num_steps is not None
+            return self.num_steps
+        source = splits.train
+        if isinstance(source, IterableSource):
+            raise SettingsError(
+                "num_steps must be given for an iterable data set, whose length schedules cannot know before its end, "
+                f"but got num_epochs={self.num_epochs}; give --num_steps, and --num_epochs none"
+            )
+        drops = self.drop_last or splits.drop_last
+        if drops and self.global_batch > len(source):
+            raise SettingsError(
+                f"global_batch must be at most the data set's {len(source)} samples with drop_last, or nothing is "
+                f"left, but got {self.global_batch}; lower it, or leave drop_last out"
+            )
+        order = GlobalOrder(len(source), tail="drop" if drops else "join" if self.join_epochs else "short")
+        return order.count_steps(self.num_epochs, self.global_batch)
+
+    def check_functions(self) -> None:
+        """Refuse functions that still miss an argument.
+
+        Raises:
+            SettingsError: It says which.
+        """
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for function in value if isinstance(value, tuple) else (value,):
+                if isinstance(function, Function):
+                    function.check_complete(name)
 
     @property
     def noise_interval(self) -> int:

@@ -1,33 +1,34 @@
 """A training under way on one worker: its parts, how they are set up, and how they go on from a checkpoint."""
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
-from paceline.data import Batch, Interval, Loader, Splits
+from paceline.data import Batch, Interval, IterableSource, Loader, Splits
+from paceline.data.datasets import SEEDING
 from paceline.errors import CheckpointError, SettingsError
-from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
+from paceline.monitor.events import CheckpointSkipped, Event, RunStarted, Warned
 from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
+from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
+from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
+from paceline.training.evaluate import Evaluation
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
+from paceline.training.rates import Rates
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
-
-_SEEDING = threading.Lock()  # workers that are threads share torch's generator
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Training:
     noise: NoiseMeter | None
     """Where the gradient noise scale is measured."""
     probe: MemoryProbe
+    rates: Rates
+    """Learning rates of the replica's optimizer."""
+    num_steps: int
+    """Of the whole training."""
+    best: BestSoFar
     step: int = 0
     resumed_from: str | None = None
     began_s: float = 0.0
@@ -59,7 +65,13 @@ class Training:
     num_micro_batches: int = 0
     """Of the step under way."""
     global_batch: int = 0
-    """Of the step to come, as it was logged last."""
+    """Samples of the step to come, as they were told last."""
+    end_reason: str = ""
+    """Why this worker wants the training to end before its last step; the others may not know yet."""
+    evaluation: tuple[int, Evaluation] | None = None
+    """The last one, and the step after which it was."""
+    is_over: bool = False
+    """Whether no step is to come."""
 
     @property
     def membership(self) -> Membership:
@@ -67,14 +79,65 @@ class Training:
         return self.replica.membership
 
     def log_event(self, event: Event) -> None:
-        """Log, once, what all workers know."""
-        if self.replica.shard.world.rank == 0:
+        """Write what all workers know, once, and call back whoever wants to know it."""
+        rank = self.replica.shard.world.rank
+        if rank == 0:
             self.log.write(event, step=self.step)
+        for callback in self.run.callbacks:
+            if rank == 0 or callback.all_workers:
+                callback.call(event, TrainingView(self))
+
+
+class TrainingView:
+    """What a callback may know of a training, and ask of it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    @property
+    def run(self) -> Run:
+        """Settings of the run."""
+        return self._training.run
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run."""
+        return self._training.directory
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._training.step
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole training."""
+        return self._training.num_steps
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._training.replica.shard.world.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._training.replica.shard.data_parallel_group.size
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained, or this rank's part of it; it is to be looked at, not changed."""
+        return self._training.replica.module
+
+    def request_stop(self, reason: str = "a callback asked for it") -> None:
+        """Ask all workers to end the training after a step; it is then evaluated and finished as after its last one."""
+        self._training.end_reason = self._training.end_reason or reason
+        self._training.membership.request_stop(reason)
 
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
     """Return the model, the same on every process; `model` is in place of the run's own, where that has grown."""
-    with _SEEDING:
+    with SEEDING:
         torch.manual_seed(run.seed)
         return (model or run.model).build(splits.train.spec).to(group.device)
 
@@ -112,20 +175,29 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         clip_norm=clip_norm,
         bucket_bytes=run.bucket_bytes,
         landing=run.landing,
+        ema=run.ema,
         hash_interval=run.hash_interval,
         seed=run.seed,
         world=world,
     )
 
 
+def make_rates(run: Run, replica: Replica, num_steps: int, before: Rates | None = None) -> Rates:
+    """Return the learning rates of a new replica, which go on from those `before`."""
+    rates = Rates(replica.optimizer, run.optimizer, run.schedule, num_steps)
+    if before is not None:
+        rates.load_state_dict(before.state_dict())
+    return rates
+
+
 def _read_sample(splits: Splits, device: torch.device) -> Any:
     """Return a model's inputs of one sample."""
-    return Batch(splits.train.read(np.arange(1)), 1, Interval(0, 1)).to(device).inputs
+    return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
 
 
 def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, world: Group | None) -> Training:
     """Return a training that is ready to go on, from the newest valid checkpoint in `directory` if there is one."""
-    splits = run.data.open()
+    splits = run.open_data()
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
@@ -143,9 +215,24 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     noise = None
     if run.noise_interval:
         noise = NoiseMeter(module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
-    probe = MemoryProbe(is_on=group.rank == 0)
+    num_steps = run.count_steps(splits)
     training = Training(
-        run, recipe, directory, model, replica, loader, splits, store, saver, log, load_balancer, noise, probe
+        run,
+        recipe,
+        directory,
+        model,
+        replica,
+        loader,
+        splits,
+        store,
+        saver,
+        log,
+        load_balancer,
+        noise,
+        probe=MemoryProbe(is_on=group.rank == 0),
+        rates=make_rates(run, replica, num_steps),
+        num_steps=num_steps,
+        best=BestSoFar(run.keep_best, run.stop_after),
     )
     _resume(training, checkpoint)
     training.global_batch = loader.global_batch
@@ -157,12 +244,20 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
             device=str(group.device),
             num_parameters=num_parameters,
             start_step=training.step,
-            total_steps=run.num_steps,
+            total_steps=num_steps,
             global_batch=training.global_batch,
-            samples_per_epoch=len(splits.train),
+            samples_per_epoch=0 if isinstance(splits.train, IterableSource) else len(splits.train),
             resumed_from=training.resumed_from,
         )
     )
+    if splits.held_out is None:
+        if training.best.is_used:
+            raise SettingsError(
+                "keep_best and stop_after must come with held-out data, but there is none; return (train, held_out)"
+            )
+        training.log_event(
+            Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
+        )
     return training
 
 
@@ -177,13 +272,18 @@ def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
         splits.train,
         run.global_batch,
         group=workers,
+        num_epochs=run.num_epochs,
+        collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
+        drop_last=run.drop_last or splits.drop_last,
+        join_epochs=run.join_epochs,
         split=replica.shard.split_context,
         seed=run.seed,
+        shuffle=splits.shuffle,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
-        num_processes=run.num_data_processes,
+        num_processes=run.num_data_processes or splits.num_processes,
         dispatcher=replica.dispatcher,
-        changes=schedule.plan(run.global_batch, run.num_steps),
+        changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,
     )
     if replica.dispatcher is not None:
@@ -223,6 +323,8 @@ def _resume(training: Training, checkpoint: Checkpoint | None) -> None:
         loader.load_shares(document["loader"])
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
         loader.load_batches(document["loader"])
+    restore_objects(checkpoint, {"rates": training.rates}, training.replica.shard.world)
+    training.best.load(document.get("best", {}))
     if training.noise is not None and document.get("noise"):
         training.noise.load(document["noise"])
     training.step = document["step"]

@@ -116,7 +116,7 @@ class LanguageModelSync(Reproduction):
             update={
                 "data": run.data.model_copy(update={"max_bytes": self.max_bytes}),
                 "optimizer": run.optimizer.model_copy(update={"learning_rate": rate}),
-                "objective": run.objective.model_copy(update={"sample_tokens": 0}),
+                "loss": run.loss.model_copy(update={"sample_tokens": 0}),
                 "sync": rules[way],
                 "seed": seed,
                 "num_steps": self.num_steps,

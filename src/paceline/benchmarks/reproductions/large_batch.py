@@ -16,12 +16,12 @@ from paceline.benchmarks.loss_picture import Curve, draw_losses
 from paceline.benchmarks.reproductions.base import Reproduction
 from paceline.benchmarks.tables import TableRow
 from paceline.comm.local_group import LocalGroup
-from paceline.data import Spec
+from paceline.data import IterableSource, Spec
 from paceline.data.images import Images
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import RunSummary, read_log, summarise
-from paceline.optim import LAMB, LARS, SGD, Adam, Optimizer
+from paceline.optim import LAMB, LARS, SGD, Adam, NamedOptimizer, Optimizer
 from paceline.registry import register
 from paceline.schedules import Linear
 from paceline.training.loop import train
@@ -130,7 +130,9 @@ class LargeBatch(Reproduction):
 
     def reproduce(self) -> list[LargeBatchRow]:
         """Train each way with each batch and seed."""
-        num_samples = len(self.data.open().train)
+        train = self.data.open().train
+        assert not isinstance(train, IterableSource)
+        num_samples = len(train)
         batches = [batch for batch in self.batches if 2 * batch <= num_samples]
         if not batches:
             raise SettingsError(
@@ -164,7 +166,7 @@ class LargeBatch(Reproduction):
         return Run(
             model=self.model,
             data=self.data,
-            objective=Classification(),
+            loss=Classification(),
             global_batch=batch,
             num_steps=num_steps,
             optimizer=optimizers.get(kind, self.sgd).model_copy(
@@ -187,12 +189,13 @@ class LargeBatch(Reproduction):
         accuracies = [a for a, _ in pairs if a is not None]
         differences = [100 * (a - b) for a, b in pairs if a is not None and b is not None]
         run = self.make_run(way, batch, 1, 0)
+        assert isinstance(run.optimizer, NamedOptimizer)
         return LargeBatchRow(
             way=way,
             batch=batch,
             num_steps=max(len(summary.steps) for summary in ours),
             num_seeds=len(ours),
-            learning_rate=run.optimizer.rate(batch),
+            learning_rate=run.optimizer.learning_rate * run.optimizer.scale_rate(batch),
             accuracy=statistics.median(accuracies) if accuracies else None,
             difference=statistics.median(differences) if differences else None,
             num_diverged=len(ours) - len(accuracies),

@@ -19,7 +19,7 @@ def run() -> Run:
     return Run(
         model=Bert(width=128, num_layers=4, num_heads=4, dropout=0.0),
         data=MaskedText(sequence_length=64),
-        objective=MaskedLM(),
+        loss=MaskedLM(),
         optimizer=AdamW(learning_rate=2e-3),
         schedule=Cosine(warmup_steps=60),
         global_batch=32,

@@ -18,7 +18,7 @@ def run() -> Run:
     return Run(
         model=ResNet(depth=18, width=16),
         data=Images(size=16),
-        objective=Classification(),
+        loss=Classification(),
         optimizer=SGD(learning_rate=0.05, weight_decay=5e-4),
         schedule=Cosine(warmup_steps=10, final_factor=0.0),
         global_batch=64,

@@ -18,7 +18,7 @@ def run() -> Run:
     return Run(
         model=RNN(),
         data=Images(size=16),
-        objective=Classification(),
+        loss=Classification(),
         optimizer=AdamW(learning_rate=3e-3),
         schedule=Cosine(warmup_steps=20, final_factor=0.0),
         global_batch=64,

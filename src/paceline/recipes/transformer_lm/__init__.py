@@ -32,7 +32,7 @@ def run() -> Run:
     return Run(
         model=TransformerLM(width=128, num_layers=4, num_heads=4),
         data=Text(sequence_length=128),
-        objective=NextToken(),
+        loss=NextToken(),
         optimizer=AdamW(learning_rate=2e-3),
         schedule=Cosine(warmup_steps=60),
         global_batch=8,

@@ -1,0 +1,309 @@
+"""Layer 0: functions of a person's own as settings: found by path, with arguments that fit their signature.
+
+A settings field that takes a function holds its path, ``package.module:function`` or ``file.py:function``, so that a
+saved run finds it again in another process. Where a family of settings takes functions, its variant derives from
+`Function` too and is registered as ``"function"``.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
+
+from paceline.errors import SettingsError, unknown_name
+from paceline.registry import Settings, explain
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Argument(NamedTuple):
+    """An argument of a function."""
+
+    value: Any
+    """What it is called with; None where nothing is known."""
+    hint: Any
+    """Its type, as far as JSON can hold it; None if it is not known."""
+    is_missing: bool
+    """Whether it has to be given, and was not."""
+
+
+class Function(Settings):
+    """A function, or class, at the top of a module, and the keyword arguments that it is called with.
+
+    In Python the function itself will do, or a `functools.partial` of it whose arguments are keywords that JSON can
+    hold.
+    """
+
+    given: ClassVar[tuple[str, ...]] = ()
+    """What it is called with by position, in the words of errors."""
+    offered: ClassVar[tuple[str, ...]] = ()
+    """Names of what it is given where it has parameters that are called so."""
+
+    path: str
+    """Where it is: ``package.module:function`` or ``file.py:function``."""
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments that it is called with."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_callable(cls, value: Any) -> Any:
+        if isinstance(value, str) or (callable(value) and not isinstance(value, Settings)):
+            value = {"path": value}
+        if not isinstance(value, Mapping) or not callable(function := value.get("path")):
+            return value
+        arguments = dict(value.get("arguments") or {})
+        while isinstance(function, functools.partial):
+            if function.args:
+                raise SettingsError(
+                    f"a partial in a run must have keyword arguments only, but got {function.args} for "
+                    f"{_describe(function.func)}; name them"
+                )
+            arguments = function.keywords | arguments
+            function = function.func
+        return {**value, "path": name_function(function), "arguments": arguments}
+
+    @field_validator("path")
+    @classmethod
+    def _must_be_found(cls, path: str) -> str:
+        function = find_function(path)
+        parameters = _list_parameters(function)
+        places = sum(parameter.kind in _BY_POSITION for parameter in parameters.values())
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
+        if parameters is not _UNKNOWN and places < len(cls.given) and not takes_any:
+            raise SettingsError(
+                f"{path} must take {' and '.join(cls.given)} as its first {len(cls.given)} parameters, but has "
+                f"{places}: ({', '.join(parameters)})"
+            )
+        place, _, name = path.rpartition(":")
+        return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else path
+
+    @field_validator("arguments")
+    @classmethod
+    def _must_fit(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+        if "path" not in info.data:  # it was refused
+            return arguments
+        parameters = cls._list_open(info.data["path"])
+        return {name: _check(info.data["path"], parameters, name, value) for name, value in arguments.items()}
+
+    def check_complete(self, field: str) -> None:
+        """Refuse to call it without an argument that it must have.
+
+        Args:
+            field: Where it stands in the run, for the message.
+
+        Raises:
+            SettingsError: It says which.
+        """
+        for name, argument in self.list_arguments().items():
+            if argument.is_missing:
+                raise SettingsError(
+                    f"{self.path} must be given all arguments that have no default, but {name!r} is missing; give "
+                    f"--{field}.arguments.{name}"
+                )
+
+    def list_arguments(self) -> dict[str, "Argument"]:
+        """Return the arguments that can be given, by name."""
+        hints = _hints(find_function(self.path))
+        return {
+            name: Argument(
+                self.arguments.get(name, None if parameter.default is parameter.empty else parameter.default),
+                hints.get(name),
+                parameter.default is parameter.empty and name not in self.arguments,
+            )
+            for name, parameter in self._list_open(self.path).items()
+            if parameter.kind in _NAMED and (name in self.arguments or name not in self.offered)
+        }
+
+    @property
+    def first_parameter(self) -> str:
+        """Name of its first parameter; empty where it has none, or none that can be known."""
+        return next(iter(_list_parameters(find_function(self.path))), "")
+
+    def call(self, *given: Any, **offered: Any) -> Any:
+        """Call it.
+
+        Args:
+            given: What it is always given, by position.
+            offered: What it is given if it has a parameter of that name, and no argument for it.
+        """
+        function, arguments = _prepare(self.path, json.dumps(self.arguments))
+        taken = {name: value for name, value in offered.items() if name in self._list_open(self.path)}
+        return function(*given, **(taken | arguments))
+
+    @classmethod
+    def _list_open(cls, path: str) -> dict[str, inspect.Parameter]:
+        """Return the parameters that are not given by position."""
+        names, num_given = {}, len(cls.given)
+        for name, parameter in _list_parameters(find_function(path)).items():
+            if parameter.kind in _BY_POSITION and num_given:
+                num_given -= 1
+            else:
+                names[name] = parameter
+        return names
+
+
+def find_hint(path: str, argument: str) -> Any:
+    """Return the type of an argument of the function at `path`, as far as JSON can hold it; None if it is not known."""
+    return _hints(find_function(path)).get(argument)
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """Return the function at ``package.module:function`` or ``file.py:function``.
+
+    Raises:
+        SettingsError: There is no such file, module or function.
+    """
+    place, separator, name = path.rpartition(":")
+    if not separator or not place or not name:
+        raise SettingsError(f"a function must be named as module:function or file.py:function, but got {path!r}")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, item in vars(module).items() if inspect.isfunction(item) and key[0] != "_"]
+        raise SettingsError(f"{place} must define the function {name!r}, but it has: {', '.join(names) or 'none'}")
+    return function  # type: ignore[no-any-return]
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """Return the path under which `find_function` finds a module-level `function` in another process."""
+    name, place = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
+    if name is None or place is None:
+        raise SettingsError(
+            f"a function in a run must be one that a module defines, but got {_describe(function)}; define one with "
+            "def that calls it"
+        )
+    if "." in name or name == "<lambda>":
+        raise SettingsError(f"a function in a run must stand at the top of a module, but got {name}; move it there")
+    module = sys.modules[place]
+    if getattr(module, name, None) is not function:
+        raise SettingsError(
+            f"a function in a run must stand at the top of a module under its own name, but got {name} of {place}; "
+            "define it there with def"
+        )
+    file = getattr(module, "__file__", None)
+    is_script = place == "__main__" or place in _LOADED
+    return f"{Path(file).resolve()}:{name}" if is_script and file else f"{place}:{name}"
+
+
+_UNKNOWN: dict[str, inspect.Parameter] = {"*": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+"""Parameters of what has no signature: anything may be given."""
+
+
+def _list_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return _UNKNOWN
+
+
+def _check(path: str, parameters: Mapping[str, inspect.Parameter], name: str, value: JsonValue) -> JsonValue:
+    """Return an argument's value as its annotation wants it, as JSON."""
+    named = {key for key, parameter in parameters.items() if parameter.kind in _NAMED}
+    if name not in named and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        raise unknown_name(f"an argument of {path}", name, named)
+    hint = find_hint(path, name)
+    if hint is None:
+        return value
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint)
+        plain: JsonValue = adapter.dump_python(adapter.validate_python(value), mode="json")
+        return plain
+    except ValidationError as error:
+        raise SettingsError(f"{name} of {path}{explain(error).splitlines()[0].removeprefix('settings')}") from error
+
+
+@functools.lru_cache
+def _prepare(path: str, arguments: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a function, and its arguments in the types of their annotations."""
+    function = find_function(path)
+    hints = _hints(function)
+    values = json.loads(arguments)
+    return function, {n: TypeAdapter(hints[n]).validate_python(v) if n in hints else v for n, v in values.items()}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of parameters that JSON can hold, without what it cannot hold in their unions."""
+    try:
+        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+    except (TypeError, NameError):  # an annotation that means nothing at run time
+        return {}
+    return {name: simple for name, hint in hints.items() if (simple := _simplify(hint)) is not None}
+
+
+def _simplify(hint: Any) -> Any:
+    """Return what JSON can hold of an annotation; None if that is nothing."""
+    if hint in (bool, int, float, str):
+        return hint
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return hint
+    if origin in (typing.Union, types.UnionType):
+        known = [simple for each in inner if (simple := _simplify(each)) is not None]
+        has_none = types.NoneType in inner
+        return functools.reduce(operator.or_, known, None if has_none else known[0]) if known else None
+    if origin in (list, tuple, dict):
+        parts = [each if each is Ellipsis else _simplify(each) for each in inner]
+        return None if None in parts else origin[tuple(parts)]
+    return None
+
+
+def _describe(function: object) -> str:
+    return getattr(function, "__qualname__", None) or f"an object of {type(function).__qualname__}"
+
+
+_LOADED: set[str] = set()
+"""Names of the modules that are files of the user's."""
+
+
+def _import(place: str) -> ModuleType:
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise SettingsError(f"a module must have a name like package.module, but got {place!r}; check it")
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not place.startswith(error.name):
+            raise
+        raise SettingsError(f"module {place!r} must be importable, but {error}; check its name") from error
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.resolve()
+    if not file.is_file():
+        raise SettingsError(f"the file of a function must exist, but got {file}; check the path")
+    name = _name_module(file)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _LOADED.add(name)
+    sys.path.insert(0, str(file.parent))  # so that the file may import its neighbours, as a script may
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _name_module(file: Path) -> str:
+    """Return the name that `import` gives it, which other processes know too; one of its own where that is taken."""
+    present = sys.modules.get(file.stem)
+    if "." not in file.stem and (present is None or getattr(present, "__file__", None) == str(file)):
+        return file.stem
+    return f"{file.stem.replace('.', '_')}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"

@@ -1,0 +1,50 @@
+"""Optimizers that a person's own function makes."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import SettingsError
+from paceline.functions import Function
+from paceline.optim.base import Optimizer
+from paceline.registry import register
+
+
+@register("function")
+class FunctionOptimizer(Function, Optimizer):
+    """The optimizer that a function returns, or one of torch's classes makes.
+
+    It is called with the model, whose parameters have names to make groups by; or with the list of parameters that are
+    trained, if its first parameter is called ``params``, as that of torch's own optimizers is. Learning rates are those
+    of its parameter groups; the run's `schedule` multiplies each.
+    """
+
+    given: ClassVar[tuple[str, ...]] = ("the model or its parameters",)
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Call the function.
+
+        Raises:
+            SettingsError: It returns no optimizer.
+        """
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        made = self.call(trained if self.first_parameter == "params" else module)
+        if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
+            raise SettingsError(
+                f"{self.path} must return an optimizer of torch's that steps without a closure, but got "
+                f"{type(made).__name__}; build another of the model's parameters"
+            )
+        made.param_groups = [part for group in made.param_groups for part in _part(group)]
+        return made
+
+
+def _part(group: dict[str, object]) -> list[dict[str, object]]:
+    """Return a parameter group as one for each mesh of its DTensors, since torch's fused rules take no mixture."""
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    parameters: list[nn.Parameter] = group["params"]  # type: ignore[assignment]
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [{**group, "params": held} for held in by_mesh.values()] if len(by_mesh) > 1 else [group]

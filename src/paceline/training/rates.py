@@ -1,0 +1,100 @@
+"""The learning rates of a run, step by step."""
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.errors import SettingsError
+from paceline.optim import Optimizer
+from paceline.schedules import DecaySchedule, FunctionSchedule, LearningRate
+
+
+class Rates:
+    """Sets the learning rates of an optimizer before each step.
+
+    A scheduler of torch's is made of a stand-in, whose parameter groups have the settings of the optimizer's: what it
+    changes there (learning rates, momentum) is then set in the optimizer, with what `Optimizer.scaling` makes of it. So
+    it may also work where a server steps, or ranks share the optimizer's state.
+
+    Args:
+        optimizer: Newly built, with the learning rates that the schedule begins with.
+        settings: It was built by them.
+        schedule: Changes the rates.
+        num_steps: Steps of the whole training.
+
+    Raises:
+        SettingsError: The schedule makes no scheduler, or one that follows a loss.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settings: Optimizer, schedule: LearningRate, num_steps: int
+    ) -> None:
+        self._settings, self._schedule, self._num_steps = settings, schedule, num_steps
+        self._optimizer = optimizer
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._stand_in = _StandIn(optimizer)
+        self._num_scheduled = 0
+        self._scheduler: Any = None
+        if isinstance(schedule, FunctionSchedule):
+            self._scheduler = schedule.build(self._stand_in, num_steps)
+            _check(self._scheduler, schedule.path)
+
+    def set(self, step: int, global_batch: int) -> None:
+        """Set the rates of `step`, which takes `global_batch` samples; steps only ascend."""
+        factor = self._settings.scale_rate(global_batch)
+        groups = self._optimizer.param_groups  # others after a state was loaded
+        if isinstance(self._schedule, DecaySchedule):
+            scheduled = self._schedule.factor(step, self._num_steps)
+            for group, rate in zip(groups, self._base, strict=True):
+                group["lr"] = rate * factor * scheduled
+            return
+        while self._num_scheduled < step:
+            self._scheduler.step()
+            self._num_scheduled += 1
+        for group, changed in zip(groups, self._stand_in.param_groups, strict=True):
+            settings = {name: value for name, value in changed.items() if name in group and name != "params"}
+            group.update(settings | {"lr": settings["lr"] * factor})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, and that of the stand-in; empty where there is none."""
+        if self._scheduler is None:
+            return {}
+        return {
+            "schedule": self._schedule.model_dump_json(),
+            "num_scheduled": self._num_scheduled,
+            "scheduler": self._scheduler.state_dict(),
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self._stand_in.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take on a saved state; that of another schedule is none, and this one is stepped from its begin instead."""
+        if self._scheduler is None or state.get("schedule") != self._schedule.model_dump_json():
+            return
+        self._scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self._stand_in.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        self._num_scheduled = state["num_scheduled"]
+
+
+class _StandIn(torch.optim.Optimizer):
+    """An optimizer of nothing, with the settings of another's parameter groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in optimizer.param_groups]
+        super().__init__(groups, dict(optimizer.defaults))
+        self._opt_called = True  # or a scheduler would warn that no step was taken
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def _check(scheduler: Any, path: str) -> None:
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise SettingsError(
+            f"{path} must return a learning-rate scheduler of torch's that is stepped without a loss, but got "
+            f"{type(scheduler).__name__}; take one such as OneCycleLR, and for a plateau stop_after"
+        )
