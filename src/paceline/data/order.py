@@ -172,11 +172,12 @@ class Ledger:
         for done in sorted(self.done_above):
             if done.start <= self.next_claim < done.stop:
                 self.next_claim = done.stop
-        size = global_batch if isinstance(global_batch, int) else global_batch(self.next_claim)
-        interval = order.next_batch(self.next_claim, size)
+        size_at = (lambda _: global_batch) if isinstance(global_batch, int) else global_batch
+        interval = order.next_batch(self.next_claim, size_at(self.next_claim))
         if interval.start > self.next_claim:  # an epoch's last samples are dropped, which counts as used
             dropped, self.next_claim = Interval(self.next_claim, interval.start), interval.start
             self.ack(dropped)
+            interval = order.next_batch(self.next_claim, size_at(self.next_claim))
         stops = [done.start for done in self.done_above if interval.start < done.start < interval.stop]
         interval = Interval(interval.start, min(stops, default=interval.stop))
         self.next_claim = interval.stop
