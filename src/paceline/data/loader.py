@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.data.base import Source
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Shares
 from paceline.data.map_source import CollateFn, MapSource, collate, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
@@ -293,10 +293,18 @@ class Loader:
         which they have agreed to: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
-            if self._finds_dispatcher and self._membership.dispatcher is not None:
-                yield from self._iterate_at_own_pace(self._membership.dispatcher)
-            else:
-                yield from self._iterate()
+            try:
+                if self._finds_dispatcher and self._membership.dispatcher is not None:
+                    yield from self._iterate_at_own_pace(self._membership.dispatcher)
+                else:
+                    yield from self._iterate()
+            finally:
+                note_given(None)
+
+    def _give(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch, which this thread is given."""
+        note_given(batch)
+        return self._split(batch) if self._split is not None else batch
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
         """Yield what nobody else has; where it is time to save, to stop or to end, all workers come together.
@@ -322,7 +330,7 @@ class Loader:
             assert self._source is not None
             here = Interval(self.position, self.position)
             borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
-            yield Batch(borrowed, 0, here).to(self._device)
+            yield self._give(Batch(borrowed, 0, here).to(self._device))
             is_over = end is not None and membership.boundary_step >= end
             membership.boundary_step = None
             if is_over or membership.is_stopping:
@@ -342,7 +350,7 @@ class Loader:
                 for batch in step:
                     self._in_hand = batch
                     try:
-                        yield self._split(batch) if self._split is not None else batch
+                        yield self._give(batch)
                     except GeneratorExit:  # the loop was left by break: its last batch is used all the same
                         if self._in_hand is not None and batch.last and mine == self._num_iterators:
                             self.ack(batch)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
-from paceline.data.batch import Batch, list_tensors
+from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
+from paceline.parallel.batch_norm import start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
@@ -109,6 +110,7 @@ class Replica:
         if self.group.size > 1 and self.shard.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
+        self._batch_norm = start_batch_norm(module)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
         self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
         self._reduction = GradientReduction(
@@ -143,7 +145,7 @@ class Replica:
         """Run the module forward in the chosen precision."""
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
-        with self.autocast():
+        with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
                 return self._reduction.landing.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
@@ -154,6 +156,10 @@ class Replica:
             return nullcontext()
         dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
         return torch.autocast(self.group.device.type, dtype=dtype)
+
+    def _counting(self, counts: bool) -> AbstractContextManager[None]:
+        """Return the context that the module runs in on samples that count, or not."""
+        return self._batch_norm.running(counts=counts) if self._batch_norm is not None else nullcontext()
 
     @property
     def loss_scale(self) -> float | None:
@@ -250,9 +256,13 @@ class Replica:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._send_scalars(self._weight + weight, numerator)
         # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
-        if weight or not self.shard.is_whole:
-            scale = factor / self.state.weight_unit
-            self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
+        counts = weight > 0 or not self.shard.is_whole
+        scale = factor / self.state.weight_unit
+        scaled = loss if scale == 1.0 else loss * scale
+        with self._counting(not is_borrowed()):  # where blocks run forward again
+            if counts:
+                self._optimizer_step.scale(scaled).backward()
+        if counts:
             # Only now, so that a backward that failed leaves no weight behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
@@ -285,7 +295,7 @@ class Replica:
             self._loss = self._loss + made.mean.detach().double() * made.weight
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
-        with self.autocast():
+        with self.autocast(), self._counting(batch.num_samples > 0):
             self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
         if last:
             self.shard.reduce_tied_gradients(self._parameters)

@@ -1,0 +1,82 @@
+"""Samples that BatchNorm cannot learn from: borrowed ones leave no trace, one alone is refused in words."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline.comm import LocalGroup
+from paceline.data import Loader
+from paceline.errors import SettingsError
+from paceline.replica import Replica
+
+CLASSES = 3
+
+
+def make_data(_):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(21, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(CLASSES, (21,), generator=generator))
+
+
+def make_sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.005, momentum=0.9)
+
+
+class Unsteady(nn.Module):
+    """Layers that could not learn from one sample, one of them without running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = nn.BatchNorm1d(6, momentum=None)
+        self.not_kept = nn.BatchNorm1d(6, track_running_stats=False)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.not_kept(self.kept(x)))
+
+
+def test_a_borrowed_sample_leaves_no_trace_in_statistics():
+    """The second worker has no samples: its own statistics stay."""
+
+    def work(group):
+        module = Unsteady().double()
+        replica = Replica(module, make_sgd(module), group=group)
+        shares = [2, 0][: group.size]
+        for batch in Loader(make_data("perceptron"), 10, group=group, num_steps=2, shares=shares):
+            replica.backward(F.cross_entropy(replica(batch.inputs), batch.targets), weight=batch.count())
+            replica.update()
+        assert module.state_dict().keys() == Unsteady().state_dict().keys()
+        return dict(module.kept.named_buffers())
+
+    alone = work(LocalGroup())
+    first, second = LocalGroup.run(2, work, timeout_s=20)
+    expected = dict(nn.BatchNorm1d(6).double().named_buffers())
+    for name, buffer in expected.items():
+        torch.testing.assert_close(first[name], alone[name])
+        torch.testing.assert_close(second[name], buffer)
+    assert alone["num_batches_tracked"] == 2
+
+
+def test_one_value_of_each_channel_is_refused_in_words():
+    module = Unsteady()
+    replica = Replica(module, make_sgd(module), group=LocalGroup())
+    with pytest.raises(
+        SettingsError, match=r"got one in an input of shape torch.Size\(\[1, 6\]\); leave out .* \(drop_last"
+    ):
+        replica(torch.randn(1, 6))
+
+
+def test_other_errors_of_a_model_stay_what_they_are():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            raise ValueError("of its own")
+
+    module = Broken()
+    with pytest.raises(ValueError, match=r"^of its own$"):
+        Replica(module, make_sgd(module), group=LocalGroup())(1)
