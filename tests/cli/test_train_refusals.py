@@ -93,6 +93,7 @@ def refuse(monkeypatch, capsys, *arguments):
             "train transformer_lm --layout.context 3 --data.sequence_length 128",
             "a sequence for context(3) must be a multiple of 6 tokens, but got 128",
         ),
+        ("train resnet --sync diloco --batch_norm global", "batch_norm must be local, but got global with sync diloco"),
         ("train --resume missing", "must hold run.json"),
         ("report missing", "missing"),
         ("bench nope", "benchmark must be a known name"),

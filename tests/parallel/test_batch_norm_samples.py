@@ -3,25 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_batch_norm import CLASSES, make_data, make_sgd
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from paceline.comm import LocalGroup
 from paceline.data import Loader
 from paceline.errors import SettingsError
 from paceline.replica import Replica
-
-CLASSES = 3
-
-
-def make_data(_):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(21, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(CLASSES, (21,), generator=generator))
-
-
-def make_sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.005, momentum=0.9)
 
 
 class Unsteady(nn.Module):
@@ -37,12 +25,13 @@ class Unsteady(nn.Module):
         return self.head(self.not_kept(self.kept(x)))
 
 
-def test_a_borrowed_sample_leaves_no_trace_in_statistics():
-    """The second worker has no samples: its own statistics stay."""
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_a_borrowed_sample_leaves_no_trace_in_statistics(scope):
+    """The second worker has no samples: its own statistics stay, and those of all workers are the first one's."""
 
     def work(group):
         module = Unsteady().double()
-        replica = Replica(module, make_sgd(module), group=group)
+        replica = Replica(module, make_sgd(module), group=group, batch_norm=scope)
         shares = [2, 0][: group.size]
         for batch in Loader(make_data("perceptron"), 10, group=group, num_steps=2, shares=shares):
             replica.backward(F.cross_entropy(replica(batch.inputs), batch.targets), weight=batch.count())
@@ -52,7 +41,7 @@ def test_a_borrowed_sample_leaves_no_trace_in_statistics():
 
     alone = work(LocalGroup())
     first, second = LocalGroup.run(2, work, timeout_s=20)
-    expected = dict(nn.BatchNorm1d(6).double().named_buffers())
+    expected = dict(nn.BatchNorm1d(6).double().named_buffers()) if scope == "local" else alone
     for name, buffer in expected.items():
         torch.testing.assert_close(first[name], alone[name])
         torch.testing.assert_close(second[name], buffer)
@@ -60,12 +49,17 @@ def test_a_borrowed_sample_leaves_no_trace_in_statistics():
 
 
 def test_one_value_of_each_channel_is_refused_in_words():
-    module = Unsteady()
-    replica = Replica(module, make_sgd(module), group=LocalGroup())
+    def work(group, scope):
+        module = Unsteady()
+        replica = Replica(module, make_sgd(module), group=group, batch_norm=scope)
+        replica(torch.randn(1 if scope == "local" else 1 - group.rank, 6))
+
     with pytest.raises(
         SettingsError, match=r"got one in an input of shape torch.Size\(\[1, 6\]\); leave out .* \(drop_last"
     ):
-        replica(torch.randn(1, 6))
+        LocalGroup.run(1, lambda group: work(group, "local"))
+    with pytest.raises(SettingsError, match=r"got one of all workers together in kept; .*take fewer micro-batches$"):
+        LocalGroup.run(2, lambda group: work(group, "global"), timeout_s=20)
 
 
 def test_other_errors_of_a_model_stay_what_they_are():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
+from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.landing import Landing, check_landing
@@ -26,6 +27,7 @@ def check_replica(
     precision: Precision,
     landing: Landing,
     clip_norm: float | None,
+    batch_norm: BatchNormScope,
 ) -> None:
     """Refuse what a replica cannot train, or not in that way."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -36,6 +38,7 @@ def check_replica(
     check_landing(
         landing, precision=precision, clip_norm=clip_norm, rule=rule, layout=shard.layout, optimizer=optimizer
     )
+    check_batch_norm(batch_norm, rule, shard.layout)
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))
 

@@ -16,7 +16,7 @@ from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
-from paceline.parallel.batch_norm import start_batch_norm
+from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
@@ -61,6 +61,8 @@ class Replica:
             are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
             landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
             before anything but forward and backward reads the parameters.
+        batch_norm: Whose samples BatchNorm layers take statistics of while they train: this worker's own, or with
+            ``"global"`` exactly those of all workers, which then all run forward equally often.
         hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
             0 for none.
         seed: Random seed of the codecs.
@@ -82,6 +84,7 @@ class Replica:
         clip_norm: float | None = None,
         bucket_bytes: int | Literal["tuned"] | None = None,
         landing: Landing = "update",
+        batch_norm: BatchNormScope = "local",
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
@@ -100,7 +103,7 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm)
+        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, batch_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -110,7 +113,7 @@ class Replica:
         if self.group.size > 1 and self.shard.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
-        self._batch_norm = start_batch_norm(module)
+        self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
         self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
         self._reduction = GradientReduction(
@@ -260,7 +263,9 @@ class Replica:
         scale = factor / self.state.weight_unit
         scaled = loss if scale == 1.0 else loss * scale
         with self._counting(not is_borrowed()):  # where blocks run forward again
-            if counts:
+            if self._batch_norm is not None:
+                self._batch_norm.backward(self._optimizer_step.scale(scaled) if counts else scaled, counts=counts)
+            elif counts:
                 self._optimizer_step.scale(scaled).backward()
         if counts:
             # Only now, so that a backward that failed leaves no weight behind.
@@ -418,6 +423,8 @@ class Replica:
             self.flush()
         finally:
             self._reduction.close()
+            if self._batch_norm is not None:
+                self._batch_norm.close()
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()

@@ -112,6 +112,7 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         clip_norm=clip_norm,
         bucket_bytes=run.bucket_bytes,
         landing=run.landing,
+        batch_norm=run.batch_norm,
         hash_interval=run.hash_interval,
         seed=run.seed,
         world=world,
