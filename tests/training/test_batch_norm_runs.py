@@ -5,12 +5,15 @@ import torch
 from test_loop import Points, losses_of, make_run, read_tensors, train_here
 from torch import nn
 
-from paceline.errors import CommunicationError, DataError
-from paceline.monitor.events import Evaluated
+from paceline.errors import CommunicationError, DataError, SettingsError
+from paceline.memory.absent_group import AbsentGroup
+from paceline.monitor.events import Evaluated, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD
 from paceline.registry import register
 from paceline.training import Model
+from paceline.training.rehearsal import check_batch_norm_sizes
+from paceline.training.training import make_loader
 
 
 @register("test_normed_vectors")
@@ -49,3 +52,63 @@ def test_a_run_equals_one_of_one_worker_and_goes_on_bit_for_bit(tmp_path, num_wo
     assert losses_of(broken) == losses_of(straight)
     resumed = read_tensors(broken, 14)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
+
+
+SIZES = [
+    (2, {}, "some worker"),
+    (3, {}, "some worker"),
+    (1, {}, ""),
+    (1, {"num_micro_batches": 2}, "some worker"),
+    (2, {"num_steps": 4}, ""),  # before the epoch's end
+    (2, {"drop_last": True}, ""),
+    (2, {"join_epochs": True}, ""),
+    (2, {"batch_norm": "global"}, ""),
+    (2, {"batch_norm": "global", "num_micro_batches": 2, "global_batch": 7}, "all workers together"),  # the last has 1
+    (2, {"global_batch": 2, "drop_last": True}, "some worker"),
+    (2, {"shares": (11, 1), "drop_last": True}, "some worker"),
+    (2, {"shares": (1, 0)}, ""),  # who has no sample learns from none
+    (2, {"sync": "asgd", "optimizer": SGD(momentum=0.0), "clip_norm": None}, ""),  # 6 samples each, and one of 2
+    (2, {"sync": "asgd", "optimizer": SGD(momentum=0.0), "clip_norm": None, "global_batch": 14}, "some worker"),
+    (1, {"global_batch": 4}, ""),
+    (1, {"global_batch": 4, "layout": {"pipeline": 2}}, "some worker"),  # which cuts them into 4
+    (2, {"model": make_run().model}, ""),  # a picture has more than one pixel
+]
+
+
+@pytest.mark.parametrize(("num_workers", "changes", "whose"), SIZES, ids=str)
+def test_a_micro_batch_of_one_sample_is_refused_where_the_model_cannot_learn_from_it(num_workers, changes, whose):
+    run = make_normed_run(**changes)
+    splits = run.data.open()
+    loader = make_loader(run, splits, AbsentGroup(0, num_workers, torch.device("cpu")))
+    if not whose:
+        check_batch_norm_sizes(run, splits, loader)
+        return
+    with pytest.raises(SettingsError, match=f"where a micro-batch of {whose} has one sample .50 samples in global"):
+        check_batch_norm_sizes(run, splits, loader)
+
+
+def test_it_is_refused_before_the_first_step_and_only_if_it_is_to_come(tmp_path):
+    with pytest.raises(SettingsError, match=r"leave out an epoch's last samples \(drop_last\)"):
+        train_here(make_normed_run(), tmp_path, 2)
+    assert not select(read_log(tmp_path / "events.jsonl"), StepFinished)
+    train_here(make_normed_run(num_steps=5), tmp_path)  # alone
+    train_here(make_normed_run(num_steps=8), tmp_path, 2)  # steps of the second epoch, but not its last
+    assert list(losses_of(tmp_path)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"drop_last": True}, [12, 12, 12, 12, 12, 12]), ({"join_epochs": True}, [12] * 6), ({}, [12, 12, 12, 12, 2, 12])],
+    ids=str,
+)
+def test_what_becomes_of_an_epochs_last_samples(tmp_path, changes, expected):
+    train_here(make_normed_run(num_steps=6, **changes), tmp_path)
+    steps = select(read_log(tmp_path / "events.jsonl"), StepFinished)
+    assert [record.event.num_samples for record in steps] == expected
+    last = {"drop_last": 50 + 24, "join_epochs": 72}.get(next(iter(changes), ""), 62)
+    assert steps[-1].event.position == last
+
+
+def test_a_run_has_one_end_of_its_epochs():
+    with pytest.raises(ValueError, match="drop_last and join_epochs must not both be true"):
+        make_normed_run(drop_last=True, join_epochs=True)

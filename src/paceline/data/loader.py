@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -178,6 +179,31 @@ class Loader:
     def shares(self) -> list[int]:
         """Samples of a whole global batch that each worker takes, once the newest shares are in force."""
         return apportion(self.global_batch, self._shares.newest)
+
+    def list_sizes(self, boundaries: Sequence[int], *, is_asynchronous: bool = False) -> tuple[set[int], set[int]]:
+        """Return how many samples micro-batches have from here on: a worker's own, and those of all workers together.
+
+        Empty ones are left out. Shares and batches that change are taken as they are planned now.
+
+        Args:
+            boundaries: Steps before which all workers come together; the last is the end.
+            is_asynchronous: Whether workers go at their own pace in between.
+        """
+        own: set[int] = set()
+        joint: set[int] = set()
+        stops = [self._batches.position_of(step) for step in boundaries]
+        if is_asynchronous:
+            for start, stop in pairwise([self.position, *stops]):
+                for size in self.order.batch_sizes(start, stop, self._claim_size) if start < stop else ():
+                    own.update(self._divide(size, start))
+            return own - {0}, own - {0}
+        stretches = [(start, batch) for _, start, batch in self._batches.state(self.position) if start < stops[-1]]
+        for (start, batch), (stop, _) in pairwise([*stretches, (stops[-1], 0)]):
+            for size in self.order.batch_sizes(start, stop, batch):
+                divided = [self._divide(share, start) for share in apportion(size, self._shares.at(start))]
+                own.update(count for counts in divided for count in counts)
+                joint.update(sum(counts) for counts in zip(*divided, strict=True))
+        return own - {0}, joint - {0}
 
     def change_shares(self, shares: Sequence[float]) -> int:
         """Divide global batches by other weights, from the first on that no worker can have begun to read.
@@ -418,12 +444,16 @@ class Loader:
             shares = apportion(interval.num_samples, self._shares.at(interval.start))
             start, share = start + sum(shares[: self._rank]), shares[self._rank]
         parts, counts = [], []
-        for count in apportion(share, [1.0] * self._count_micro_batches(interval.start)):
+        for count in self._divide(share, interval.start):
             # An empty share borrows the batch's first sample: see Batch.num_samples.
             parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
             counts.append(count)
             start += count
         return StepReads(interval, parts, counts)
+
+    def _divide(self, share: int, position: int) -> list[int]:
+        """Return how many samples each micro-batch takes of a share of the step that begins at `position`."""
+        return apportion(share, [1.0] * self._count_micro_batches(position))
 
     def _count_micro_batches(self, position: int) -> int:
         """Return into how many parts a share of the step that begins at `position` is cut."""

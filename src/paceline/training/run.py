@@ -51,6 +51,10 @@ class Run(Settings):
     """How the learning rate changes from step to step."""
     batch_schedule: BatchSchedule = ConstantBatch()
     """How the global batch changes from step to step."""
+    drop_last: bool = False
+    """Whether an epoch's last samples are left out where they are too few for a whole global batch."""
+    join_epochs: bool = False
+    """Whether they are joined with the first ones of the next epoch instead."""
     noise_scale_interval: int = Field(default=0, ge=0)
     """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
     growth: Growth = Growth()
@@ -138,6 +142,10 @@ class Run(Settings):
 
     @model_validator(mode="after")
     def _check_changes(self) -> Self:
+        if self.drop_last and self.join_epochs:
+            raise ValueError(
+                "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
+            )
         self.batch_schedule.check(self.global_batch)
         if self.sync.is_asynchronous and not isinstance(self.batch_schedule, ConstantBatch):
             raise ValueError(

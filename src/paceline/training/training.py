@@ -1,6 +1,7 @@
 """A training under way on one worker: its parts, how they are set up, and how they go on from a checkpoint."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, Interval, Loader, Splits
+from paceline.data.order import Dispatcher
 from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted
 from paceline.monitor.log import EventLog
@@ -24,7 +26,7 @@ from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
-from paceline.training.rehearsal import save_activations, save_optimizer
+from paceline.training.rehearsal import check_batch_norm_sizes, save_activations, save_optimizer
 from paceline.training.run import Run
 
 _SEEDING = threading.Lock()  # workers that are threads share torch's generator
@@ -133,7 +135,11 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     module = build_model(run, splits, group, model)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     replica = build_replica(run, module, splits, group, world)
-    loader = _make_loader(run, splits, replica)
+    loader = make_loader(
+        run, splits, replica.shard.data_parallel_group, split=replica.shard.split_context, dispatcher=replica.dispatcher
+    )
+    if replica.dispatcher is not None:
+        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
     saver = AsyncSaver(store) if group.rank == 0 else None
     load_balancer = LoadBalancer(
         loader,
@@ -149,6 +155,7 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
         run, recipe, directory, model, replica, loader, splits, store, saver, log, load_balancer, noise, probe
     )
     _resume(training, checkpoint)
+    check_batch_norm_sizes(run, splits, loader)
     training.global_batch = loader.global_batch
     training.log_event(
         RunStarted(
@@ -167,29 +174,47 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     return training
 
 
-def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
-    workers, schedule = replica.shard.data_parallel_group, run.batch_schedule
+def make_loader(
+    run: Run,
+    splits: Splits,
+    workers: Group,
+    *,
+    split: Callable[[Batch], Batch] | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Loader:
+    """Return the loader of a run's training data.
+
+    Args:
+        run: The run.
+        splits: Its data.
+        workers: The ranks that take different samples.
+        split: See `Loader`.
+        dispatcher: See `Loader`.
+
+    Raises:
+        SettingsError: The settings do not fit each other, the data or the number of workers.
+    """
+    schedule = run.batch_schedule
     if schedule.smallest(run.global_batch) < workers.size:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
             f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
         )
-    loader = Loader(
+    return Loader(
         splits.train,
         run.global_batch,
         group=workers,
-        split=replica.shard.split_context,
+        split=split,
         seed=run.seed,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_processes=run.num_data_processes,
-        dispatcher=replica.dispatcher,
+        dispatcher=dispatcher,
+        drop_last=run.drop_last,
+        join_epochs=run.join_epochs,
         changes=schedule.plan(run.global_batch, run.num_steps),
         adds_micro_batches=schedule.adds_micro_batches,
     )
-    if replica.dispatcher is not None:
-        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
-    return loader
 
 
 def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None:
