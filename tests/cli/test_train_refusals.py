@@ -93,6 +93,11 @@ def refuse(monkeypatch, capsys, *arguments):
             "train transformer_lm --layout.context 3 --data.sequence_length 128",
             "a sequence for context(3) must be a multiple of 6 tokens, but got 128",
         ),
+        (
+            "train resnet --data.size 8 --global_batch 3 --num_steps 600",
+            "where a micro-batch of some worker has one sample (1617 samples in global batches of 3)",
+        ),
+        ("train resnet --sync diloco --batch_norm global", "batch_norm must be local, but got global with sync diloco"),
         ("train --resume missing", "must hold run.json"),
         ("report missing", "missing"),
         ("bench nope", "benchmark must be a known name"),

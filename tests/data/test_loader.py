@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline.comm import LocalGroup
 from paceline.data import GlobalOrder, Interval, Loader, MapSource, Source, Spec, apportion
+from paceline.data.batch import is_borrowed
 from paceline.errors import DataError, SettingsError
 
 
@@ -106,6 +107,19 @@ def test_a_share_of_zero_counts_for_nothing():
         assert mine[0].num_samples == mine[0].interval.num_samples
         assert theirs[0].num_samples == 0
         assert theirs[0].inputs.shape == theirs[0].targets.shape == (1,)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_thread_knows_whether_it_was_given_a_borrowed_sample_until_the_loop_ends(is_left):
+    loader = Loader(TensorDataset(torch.arange(4)), 3, group=LocalGroup(), num_epochs=1, num_micro_batches=2)
+    seen = []
+    for batch in loader:
+        seen.append((batch.num_samples, is_borrowed()))
+        if is_left and len(seen) == 4:
+            break
+    assert seen == [(2, False), (1, False), (1, False), (0, True)]
+    gc.collect()
+    assert not is_borrowed()
 
 
 def test_fewer_samples_than_micro_batches_leave_some_empty():

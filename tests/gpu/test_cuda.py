@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from paceline.comm import LocalGroup
 from paceline.data import Spec
+from paceline.parallel.batch_norm import start_batch_norm
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica import Replica
 from paceline.testing.processes import run_processes
@@ -70,3 +71,35 @@ def reduce_on_nccl():
 def test_two_ranks_reduce_over_nccl():
     for result in run_processes(2, reduce_on_nccl):
         assert result.value == [3000.0, [{"rank": 0}, {"rank": 1}]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_batch_norm_over_workers_equals_one_process(dtype, memory_format):
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs, weights = (torch.randn(7, 5, 3, 2, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    inputs = inputs.contiguous(memory_format=memory_format)
+
+    def run(layer, inputs, weights):
+        inputs = inputs.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        output = layer(inputs)
+        (output * weights).sum().backward()
+        return output.detach(), inputs.grad, layer
+
+    def work(group):
+        group.device = torch.device("cuda")
+        own = slice(0, 2) if group.rank == 0 else slice(2, 7)
+        layer = torch.nn.BatchNorm2d(5).cuda()
+        start_batch_norm("global", layer, group)
+        return run(layer, inputs[own], weights[own])
+
+    output, of_inputs, alone = run(torch.nn.BatchNorm2d(5).cuda(), inputs, weights)
+    results = LocalGroup.run(2, work, timeout_s=20)
+    exact = {"atol": 40 * torch.finfo(dtype).eps, "rtol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(torch.cat([result[0] for result in results]), output, **exact)
+    torch.testing.assert_close(torch.cat([result[1] for result in results]), of_inputs, **exact)
+    for name, parameter in alone.named_parameters():
+        total = sum(layer.get_parameter(name).grad for _, _, layer in results)
+        torch.testing.assert_close(total, parameter.grad, **exact)
+    for name, buffer in alone.named_buffers():
+        torch.testing.assert_close(results[0][2].get_buffer(name), buffer, **exact)

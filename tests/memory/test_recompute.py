@@ -75,3 +75,22 @@ def test_under_autocast():
         logits.float().square().mean().backward()
         found.append([p.grad for p in module.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_batch_statistics_count_a_batch_once(choice):
+    """Computing a block again runs its BatchNorm again."""
+
+    def train_step(choices):
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3, momentum=m), nn.ReLU()) for m in (0.1, None))
+        module = nn.Sequential(*blocks)
+        recompute(module, dict.fromkeys(choices, choice))
+        module(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        return module
+
+    plain, saving = train_step([]), train_step(["0", "1"])
+    for (name, buffer), other in zip(plain.named_buffers(), saving.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    for parameter, other in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import torch
 import typer
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from paceline.data.division import check_shares
 from paceline.errors import MissingExtraError, SettingsError
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
+from paceline.memory.absent_group import AbsentGroup
 from paceline.monitor.events import MemoryEstimated, RunFinished
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
@@ -22,8 +24,9 @@ from paceline.registry import explain
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
-from paceline.training.rehearsal import check_shards
+from paceline.training.rehearsal import check_batch_norm_sizes, check_shards
 from paceline.training.run import Run, RunFile
+from paceline.training.training import make_loader
 
 
 def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
@@ -92,7 +95,9 @@ def prepare_new(
         cores = len(os.sched_getaffinity(0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))
         run = run.model_copy(update={"num_threads": max(1, cores // local_ranks)})
-    needed = _check_memory(run, check_workers(run, num_workers), num_workers)
+    splits = check_workers(run, num_workers)
+    check_batch_norm_sizes(run, splits, make_loader(run, splits, AbsentGroup(0, num_workers, torch.device("cpu"))))
+    needed = _check_memory(run, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     directory = _make_directory(out, recipe)
     file.save(directory)

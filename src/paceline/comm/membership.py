@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from paceline.errors import SettingsError
+
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start goes on from the checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -74,6 +76,23 @@ class Membership:
             self._num_listening -= 1
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def should_save(self, every: int, step: int | None) -> bool:
+        """Return whether it is time to save: each `every` steps, and once all workers stop.
+
+        Args:
+            every: Steps from one save to the next.
+            step: Steps that are done; None where workers at their own pace come together only at a boundary.
+
+        Raises:
+            SettingsError: `every` is not at least 1.
+        """
+        if every < 1:
+            raise SettingsError(f"every must be at least 1 update, but got {every}")
+        if step is None:
+            self.save_every = every
+            step = self.boundary_step
+        return step is not None and (step % every == 0 or self.is_stopping)
 
     def close_with(self, close: Callable[[], None]) -> None:
         """Call `close` when the worker leaves without an error, the last that was given first."""

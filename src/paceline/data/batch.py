@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,19 @@ class Batch:
     def _label(self) -> str | None:
         keys = self.data.keys() if isinstance(self.data, Mapping) else ()
         return next((label for label in LABELS if label in keys), None)
+
+
+_given = threading.local()
+
+
+def note_given(batch: Batch | None) -> None:
+    """Note that a loader gives `batch` to this thread, or that it has ended."""
+    _given.is_borrowed = batch is not None and not batch.num_samples
+
+
+def is_borrowed() -> bool:
+    """Whether the batch that a loader gave this thread last only holds a borrowed sample, which counts for nothing."""
+    return getattr(_given, "is_borrowed", False)
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

@@ -4,9 +4,11 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from paceline.data.order import GlobalOrder
+from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.read_steps import StepReads
 from paceline.errors import SettingsError
 
 
@@ -34,6 +36,11 @@ class Batches:
         self._lock = threading.Lock()
         self._planned = [(0, first), *changes]
         self._stretches = self._lay_out(0, 0)
+
+    @property
+    def first(self) -> int:
+        """The global batch of step 0."""
+        return self._planned[0][1]
 
     @property
     def newest(self) -> int:
@@ -186,6 +193,62 @@ class Shares:
     def _since(self, position: int) -> list[tuple[int, list[float]]]:
         number = max(number for number, (start, _) in enumerate(self._changes) if start <= position)
         return self._changes[number:]
+
+
+class MicroBatches:
+    """How workers' shares of global batches are cut into micro-batches.
+
+    Args:
+        batches: Global batches.
+        shares: Who takes how much of them.
+        rank: This worker.
+        num_micro_batches: Parts of a share.
+        adds: Whether a global batch that grows is cut into more parts, each as large as at first.
+    """
+
+    def __init__(self, batches: Batches, shares: Shares, rank: int, num_micro_batches: int, *, adds: bool) -> None:
+        self._batches, self._shares, self._rank = batches, shares, rank
+        self._num_parts = num_micro_batches
+        self.adds = adds
+
+    def count(self, position: int) -> int:
+        """Return into how many parts a share of the step that begins at `position` is cut."""
+        if not self.adds:
+            return self._num_parts
+        return self._num_parts * max(1, -(-self._batches.at(position) // self._batches.first))
+
+    def divide(self, share: int, position: int) -> list[int]:
+        """Return how many samples each part takes of a share of the step that begins at `position`."""
+        return apportion(share, [1.0] * self.count(position))
+
+    def cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
+        """Cut this worker's share of an interval, or all of it, into micro-batches."""
+        start, share = interval.start, interval.num_samples
+        if not is_all_mine:
+            shares = apportion(interval.num_samples, self._shares.at(interval.start))
+            start, share = start + sum(shares[: self._rank]), shares[self._rank]
+        parts, counts = [], []
+        for count in self.divide(share, interval.start):
+            # An empty share borrows the batch's first sample: see Batch.num_samples.
+            parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
+            counts.append(count)
+            start += count
+        return StepReads(interval, parts, counts)
+
+    def list_sizes(self, order: GlobalOrder, position: int, end: int) -> tuple[set[int], set[int]]:
+        """Return how many samples micro-batches have between two positions: a worker's own, and those of all workers.
+
+        Empty ones are left out.
+        """
+        own: set[int] = set()
+        joint: set[int] = set()
+        stretches = [(start, batch) for _, start, batch in self._batches.state(position) if start < end]
+        for (start, batch), (stop, _) in pairwise([*stretches, (end, 0)]):
+            for size in order.batch_sizes(start, stop, batch):
+                divided = [self.divide(share, start) for share in apportion(size, self._shares.at(start))]
+                own.update(count for counts in divided for count in counts)
+                joint.update(sum(counts) for counts in zip(*divided, strict=True))
+        return own - {0}, joint - {0}
 
 
 def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:

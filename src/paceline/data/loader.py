@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -11,8 +12,8 @@ from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Source
-from paceline.data.batch import Batch
-from paceline.data.division import Batches, Ending, Shares
+from paceline.data.batch import Batch, note_given
+from paceline.data.division import Batches, Ending, MicroBatches, Shares
 from paceline.data.map_source import CollateFn, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.randomness import warn_of_draws
@@ -130,7 +131,9 @@ class Loader:
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
         self.num_micro_batches = _check_count("num_micro_batches", num_micro_batches)
-        self._adds_micro_batches = adds_micro_batches
+        self._micro_batches = MicroBatches(
+            self._batches, self._shares, self._rank, self.num_micro_batches, adds=adds_micro_batches
+        )
         self._prefetch = prefetch
         self._dispatcher = dispatcher
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
@@ -153,9 +156,9 @@ class Loader:
         if self._ending.is_reached(self.position):
             return 0
         steps = range(self._batches.step_of(self.position), end)
-        if not self._adds_micro_batches:
+        if not self._micro_batches.adds:
             return len(steps) * self.num_micro_batches
-        return sum(self._count_micro_batches(self._batches.position_of(step)) for step in steps)
+        return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
 
     @property
     def position(self) -> int:
@@ -180,6 +183,25 @@ class Loader:
     def shares(self) -> list[int]:
         """Samples of a whole global batch that each worker takes, once the newest shares are in force."""
         return apportion(self.global_batch, self._shares.newest)
+
+    def list_sizes(self, boundaries: Sequence[int], *, is_asynchronous: bool = False) -> tuple[set[int], set[int]]:
+        """Return how many samples micro-batches have from here on: a worker's own, and those of all workers together.
+
+        Empty ones are left out. Shares and batches that change are taken as they are planned now.
+
+        Args:
+            boundaries: Steps before which all workers come together; the last is the end.
+            is_asynchronous: Whether workers go at their own pace in between.
+        """
+        end = ENDLESS if self._ending.position is None else self._ending.position
+        stops = [min(self._batches.position_of(step), end) for step in boundaries]
+        if is_asynchronous:
+            sizes: set[int] = set()
+            for start, stop in pairwise([self.position, *stops]):
+                claimed = self.order.batch_sizes(start, stop, self._claim_size) if start < stop else ()
+                sizes.update(count for size in claimed for count in self._micro_batches.divide(size, start))
+            return sizes - {0}, sizes - {0}
+        return self._micro_batches.list_sizes(self.order, self.position, stops[-1])
 
     def change_shares(self, shares: Sequence[float]) -> int:
         """Divide global batches by other weights, from the first on that no worker can have begun to read.
@@ -300,10 +322,18 @@ class Loader:
         which they have agreed to: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
-            if self._found_dispatcher is not None:
-                yield from self._iterate_at_own_pace(self._found_dispatcher)
-            else:
-                yield from self._iterate()
+            try:
+                if self._found_dispatcher is not None:
+                    yield from self._iterate_at_own_pace(self._found_dispatcher)
+                else:
+                    yield from self._iterate()
+            finally:
+                note_given(None)
+
+    def _give(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch, which this thread is given."""
+        note_given(batch)
+        return self._split(batch) if self._split is not None else batch
 
     @property
     def _found_dispatcher(self) -> Dispatcher | None:
@@ -340,7 +370,7 @@ class Loader:
             assert self._source is not None
             here = Interval(self.position, self.position)
             borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
-            yield Batch(borrowed, 0, here).to(self._device)
+            yield self._give(Batch(borrowed, 0, here).to(self._device))
             membership.boundary_step = None
             if membership.is_stopping:
                 return
@@ -365,7 +395,7 @@ class Loader:
             for batch in step:
                 self._in_hand = batch
                 try:
-                    yield self._split(batch) if self._split is not None else batch
+                    yield self._give(batch)
                 except GeneratorExit:  # the loop was left by break: its last batch is used all the same
                     if self._in_hand is not None and batch.last and mine is self._reading:
                         self.ack(batch)
@@ -421,29 +451,9 @@ class Loader:
             interval = ledger.claim(self.order, self.batch_at)
             if last is not None and last < interval.stop:  # joined with no epoch any more
                 interval = Interval(interval.start, last)
-            yield self._cut(interval)
+            yield self._micro_batches.cut(interval)
         while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
-            yield self._cut(Interval(*claimed), is_all_mine=True)
-
-    def _cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
-        """Cut this worker's share of an interval into micro-batches."""
-        start, share = interval.start, interval.num_samples
-        if not is_all_mine:
-            shares = apportion(interval.num_samples, self._shares.at(interval.start))
-            start, share = start + sum(shares[: self._rank]), shares[self._rank]
-        parts, counts = [], []
-        for count in apportion(share, [1.0] * self._count_micro_batches(interval.start)):
-            # An empty share borrows the batch's first sample: see Batch.num_samples.
-            parts.append(Interval(start, start + count) if count else Interval(interval.start, interval.start + 1))
-            counts.append(count)
-            start += count
-        return StepReads(interval, parts, counts)
-
-    def _count_micro_batches(self, position: int) -> int:
-        """Return into how many parts a share of the step that begins at `position` is cut."""
-        if not self._adds_micro_batches:
-            return self.num_micro_batches
-        return self.num_micro_batches * max(1, -(-self.batch_at(position) // self._first_batch))
+            yield self._micro_batches.cut(Interval(*claimed), is_all_mine=True)
 
     def _read_steps(self, ledger: Ledger, stream: Stream | None) -> Generator[list[Batch]]:
         plan = self._plan_steps(ledger)
@@ -469,7 +479,7 @@ class Loader:
             samples = stream.take(self.batch_at(start))
             if not samples:
                 return
-            step = self._cut(ledger.claim(self.order, len(samples)))
+            step = self._micro_batches.cut(ledger.claim(self.order, len(samples)))
             read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
             yield step.make_batches(read, self._device)
 

@@ -71,6 +71,22 @@ class GlobalOrder:
             position, epoch_end = epoch_end, epoch_end + self.num_samples
         return Interval(position, min(position + global_batch, epoch_end))
 
+    def batch_sizes(self, start: int, stop: int, global_batch: int) -> set[int]:
+        """Return how many samples batches have, where all positions from `start` to `stop` are gone through in them."""
+        epoch_end = (self.epoch_of(start) + 1) * self.num_samples
+        if self.tail == "join" or stop <= epoch_end:
+            parts = [(start, stop)]
+        else:  # one whole epoch is like all others
+            last = self.epoch_of(stop) * self.num_samples
+            parts = [(start, epoch_end), (epoch_end, min(last, epoch_end + self.num_samples)), (last, stop)]
+        sizes = set()
+        for begin, end in parts:
+            num_whole, rest = divmod(end - begin, global_batch)
+            is_dropped = self.tail == "drop" and end % self.num_samples == 0
+            sizes |= {global_batch} if num_whole else set()
+            sizes |= {rest} if rest and not is_dropped else set()
+        return sizes
+
     def position_of(self, step: int, global_batch: int, *, start: int = 0) -> int:
         """Return the position at which `step` begins, where step 0 begins at `start` and each takes a global batch."""
         if self.tail == "join":

@@ -4,10 +4,11 @@ Chen et al. 2016. A block that is recomputed in full keeps its input only; its f
 which makes a step of which all blocks are recomputed about a third longer. A block that is recomputed selectively
 (Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again what lies
 between them, which costs little. Losses and gradients are those without it: random numbers are drawn again as they
-were. Nothing on the wire changes, nor does any parameter's name.
+were, and BatchNorm's running statistics count a batch once. Nothing on the wire changes, nor does any parameter's name.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from paceline.sync.batch_statistics import find_statistics
 
 Choice = Literal["full", "selective"]
 
@@ -80,10 +83,29 @@ def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
     """
     for name, choice in choices.items():
         block = module.get_submodule(name)
-        if choice == "full":
-            checkpoint(block)
-        else:
-            checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        checkpoint(block, context_fn=partial(_make_contexts, block, choice))
+
+
+def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts that a block runs in, in forward and when it is computed again."""
+    if choice == "full":
+        return nullcontext(), _keeping_statistics(block, nullcontext())
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _keeping_statistics(block, again)
+
+
+@contextmanager
+def _keeping_statistics(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `context`, and leave BatchNorm's running statistics afterwards as they were."""
+    # As data: what backward needs of the block may have been saved beside them, and must not seem to have changed.
+    buffers = [buffer.data for layer in find_statistics(block).values() for buffer in layer.buffers(recurse=False)]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        with context:
+            yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
+from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.landing import Landing, check_landing
@@ -27,6 +28,7 @@ def check_replica(
     landing: Landing,
     clip_norm: float | None,
     ema: float | None,
+    batch_norm: BatchNormScope,
 ) -> None:
     """Refuse what a replica cannot train, or not in that way."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -43,6 +45,7 @@ def check_replica(
         optimizer=optimizer,
         is_averaged=ema is not None,
     )
+    check_batch_norm(batch_norm, rule, shard.layout)
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))
 

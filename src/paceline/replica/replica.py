@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
-from paceline.data.batch import Batch, list_tensors
+from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
+from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.fully_sharded import reshard
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
@@ -62,6 +63,8 @@ class Replica:
             landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
             before anything but forward and backward reads the parameters.
         ema: Decay of an exponential moving average of the parameters, such as 0.999; None for none. See `averaged`.
+        batch_norm: Whose samples BatchNorm layers take statistics of while they train: this worker's own, or with
+            ``"global"`` exactly those of all workers, which then all run forward equally often.
         hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
             0 for none.
         seed: Random seed of the codecs.
@@ -84,6 +87,7 @@ class Replica:
         bucket_bytes: int | Literal["tuned"] | None = None,
         landing: Landing = "update",
         ema: float | None = None,
+        batch_norm: BatchNormScope = "local",
         hash_interval: int = 100,
         seed: int = 0,
         world: Group | None = None,
@@ -102,7 +106,7 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema)
+        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -112,6 +116,7 @@ class Replica:
         if self.group.size > 1 and self.shard.mesh is None:  # a layout did it when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
+        self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
         self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
         self._reduction = GradientReduction(
@@ -147,7 +152,7 @@ class Replica:
         """Run the module forward in the chosen precision."""
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
-        with self.autocast():
+        with self.autocast(), self._batch_norm.running(counts=not is_borrowed()):
             if self._reduction.landing is not None:
                 return self._reduction.landing.run(lambda: self.module(*args, **kwargs))
             return self.module(*args, **kwargs)
@@ -198,15 +203,7 @@ class Replica:
             workers go at their own pace, after each `every`-th global batch: the loader then brings them together with
             a batch that counts for nothing.
         """
-        if every < 1:
-            raise SettingsError(f"every must be at least 1 update, but got {every}")
-        membership, step = self.membership, self.num_updates
-        if self.dispatcher is not None:
-            membership.save_every = every
-            if membership.boundary_step is None:
-                return False
-            step = membership.boundary_step
-        return step % every == 0 or membership.is_stopping
+        return self.membership.should_save(every, None if self.dispatcher is not None else self.num_updates)
 
     def backward(
         self,
@@ -251,9 +248,12 @@ class Replica:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._send_scalars(self._weight + weight, numerator)
         # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
-        if weight or not self.shard.is_whole:
-            scale = factor / self.state.weight_unit
-            self._optimizer_step.scale(loss if scale == 1.0 else loss * scale).backward()
+        counts = weight > 0 or not self.shard.is_whole
+        scale = factor / self.state.weight_unit
+        scaled = loss if scale == 1.0 else loss * scale
+        with self._batch_norm.running(counts=not is_borrowed()):  # where blocks run forward again
+            self._batch_norm.backward(self._optimizer_step.scale(scaled) if counts else scaled, counts=counts)
+        if counts:
             # Only now, so that a backward that failed leaves no weight behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
@@ -286,7 +286,7 @@ class Replica:
             self._loss = self._loss + made.mean.detach().double() * made.weight
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
-        with self.autocast():
+        with self.autocast(), self._batch_norm.running(counts=batch.num_samples > 0):
             self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
         if last:
             self.shard.reduce_tied_gradients(self._parameters)
@@ -432,6 +432,7 @@ class Replica:
             self.flush()
         finally:
             self._reduction.close()
+            self._batch_norm.close()
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()
@@ -456,7 +457,7 @@ class Replica:
         self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
-        divisor = partial(_divisor, self._scalars, self.state.weight_unit)
+        divisor = partial(self._scalars.divisor, self.state.weight_unit)
         if self.shard.reduce_scatter is not None:
             self.shard.reduce_scatter.arm(divisor, self.num_updates, self.loss_scale or 1.0)
         if self._reduction.gradients is not None:
@@ -493,8 +494,3 @@ class Replica:
         if self._stop_votes is not None and (all_totals or self._reduction.covers_all_workers):
             self._stop_votes.weight_since_sync = 0.0
         return stepped, result
-
-
-def _divisor(scalars: StepScalars, weight_unit: float) -> float:
-    """Return what a step's numerators are divided by; waits until all workers have said their weights."""
-    return (scalars.wait().weight or weight_unit) / weight_unit

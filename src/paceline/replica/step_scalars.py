@@ -57,6 +57,10 @@ class StepScalars:
                 self._totals = StepTotals(weight, weight_since_sync, loss, int(num_non_finite), num_stops > 0)
             return self._totals
 
+    def divisor(self, weight_unit: float) -> float:
+        """Return what the step's numerators are divided by; waits until all workers have said their weights."""
+        return (self.wait().weight or weight_unit) / weight_unit
+
 
 class StopVotes:
     """The sums over all workers at sync steps, and the votes on stopping between them.

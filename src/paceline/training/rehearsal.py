@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.data import Loader
 from paceline.data.base import Splits
 from paceline.data.batch import Batch, map_tensors
 from paceline.data.division import check_shares
@@ -23,7 +26,9 @@ from paceline.memory import (
     recompute,
 )
 from paceline.memory.absent_group import AbsentGroup
+from paceline.memory.rehearsal import UnknownValues
 from paceline.optim import SGD
+from paceline.parallel.batch_norm import is_too_few_values, too_few_values
 from paceline.parallel.context import check_length
 from paceline.parallel.parallelize import check_model
 from paceline.replica.checks import Precision
@@ -92,14 +97,24 @@ def choose_blocks(run: Run, splits: Splits, num_workers: int, device: torch.devi
     return guarded(lambda: plan(step, blocks, wanted))
 
 
-def describe_step(run: Run, splits: Splits, num_workers: int, device: torch.device) -> StepDescription:
+def describe_step(
+    run: Run, splits: Splits, num_workers: int, device: torch.device, *, num_samples: int | None = None
+) -> StepDescription:
     """Return the description of the run's step on the worker with the largest share, for a rehearsal.
 
     Blocks are recomputed as the rehearsal says, the rest is as the run's `memory` says. Of a model that grows it is
     the deepest.
+
+    Args:
+        run: The run.
+        splits: What it learns from.
+        num_workers: Among whom a global batch is divided.
+        device: Where it is trained.
+        num_samples: Samples of a micro-batch, where they are not those of the largest share.
     """
-    shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
-    num_samples = max(1, -(-max(shares) // run.num_micro_batches))
+    if num_samples is None:
+        shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
+        num_samples = max(1, -(-max(shares) // run.num_micro_batches))
     sample = splits.train.read_first()
     model = run.model
     if run.growth.steps and model.layer_stack is not None:
@@ -151,6 +166,39 @@ def check_shards(run: Run, splits: Splits) -> None:
             check_length(splits.train.spec.input_shape[0], context=run.layout.context)
 
 
+def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
+    """Refuse a run of which some micro-batch will have one sample, if a BatchNorm layer cannot learn from one.
+
+    A model that cannot be run without contents is left to find out.
+
+    Args:
+        run: The run.
+        splits: What it learns from.
+        loader: Where training goes on.
+
+    Raises:
+        SettingsError: There is such a micro-batch; the message says what to do.
+    """
+    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
+    num_steps = run.count_steps(splits)
+    boundaries = {step for interval in intervals for step in range(interval, num_steps, interval)} | {num_steps}
+    own, joint = loader.list_sizes(sorted(boundaries), is_asynchronous=run.sync.is_asynchronous)
+    sizes = joint if run.batch_norm == "global" else own
+    if run.layout.pipeline > 1:
+        sizes = {size // run.pipeline.count_micro_batches(size, run.layout.pipeline) for size in sizes}
+    if 1 not in sizes:
+        return
+    # Whatever optimizer it has.
+    described = describe_step(
+        run.model_copy(update={"optimizer": SGD()}), splits, 1, torch.device("cpu"), num_samples=1
+    )
+    with contextlib.suppress(RehearsalError):
+        if not guarded(lambda: _takes_batch(described)):
+            whose = "all workers together" if run.batch_norm == "global" else "some worker"
+            cut = f"{loader.order.num_samples} samples in global batches of {run.global_batch}"
+            raise too_few_values(f"where a micro-batch of {whose} has one sample ({cut})", run.batch_norm)
+
+
 def guarded(rehearsing: Callable[[], T]) -> T:
     """Return what a rehearsal returns.
 
@@ -168,6 +216,21 @@ def guarded(rehearsing: Callable[[], T]) -> T:
             f"it is trained, but it raises {type(error).__name__}: {first_line}; give no budget to --memory.recompute, "
             "and silence this by --memory.check false"
         ) from error
+
+
+def _takes_batch(step: StepDescription) -> bool:
+    """Whether BatchNorm layers can learn from the batch of `step`."""
+    with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues(), step.device:  # type: ignore[no-untyped-call]
+        module, _ = step.build({})
+        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+            return True
+        try:
+            step.loss(module)
+        except ValueError as error:
+            if is_too_few_values(error):
+                return False
+            raise
+    return True
 
 
 def _build(model: Model, splits: Splits) -> nn.Module:

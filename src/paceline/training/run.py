@@ -17,6 +17,7 @@ from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, Optimizer
+from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
@@ -84,6 +85,8 @@ class Run(Settings):
     """How layers are cut into stages, and in which order stages run micro-batches."""
     memory: Memory = Memory()
     """How memory is saved, and whether it is checked that it is enough."""
+    batch_norm: BatchNormScope = "local"
+    """Whose samples BatchNorm takes statistics of in training: each worker's own, or exactly those of all (global)."""
     precision: Precision = "fp32"
     """fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
     compiler: str = NO_COMPILER
@@ -155,6 +158,7 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
+        check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
             if self.layout.pipeline > 1 and isinstance(function, OnBatch) and function.takes_model:

@@ -1,5 +1,6 @@
 """A training under way on one worker: its parts, how they are set up, and how they go on from a checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, Interval, IterableSource, Loader, Splits
 from paceline.data.datasets import SEEDING
+from paceline.data.order import Dispatcher
 from paceline.errors import CheckpointError, SettingsError
 from paceline.monitor.events import CheckpointSkipped, Event, RunStarted, Warned
 from paceline.monitor.log import EventLog
@@ -27,7 +29,7 @@ from paceline.training.memory_probe import MemoryProbe
 from paceline.training.model import Model
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
-from paceline.training.rehearsal import save_activations, save_optimizer
+from paceline.training.rehearsal import check_batch_norm_sizes, save_activations, save_optimizer
 from paceline.training.run import Run
 
 
@@ -176,6 +178,7 @@ def build_replica(run: Run, module: nn.Module, splits: Splits, group: Group, wor
         bucket_bytes=run.bucket_bytes,
         landing=run.landing,
         ema=run.ema,
+        batch_norm=run.batch_norm,
         hash_interval=run.hash_interval,
         seed=run.seed,
         world=world,
@@ -204,7 +207,11 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     module = build_model(run, splits, group, model)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     replica = build_replica(run, module, splits, group, world)
-    loader = _make_loader(run, splits, replica)
+    loader = make_loader(
+        run, splits, replica.shard.data_parallel_group, split=replica.shard.split_context, dispatcher=replica.dispatcher
+    )
+    if replica.dispatcher is not None:
+        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
     saver = AsyncSaver(store) if group.rank == 0 else None
     load_balancer = LoadBalancer(
         loader,
@@ -235,6 +242,7 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
         best=BestSoFar(run.keep_best, run.stop_after),
     )
     _resume(training, checkpoint)
+    check_batch_norm_sizes(run, splits, loader)
     training.global_batch = loader.global_batch
     training.log_event(
         RunStarted(
@@ -261,14 +269,33 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     return training
 
 
-def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
-    workers, schedule = replica.shard.data_parallel_group, run.batch_schedule
+def make_loader(
+    run: Run,
+    splits: Splits,
+    workers: Group,
+    *,
+    split: Callable[[Batch], Batch] | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Loader:
+    """Return the loader of a run's training data.
+
+    Args:
+        run: The run.
+        splits: Its data.
+        workers: The ranks that take different samples.
+        split: See `Loader`.
+        dispatcher: See `Loader`.
+
+    Raises:
+        SettingsError: The settings do not fit each other, the data or the number of workers.
+    """
+    schedule = run.batch_schedule
     if schedule.smallest(run.global_batch) < workers.size:
         raise SettingsError(
             f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
             f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
         )
-    loader = Loader(
+    return Loader(
         splits.train,
         run.global_batch,
         group=workers,
@@ -276,19 +303,16 @@ def _make_loader(run: Run, splits: Splits, replica: Replica) -> Loader:
         collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
         drop_last=run.drop_last or splits.drop_last,
         join_epochs=run.join_epochs,
-        split=replica.shard.split_context,
+        split=split,
         seed=run.seed,
         shuffle=splits.shuffle,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_processes=run.num_data_processes or splits.num_processes,
-        dispatcher=replica.dispatcher,
+        dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
         adds_micro_batches=schedule.adds_micro_batches,
     )
-    if replica.dispatcher is not None:
-        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
-    return loader
 
 
 def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None:

@@ -35,8 +35,9 @@ class ResNet(Model):
     width: int = Field(64, ge=1)
     """Channels of the stem and inside the first of four stages; each stage doubles them. 64 in the paper."""
     norm: Literal["batch", "group", "frozen_batch"] = "batch"
-    """"batch": over the worker's own samples. "group": within a sample, up to 32 groups of 2 channels or
-    more. "frozen_batch": running statistics that never change; scale and shift are trained."""
+    """"batch": over a worker's own samples, or over those of all workers with ``batch_norm global``. "group": within a
+    sample, up to 32 groups of 2 channels or more. "frozen_batch": running statistics that never change; scale and shift
+    are trained."""
     stem: Literal["auto", "small", "imagenet"] = "auto"
     """"imagenet": 7x7 convolution and pooling, each of stride 2. "small": one 3x3 convolution of stride 1.
     "auto": "small" for images with a side below 64 pixels, else "imagenet"."""
@@ -162,28 +163,6 @@ class Bottleneck(_ResidualBlock):
         super().__init__(branch, norm(channels_out), _make_shortcut(channels_in, channels_out, stride, norm))
 
 
-class BatchNorm(nn.BatchNorm2d):
-    """Batch norm that also takes a batch with a single value for each channel.
-
-    Such a batch (one sample, one pixel) has no variance of its own: it is normalised with the running
-    statistics, which it leaves as they are.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the input normalised for each channel."""
-        if self.training and input.numel() == input.shape[1]:
-            return F.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                training=False,
-                eps=self.eps,
-            )
-        return super().forward(input)
-
-
 class FrozenBatchNorm(nn.BatchNorm2d):
     """Batch norm by running statistics that training never changes; scale and shift are trained."""
 
@@ -202,7 +181,7 @@ def _group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next((n for n in range(most, 0, -1) if channels % n == 0), 1), channels)
 
 
-NORMS: dict[str, Norm] = {"batch": BatchNorm, "group": _group_norm, "frozen_batch": FrozenBatchNorm}
+NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm, "frozen_batch": FrozenBatchNorm}
 BLOCKS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
