@@ -168,9 +168,3 @@ def test_a_batch_below_the_number_of_workers_is_refused():
     loader = make_loaders(3)[0]
     with pytest.raises(SettingsError, match="at least the number of workers, but got 2 for 3"):
         loader.change_batch(2)
-
-
-def test_samples_that_are_dropped_leave_the_next_step_its_own_batch():
-    source = MapSource([(float(index), index) for index in range(6)])
-    loader = Loader(source, 4, group=LocalGroup(), drop_last=True, num_steps=3, changes=[(1, 2)])
-    assert [tuple(batch.interval) for batch in loader] == [(0, 4), (6, 8), (8, 10)]

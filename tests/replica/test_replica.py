@@ -418,7 +418,7 @@ def test_workers_that_synchronise_seldom_or_never_vote_and_stop_after_the_same_s
         stops = []
         for step in range(20):
             if step == 4 and group.rank == 1:
-                replica.request_stop()
+                replica.membership.request_stop("a test")
             stops.append(run_one_step(replica).stop)
         replica.close()
         return stops.index(True)

@@ -49,7 +49,7 @@ def test_gradients_travel_in_the_size_that_was_fastest(fastest):
         seen = []
         while gradients.is_learning():
             seen.append(len(gradients.layout))
-            gradients.learn(StepTimes(began_s=7.0, ended_s=7.5 if seen[-1] == fastest else 8.0))
+            gradients.adapt_layout(StepTimes(began_s=7.0, ended_s=7.5 if seen[-1] == fastest else 8.0))
         return sorted(set(seen)), len(gradients.layout), gradients.state_dict()["is_tuned"]
 
     assert LocalGroup.run(2, worker) == [([2, 3, 8], fastest, True)] * 2

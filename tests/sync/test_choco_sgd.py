@@ -129,7 +129,8 @@ def test_a_saved_state_is_the_same_on_both_sides_of_an_edge(codec):
         replica = make_replica(group, rule)
         nn.utils.vector_to_parameters(saved[group.rank][1].clone(), replica.module.parameters())
         replica.optimizer.load_state_dict(saved[group.rank][2])
-        replica.num_updates = 4
+        replica.begin_anew()
+        replica.state.num_updates = 4
         replica.state.load_sync_state([state if group.rank == r else {} for r, (state, *_) in enumerate(saved)], {})
         take_step(replica, 4)
         replica.close()

@@ -38,6 +38,7 @@ def test_after_them_the_codec_begins_with_nothing_held_back(codec):
         optimizer = make_sgd(module, 0.9)
         for sync, steps in ((EveryStep(), range(3)), (EveryStep(codec=codec), range(3, 9))):
             replica = Replica(module, optimizer, group=group, sync=sync)
+            replica.begin_anew()
             for step in steps:
                 run_step(replica, step)
             replica.close()

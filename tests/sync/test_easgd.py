@@ -105,9 +105,9 @@ def test_nobody_goes_on_before_the_centre_is_loaded():
         module = make_module()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         replica = Replica(module, optimizer, group=group, sync=EASGD(asynchronous=True))
-        _, shared = replica.sync_state()
+        _, shared = replica.state.sync_state()
         assert group.rank or not has_gone_on.wait(0.1)
-        replica.load_sync_state([{}, {}], shared)
+        replica.state.load_sync_state([{}, {}], shared)
         has_gone_on.set()
         replica.close()
 

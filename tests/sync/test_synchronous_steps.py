@@ -52,6 +52,7 @@ def test_after_them_the_rule_begins_as_from_scratch(rule, num_synchronous, size)
         seen, step = [], 0
         for sync, stop in ((EveryStep(), num_synchronous), (after(rule, 0), num_synchronous + 10)):
             replica = Replica(module, optimizer, group=group, sync=sync)
+            replica.begin_anew()
             while step < stop:
                 run_step(replica, step, uneven(group.rank, step))
                 seen.append(flatten(module))
@@ -74,11 +75,11 @@ def test_going_back_to_them_is_refused(rule):
         early = Replica(module, make_sgd(module), group=group, sync=after(rule, 1))
         for step in range(3):
             run_step(early, step)
-        own, shared = early.sync_state()
+        own, shared = early.state.sync_state()
         module = make_linear()
         late = Replica(module, make_sgd(module), group=group, sync=after(rule, 5))
         late.load_state_dict(early.state_dict())
-        late.load_sync_state([own] * 2, shared)
+        late.state.load_sync_state([own] * 2, shared)
         with pytest.raises(SettingsError, match=r"synchronous_steps must be .* alone in step 3 already, but got 5"):
             run_step(late, 3)
         early.close()
