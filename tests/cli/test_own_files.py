@@ -123,12 +123,19 @@ def test_an_error_of_ours_is_not_blamed_on_anybody(monkeypatch):
         main()
 
 
-OWN_MODEL = f"""{BASE}import torch
+OWN_MODEL = f"""{BASE}import os
+import pathlib
+import time
+
+import torch
 
 
 class Broken(torch.nn.Embedding):
     def forward(self, tokens):
         if torch.is_grad_enabled():
+            pathlib.Path("here" + os.environ["RANK"]).touch()
+            while len(list(pathlib.Path().glob("here*"))) < 3:  # none shall wait for one that has failed
+                time.sleep(0.01)
             raise KeyError("width")
         return super().forward(tokens)
 
@@ -149,7 +156,7 @@ def test_an_error_of_all_workers_is_shown_once_with_its_line_and_where_they_prin
     done = run_here("train", "own_model.py", "--workers", 3, "--out", "out", *settings)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if "KeyError" in line]
-    assert line == "own_model.py:9: rank 0, 1, 2 failed at step 0 with KeyError: 'width'"
+    assert line == "own_model.py:16: rank 0, 1, 2 failed at step 0 with KeyError: 'width'"
     assert done.stderr.count("Traceback") == 1
     assert "Terminating" not in done.stderr
     assert "KeyError: 'width'" in (here / "out" / "workers" / "rank2.err").read_text()
