@@ -74,8 +74,9 @@ class Membership:
             yield
         finally:
             self._num_listening -= 1
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            if threading.current_thread() is threading.main_thread():  # an iterator may be let go of in any thread
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
 
     def should_save(self, every: int, step: int | None) -> bool:
         """Return whether it is time to save: each `every` steps, and once all workers stop.
