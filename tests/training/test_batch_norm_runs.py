@@ -13,7 +13,7 @@ from paceline.optim import SGD
 from paceline.registry import register
 from paceline.training import Model
 from paceline.training.rehearsal import check_batch_norm_sizes
-from paceline.training.training import make_loader
+from paceline.training.session import make_loader
 
 
 @register("test_normed_vectors")

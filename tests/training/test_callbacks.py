@@ -31,7 +31,7 @@ def end_at(event, training, step=5, rank=0):
 
 def preempt_at(event, training):
     if isinstance(event, StepFinished) and training.step == 5 and training.rank == 1:
-        training._training.membership.request_stop("SIGTERM")
+        training._session.membership.request_stop("SIGTERM")
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -24,7 +24,7 @@ from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.sync import EveryStep, LocalSGD
 from paceline.testing import faults, slow
 from paceline.testing.slow import Scripted
-from paceline.training import Classification, Model, training
+from paceline.training import Classification, Model, session
 from paceline.training.load_balancing import LEAST_GAIN, LoadBalancer, divide, find_slow, follow, measure
 from scripted_time import ScriptedTime
 
@@ -290,7 +290,7 @@ def run_scripted(directory, num_workers=4, *, sample_s, script=(), **changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slow, "time", scripted)
         patch.setattr(faults, "time", scripted)
-        patch.setattr(training, "LoadBalancer", functools.partial(LoadBalancer, clock=scripted.perf_counter))
+        patch.setattr(session, "LoadBalancer", functools.partial(LoadBalancer, clock=scripted.perf_counter))
         train_here(make_run(**(settings | changes)), directory, num_workers)
     return read_log(directory / "events.jsonl")
 

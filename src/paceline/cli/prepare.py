@@ -26,7 +26,7 @@ from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
 from paceline.training.rehearsal import check_batch_norm_sizes, check_shards
 from paceline.training.run import Run, RunFile
-from paceline.training.training import make_loader
+from paceline.training.session import make_loader
 
 
 def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:

@@ -8,7 +8,7 @@ from paceline.training.metrics import Metrics
 from paceline.training.model import FunctionModel, Model
 from paceline.training.objective import Classification, FunctionLoss, MaskedLM, NextToken, Objective
 from paceline.training.run import Run, RunFile
-from paceline.training.training import TrainingView
+from paceline.training.session import TrainingView
 
 __all__ = [
     "Callback",

@@ -18,7 +18,7 @@ from paceline.monitor.events import (
 from paceline.monitor.log import EventLog
 from paceline.monitor.user_code import find_user_line
 from paceline.replica.step_result import StepResult
-from paceline.training.training import Training
+from paceline.training.session import Session
 
 
 def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
@@ -28,45 +28,45 @@ def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
 
 
-def log_step(training: Training, result: StepResult, num_samples: int) -> None:
+def log_step(session: Session, result: StepResult, num_samples: int) -> None:
     """Write what a step of `num_samples` did."""
-    training.log_event(
+    session.log_event(
         StepFinished(
             loss=result.loss,
             weight=result.weight,
             num_samples=num_samples,
-            learning_rate=training.replica.optimizer.param_groups[0]["lr"],
+            learning_rate=session.replica.optimizer.param_groups[0]["lr"],
             gradient_norm=result.gradient_norm,
-            duration_s=time.perf_counter() - training.step_began_s,
+            duration_s=time.perf_counter() - session.step_began_s,
             communication_s=result.communication_s,
-            position=training.loader.position,
-            loss_scale=training.replica.loss_scale,
+            position=session.loader.position,
+            loss_scale=session.replica.loss_scale,
             wire_bytes=result.wire_bytes,
         )
     )
-    interval = training.run.timeline_interval
-    if interval and training.step % interval == 0:
+    interval = session.training.run.timeline_interval
+    if interval and session.training.step % interval == 0:
         for event in timeline_events(result):
-            training.log.write(event, step=training.step)
-        pipeline = training.replica.shard.pipeline
+            session.training.log.write(event, step=session.training.step)
+        pipeline = session.replica.shard.pipeline
         if pipeline is not None and pipeline.times is not None:
-            training.log.write(pipeline.times.to_event(), step=training.step)
+            session.training.log.write(pipeline.times.to_event(), step=session.training.step)
     if result.newly_unused:
-        training.log_event(UnusedParameters(names=result.newly_unused))
+        session.log_event(UnusedParameters(names=result.newly_unused))
 
 
-def log_delays(training: Training) -> None:
+def log_delays(session: Session) -> None:
     """Write how stale what was pushed to servers has been."""
-    delays = training.replica.count_delays() if training.replica.group.rank == 0 else None
+    delays = session.replica.count_delays() if session.replica.group.rank == 0 else None
     if delays is not None:
         ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
-        training.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
+        session.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
 
 
-def log_saved(training: Training, saved: list[SavedCheckpoint]) -> None:
+def log_saved(session: Session, saved: list[SavedCheckpoint]) -> None:
     """Write which checkpoints are whole by now."""
     for checkpoint in saved:
-        training.log_event(
+        session.log_event(
             CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)
         )
 

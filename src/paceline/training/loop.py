@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +25,8 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
 from paceline.training.run import Run
-from paceline.training.training import Training, build_model, build_replica, make_rates, set_up
+from paceline.training.session import Session, build_replica, make_rates, open_session
+from paceline.training.training import build_model, count_parameters, prepare, start_training
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -39,13 +40,9 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     """
     training = None
     try:
-        training = set_up(run, directory, group, log, recipe, world)
-        # A second signal must not end the process while the saver still writes.
-        stopping = training.membership.stopping_on_signals(may_interrupt=False)
-        with stopping, training.saver or nullcontext(), _explaining(training):
-            is_done = _run_steps(training) and _finish(training)
-        training.replica.close()
-        return is_done
+        training, checkpoint = start_training(run, directory, group, log, recipe)
+        with open_session(training, group, world, checkpoint) as session, _explaining(session):
+            return _run_steps(session) and _finish(session)
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         log_failure(log, error, step=training.step if training else -1)
         raise
@@ -71,88 +68,88 @@ def serve(run: Run, world: Group, log: EventLog) -> None:
         raise
 
 
-def _run_steps(training: Training) -> bool:
+def _run_steps(session: Session) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
+    training = session.training
     training.is_over = training.step >= training.num_steps or bool(training.best.end_reason)
     if training.is_over:
         return True
-    try_evaluation(training)
-    training.began_s = training.step_began_s = time.perf_counter()
-    if training.replica.dispatcher is not None:
-        return _run_at_own_pace(training, training.replica.dispatcher)
-    maybe_grow(training)
-    for batch in training.loader:
-        with training.probe.watching(training.replica, batch):
-            result = train_step(training, batch, training.step)
+    try_evaluation(session)
+    training.began_s = session.step_began_s = time.perf_counter()
+    if session.replica.dispatcher is not None:
+        return _run_at_own_pace(session, session.replica.dispatcher)
+    maybe_grow(session)
+    for batch in session.loader:
+        with session.probe.watching(session.replica, batch):
+            result = train_step(session, batch, training.step)
         if result is None:
             continue
         training.step += 1
-        log_step(training, result, batch.interval.num_samples)
-        for event in training.load_balancer.end_step(training.step, result.times):
-            training.log_event(event)
-        measure_noise(training, result, batch.interval.num_samples)
-        if (measured := training.probe.end_step(training.replica)) is not None:
-            training.log_event(measured)
-        do_after_step(training, stop=result.stop)
+        log_step(session, result, batch.interval.num_samples)
+        for event in session.load_balancer.end_step(training.step, result.times):
+            session.log_event(event)
+        measure_noise(session, result, batch.interval.num_samples)
+        if (measured := session.probe.end_step(session.replica)) is not None:
+            session.log_event(measured)
+        do_after_step(session, stop=result.stop)
         if training.is_over or result.stop:
             return training.is_over
-        maybe_grow(training)
-        log_batch_change(training)
-        training.step_began_s = time.perf_counter()
+        maybe_grow(session)
+        log_batch_change(session)
+        session.step_began_s = time.perf_counter()
     raise AssertionError("a loader never ends")
 
 
-def _run_at_own_pace(training: Training, dispatcher: SampleDispatcher) -> bool:
+def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
     """Let each worker take what nobody has; all come together to evaluate, to save and at the end.
 
     A step is done when a global batch of samples is, by whomever.
     """
-    run, loader, group = training.run, training.loader, training.replica.group
+    training, run, loader, group = session.training, session.training.run, session.loader, session.replica.group
     began_at = loader.position
     while not training.is_over:
-        dispatcher.set_boundary(loader.order.position_of(next_boundary(training, training.step), run.global_batch))
+        dispatcher.set_boundary(loader.order.position_of(next_boundary(session, training.step), run.global_batch))
         for batch in loader:
-            result = train_step(training, batch, loader.order.step_of(batch.interval.start, run.global_batch))
+            result = train_step(session, batch, loader.order.step_of(batch.interval.start, run.global_batch))
             if result is None:
                 continue
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
-            log_step(training, result, batch.interval.num_samples)
-            training.step_began_s = time.perf_counter()
+            log_step(session, result, batch.interval.num_samples)
+            session.step_began_s = time.perf_counter()
         position = group.gather_documents(loader.position, name="position")[0]
         loader.move_to(position)
         training.num_samples = position - began_at
         training.step = loader.order.step_of(position, run.global_batch)
         stop = dispatcher.is_stopping
-        do_after_step(training, stop=stop)
+        do_after_step(session, stop=stop)
         if stop and not training.is_over:
             return False
     return True
 
 
-def _finish(training: Training) -> bool:
+def _finish(session: Session) -> bool:
     """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
+    training = session.training
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
     held_out = training.splits.held_out
     step, evaluation = training.evaluation or (-1, None)
     if held_out is not None and step != training.step:
-        evaluation = evaluate_held_out(training, held_out)
-    if training.best.is_kept and training.best.step == training.step and training.saver is not None:
+        evaluation = evaluate_held_out(session, held_out)
+    if training.best.is_kept and training.best.step == training.step and session.saver is not None:
         training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was judged
     if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
-        training.log_event(
-            Preempted(
-                checkpoint=str(newest), signal=training.membership.stop_requested_by or "a signal to another rank"
-            )
+        session.log_event(
+            Preempted(checkpoint=str(newest), signal=session.membership.stop_requested_by or "a signal to another rank")
         )
         return False
-    shard = training.replica.shard
+    shard = session.replica.shard
     with shard.replicated_inputs() as can_run:
         if can_run and (shard.world.rank == 0 or not shard.is_whole) and isinstance(held_out, Source):
-            text = training.run.loss.showcase(training.replica.module, held_out)
+            text = training.run.loss.showcase(session.replica.module, held_out)
             if text:
-                training.log_event(Showcased(text=text))
-    training.log_event(
+                session.log_event(Showcased(text=text))
+    session.log_event(
         RunFinished(
             held_out_loss=evaluation.loss if evaluation is not None else None,
             metrics=evaluation.metrics if evaluation is not None else {},
@@ -164,74 +161,76 @@ def _finish(training: Training) -> bool:
 
 
 @contextmanager
-def _explaining(training: Training) -> Iterator[None]:
+def _explaining(session: Session) -> Iterator[None]:
     """Say which rank lost others where torch, not a group of ours, carries what the ranks of a layout exchange."""
+    training = session.training
     try:
         yield
     except RuntimeError as error:
         if training.run.layout.is_plain or not is_lost_peer(error):
             raise
-        world = training.replica.shard.world
+        world = session.replica.shard.world
         raise CommunicationError(
             f"rank {world.rank} of {world.size} lost others of its layout after step {training.step}: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def train_step(training: Training, batch: Batch, step: int) -> StepResult | None:
+def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     """Train on a micro-batch of `step`, and return what the update did if it was the step's last."""
-    run, replica = training.run, training.replica
+    training, run, replica = session.training, session.training.run, session.replica
     # Each micro-batch has a random stream of its own, which needs no state to resume.
     stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
-    torch.manual_seed(derive_seed(run.seed, *stream, training.num_micro_batches) >> 1)
-    training.num_micro_batches += 1
-    with training.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
+    torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
+    session.num_micro_batches += 1
+    with session.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
         if replica.shard.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
             replica.backward_through(batch, run.loss.loss_of_output, last=batch.last, timed=timed)
         else:
             loss = run.loss.loss(replica, batch)
-            if training.noise is not None:
-                training.noise.watch(loss.mean, batch.num_samples)
+            if session.noise is not None:
+                session.noise.watch(loss.mean, batch.num_samples)
             replica.backward(loss.mean, weight=loss.weight, last=batch.last)
     if not batch.last:
         return None
-    training.num_micro_batches = 0
-    training.rates.set(step, training.loader.batch_at(batch.interval.start))
+    session.num_micro_batches = 0
+    session.rates.set(step, session.loader.batch_at(batch.interval.start))
     result = replica.update()
-    training.loader.ack(batch)
+    session.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
     return result
 
 
-def measure_noise(training: Training, result: StepResult, num_samples: int) -> None:
+def measure_noise(session: Session, result: StepResult, num_samples: int) -> None:
     """Measure the gradient noise of a step of `num_samples`, and let the batch follow it where it does."""
-    run, loader = training.run, training.loader
-    measured = training.noise.end_step(training.step, result, num_samples) if training.noise is not None else None
+    training, run, loader = session.training, session.training.run, session.loader
+    measured = session.noise.end_step(training.step, result, num_samples) if session.noise is not None else None
     if measured is None:
         return
-    training.log_event(measured)
+    session.log_event(measured)
     if isinstance(run.batch_schedule, NoiseScaleBatch):
         chosen = run.batch_schedule.choose(measured.noise_scale, loader.newest_batch, run.global_batch)
         if chosen != loader.newest_batch:
             loader.change_batch(chosen)
 
 
-def log_batch_change(training: Training) -> None:
+def log_batch_change(session: Session) -> None:
     """Log another global batch, where the step to come has one."""
-    batch = training.loader.global_batch
-    if batch != training.global_batch:
-        training.global_batch = batch
-        training.log_event(BatchChanged(global_batch=batch, start=training.loader.position))
+    batch = session.loader.global_batch
+    if batch != session.global_batch:
+        session.global_batch = batch
+        session.log_event(BatchChanged(global_batch=batch, start=session.loader.position))
 
 
-def maybe_grow(training: Training) -> None:
+def maybe_grow(session: Session) -> None:
     """Replace the replica by one of a deeper model, where the step to come is one to grow at. All workers call it.
 
     Raises:
         SettingsError: The model is deeper already than it should be, as it was saved by a run that grew earlier.
     """
-    run, old, depth = training.run, training.replica, training.model.layer_stack
+    training, run, old = session.training, session.training.run, session.replica
+    depth = training.model.layer_stack
     if depth is None or not run.growth.steps:
         return
     first = run.model.layer_stack
@@ -248,69 +247,73 @@ def maybe_grow(training: Training) -> None:
     old.close()
     training.model = training.model.with_depth(num_layers)
     module = build_model(run, training.splits, old.shard.world, training.model)
-    new = build_replica(run, module, training.splits, old.shard.world)
+    training.num_parameters = count_parameters(module)
+    training.module, training.optimizer = prepare(run, module, training.splits, old.shard.world)
+    new = build_replica(training, old.shard.world)
     grow_module(old.module, new.module, depth, run.growth.method)
     grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
     new.state.load_document(state)
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
-    training.replica = new
-    training.rates = make_rates(run, new, training.num_steps, training.rates)
-    if training.noise is not None:
-        training.noise.use(new.module)
-    num_parameters = sum(parameter.numel() for parameter in new.module.parameters())
-    training.log_event(ModelGrown(num_layers=num_layers, num_parameters=num_parameters, method=run.growth.method))
+    session.replica = new
+    session.rates = make_rates(training, new, session.rates)
+    if session.noise is not None:
+        session.noise.use(new.module)
+    session.log_event(
+        ModelGrown(num_layers=num_layers, num_parameters=training.num_parameters, method=run.growth.method)
+    )
 
 
-def next_boundary(training: Training, step: int) -> int:
+def next_boundary(session: Session, step: int) -> int:
     """Return the first step after `step` at whose end all workers come together."""
-    run = training.run
+    training, run = session.training, session.training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
-def do_after_step(training: Training, *, stop: bool) -> None:
+def do_after_step(session: Session, *, stop: bool) -> None:
     """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
+    training = session.training
     run, step = training.run, training.step
-    if next_boundary(training, step - 1) == step:
-        log_delays(training)
+    if next_boundary(session, step - 1) == step:
+        log_delays(session)
     is_last = step == training.num_steps
     held_out = training.splits.held_out
     is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
     if held_out is not None and (is_due or (is_last and training.best.is_used)):
-        evaluate_held_out(training, held_out)
+        evaluate_held_out(session, held_out)
     is_best = training.best.is_kept and training.best.step == step
     end_reason = "" if is_last else training.best.end_reason
     training.is_over = is_last or bool(end_reason)
     if stop and not is_last:
-        path = save_checkpoint(training, wait=True)
-        if not _end_if_agreed(training):
-            training.log_event(
-                Preempted(checkpoint=path, signal=training.membership.stop_requested_by or "a signal to another rank")
+        path = save_checkpoint(session, wait=True)
+        if not _end_if_agreed(session):
+            session.log_event(
+                Preempted(checkpoint=path, signal=session.membership.stop_requested_by or "a signal to another rank")
             )
     elif training.is_over or is_best or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
-        save_checkpoint(training, wait=training.is_over, is_best=is_best)
+        save_checkpoint(session, wait=training.is_over, is_best=is_best)
         if end_reason:
-            training.log_event(StoppedEarly(reason=end_reason))
-    elif training.saver is not None:
-        log_saved(training, training.saver.finished())
+            session.log_event(StoppedEarly(reason=end_reason))
+    elif session.saver is not None:
+        log_saved(session, session.saver.finished())
 
 
-def _end_if_agreed(training: Training) -> bool:
+def _end_if_agreed(session: Session) -> bool:
     """Let the training be over where its own code, and no signal, has stopped it on all workers."""
-    membership, mine = training.membership, training.end_reason
+    training, membership, mine = session.training, session.membership, session.training.end_reason
     reported = {"end": mine, "signal": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
-    everybody = training.replica.shard.world.gather_documents(reported, name="why to stop")
+    everybody = session.replica.shard.world.gather_documents(reported, name="why to stop")
     if any(theirs["signal"] for theirs in everybody):
         return False
     training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
-    training.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
+    session.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
     return True
 
 
-def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) -> str:
+def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> str:
     """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
-    replica = training.replica
+    training, replica = session.training, session.replica
     replica.flush()
     for name, parameter in replica.module.named_parameters():
         if not torch.isfinite(local(parameter)).all():
@@ -319,34 +322,35 @@ def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) ->
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
     tensors, document = capture(replica)
-    more, objects = capture_objects({"rates": training.rates})
+    more, objects = capture_objects({"rates": session.rates})
     tensors |= more
     document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
-        "loader": training.loader.state_dict(),
+        "loader": session.loader.state_dict(),
         "best": training.best.state(),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
-        "noise": training.noise.state() if training.noise is not None else None,
+        "noise": session.noise.state() if session.noise is not None else None,
     }
     path = ""
-    if training.saver is not None:
-        training.saver.start(tensors, document, training.step, is_best=is_best)
-        log_saved(training, training.saver.finished())
-        if wait and (saved := training.saver.wait()):
-            log_saved(training, [saved])
+    if session.saver is not None:
+        session.saver.start(tensors, document, training.step, is_best=is_best)
+        log_saved(session, session.saver.finished())
+        if wait and (saved := session.saver.wait()):
+            log_saved(session, [saved])
             path = str(saved.path)
     if wait:
         replica.shard.world.barrier(name="checkpoint")
     return path
 
 
-def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> Evaluation | None:
+def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:
     """Evaluate; None if a signal came meanwhile. Where parameters are averaged, both they and averages are judged."""
-    training.replica.flush()
-    evaluation = _evaluate(training, held_out, averaged=training.run.ema is not None)
-    plain = _evaluate(training, held_out, averaged=False) if training.run.ema is not None else None
+    training = session.training
+    session.replica.flush()
+    evaluation = _evaluate(session, held_out, averaged=training.run.ema is not None)
+    plain = _evaluate(session, held_out, averaged=False) if training.run.ema is not None else None
     if evaluation is None or (training.run.ema is not None and plain is None):
         return None
     if not evaluation.weight:
@@ -355,7 +359,7 @@ def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> 
             "have nothing; see to their targets"
         )
     training.evaluation = (training.step, evaluation)
-    training.log_event(
+    session.log_event(
         Evaluated(
             loss=evaluation.loss,
             metrics=evaluation.metrics,
@@ -368,31 +372,32 @@ def evaluate_held_out(training: Training, held_out: Source | IterableSource) -> 
     return evaluation
 
 
-def _evaluate(training: Training, held_out: Source | IterableSource, *, averaged: bool) -> Evaluation | None:
-    run = training.run
-    num_workers = training.replica.shard.data_parallel_group.size
+def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: bool) -> Evaluation | None:
+    run = session.training.run
+    num_workers = session.replica.shard.data_parallel_group.size
     return evaluate(
-        training.replica,
+        session.replica,
         run.loss,
         held_out,
         metrics=run.metrics,
         batch_size=max(1, run.global_batch // num_workers // run.num_micro_batches),
         max_samples=run.evaluate_samples,
         averaged=averaged,
-        is_stopped=lambda: bool(training.membership.stop_requested_by),
+        is_stopped=lambda: bool(session.membership.stop_requested_by),
     )
 
 
-def try_evaluation(training: Training) -> None:
+def try_evaluation(session: Session) -> None:
     """Judge a sample a worker before the first step, so that metrics of a person's own fail then, if they do.
 
     Raises:
         SettingsError: They are none, or what `keep_best` names is not among them.
     """
+    training = session.training
     run, held_out = training.run, training.splits.held_out
     if training.step or held_out is None or (run.metrics is None and not training.best.is_used):
         return
-    most = training.replica.shard.data_parallel_group.size
-    tried = evaluate(training.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
+    most = session.replica.shard.data_parallel_group.size
+    tried = evaluate(session.replica, run.loss, held_out, metrics=run.metrics, batch_size=1, max_samples=most)
     if tried is not None:
         BestSoFar(run.keep_best, run.stop_after).note(tried, 0)

@@ -1,0 +1,278 @@
+"""What belongs to the workers that train together now: made when they begin, closed when they part."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from paceline.checkpoint import AsyncSaver, Checkpoint
+from paceline.comm.group import Group
+from paceline.comm.membership import Membership
+from paceline.data import Batch, IterableSource, Loader, Splits
+from paceline.data.order import Dispatcher
+from paceline.errors import SettingsError
+from paceline.monitor.events import Event, RunStarted, Warned
+from paceline.replica.named_tensors import restore_objects
+from paceline.replica.replica import Replica
+from paceline.replica.state import restore
+from paceline.training.load_balancing import LoadBalancer
+from paceline.training.memory_probe import MemoryProbe
+from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
+from paceline.training.rates import Rates
+from paceline.training.rehearsal import check_batch_norm_sizes
+from paceline.training.run import Run
+from paceline.training.training import Training
+
+
+@dataclass
+class Session:
+    """What a training has as long as its workers are the same."""
+
+    training: Training
+    replica: Replica
+    rates: Rates
+    """Learning rates of the replica's optimizer."""
+    loader: Loader
+    saver: AsyncSaver | None
+    """On rank 0, which writes for all."""
+    load_balancer: LoadBalancer
+    noise: NoiseMeter | None
+    """Where the gradient noise scale is measured."""
+    probe: MemoryProbe
+    step_began_s: float = 0.0
+    num_micro_batches: int = 0
+    """Micro-batches that are done of the step under way."""
+    global_batch: int = 0
+    """Samples of the step to come, as they were told last."""
+
+    @property
+    def membership(self) -> Membership:
+        """What belongs to the workers in an own loop too, such as their agreement to stop."""
+        return self.replica.membership
+
+    def log_event(self, event: Event) -> None:
+        """Write what all workers know, once, and call back whoever wants to know it."""
+        training, rank = self.training, self.replica.shard.world.rank
+        if rank == 0:
+            training.log.write(event, step=training.step)
+        for callback in training.run.callbacks:
+            if rank == 0 or callback.all_workers:
+                callback.call(event, TrainingView(self))
+
+
+class TrainingView:
+    """What a callback may know of a training, and ask of it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._training = session, session.training
+
+    @property
+    def run(self) -> Run:
+        """Settings of the run."""
+        return self._training.run
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run."""
+        return self._training.directory
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._training.step
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole training."""
+        return self._training.num_steps
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._session.replica.shard.world.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._session.replica.shard.data_parallel_group.size
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained, or this rank's part of it; it is to be looked at, not changed."""
+        return self._training.module
+
+    def request_stop(self, reason: str = "a callback asked for it") -> None:
+        """Ask all workers to end the training after a step; it is then evaluated and finished as after its last one."""
+        self._training.end_reason = self._training.end_reason or reason
+        self._session.membership.request_stop(reason)
+
+
+@contextmanager
+def open_session(
+    training: Training, group: Group, world: Group | None, checkpoint: Checkpoint | None
+) -> Iterator[Session]:
+    """Inside, the workers of `group` train together; signals are requests to stop, and what is saved is finished.
+
+    Args:
+        training: What they train.
+        group: The workers, or all ranks of the layout.
+        world: See `Replica`.
+        checkpoint: What they go on from, on rank 0.
+    """
+    session = _make_session(training, group, world)
+    _resume(session, checkpoint)
+    check_batch_norm_sizes(training.run, training.splits, session.loader)
+    session.global_batch = session.loader.global_batch
+    _log_start(session)
+    # A second signal must not end the process while the saver still writes.
+    with session.membership.stopping_on_signals(may_interrupt=False), session.saver or nullcontext():
+        yield session
+    session.replica.close()
+
+
+def _make_session(training: Training, group: Group, world: Group | None) -> Session:
+    run = training.run
+    replica = build_replica(training, group, world)
+    loader = make_loader(
+        run,
+        training.splits,
+        replica.shard.data_parallel_group,
+        split=replica.shard.split_context,
+        dispatcher=replica.dispatcher,
+    )
+    if replica.dispatcher is not None:
+        replica.dispatcher.set_source(loader.claim_next, loader.mark_used)
+    load_balancer = LoadBalancer(
+        loader,
+        None if run.sync.is_asynchronous or not run.layout.is_plain else group,
+        interval=run.speed_interval,
+        is_following=run.shares == "measured",
+    )
+    noise = None
+    if run.noise_interval:
+        noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
+    saver = AsyncSaver(training.store) if group.rank == 0 else None
+    probe = MemoryProbe(is_on=group.rank == 0)
+    return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
+
+
+def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
+    """Return a new replica of the training's model, among the workers of `group`."""
+    run = training.run
+    # A norm is reported only where it is bounded.
+    clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
+    return Replica(
+        training.module,
+        training.optimizer,
+        group=group,
+        sync=run.sync,
+        precision=run.precision,
+        clip_norm=clip_norm,
+        bucket_bytes=run.bucket_bytes,
+        landing=run.landing,
+        ema=run.ema,
+        batch_norm=run.batch_norm,
+        hash_interval=run.hash_interval,
+        seed=run.seed,
+        world=world,
+    )
+
+
+def make_rates(training: Training, replica: Replica, before: Rates | None = None) -> Rates:
+    """Return the learning rates of a new replica, which go on from those `before`."""
+    rates = Rates(replica.optimizer, training.run.optimizer, training.run.schedule, training.num_steps)
+    if before is not None:
+        rates.load_state_dict(before.state_dict())
+    return rates
+
+
+def make_loader(
+    run: Run,
+    splits: Splits,
+    workers: Group,
+    *,
+    split: Callable[[Batch], Batch] | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Loader:
+    """Return the loader of a run's training data.
+
+    Args:
+        run: The run.
+        splits: Its data.
+        workers: The ranks that take different samples.
+        split: See `Loader`.
+        dispatcher: See `Loader`.
+
+    Raises:
+        SettingsError: The settings do not fit each other, the data or the number of workers.
+    """
+    schedule = run.batch_schedule
+    if schedule.smallest(run.global_batch) < workers.size:
+        raise SettingsError(
+            f"global_batch must be at least the number of workers, but batch_schedule {schedule.name} may take it to "
+            f"{schedule.smallest(run.global_batch)} with {workers.size} workers; start fewer, or keep it larger"
+        )
+    return Loader(
+        splits.train,
+        run.global_batch,
+        group=workers,
+        num_epochs=run.num_epochs,
+        collate_fn=splits.train.collate if isinstance(splits.train, IterableSource) else None,
+        drop_last=run.drop_last or splits.drop_last,
+        join_epochs=run.join_epochs,
+        split=split,
+        seed=run.seed,
+        shuffle=splits.shuffle,
+        shares=run.fixed_shares,
+        num_micro_batches=run.num_micro_batches,
+        num_processes=run.num_data_processes or splits.num_processes,
+        dispatcher=dispatcher,
+        changes=schedule.plan(run.global_batch, run.count_steps(splits)),
+        adds_micro_batches=schedule.adds_micro_batches,
+    )
+
+
+def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
+    training, run, loader = session.training, session.training.run, session.loader
+    document = restore(checkpoint, session.replica)
+    if document is None:
+        return
+    loader.load_state_dict(document["loader"])
+    if run.shares == "measured":
+        loader.load_shares(document["loader"])
+    if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
+        loader.load_batches(document["loader"])
+    restore_objects(checkpoint, {"rates": session.rates}, session.replica.shard.world)
+    training.best.load(document.get("best", {}))
+    if session.noise is not None and document.get("noise"):
+        session.noise.load(document["noise"])
+    training.step = document["step"]
+    training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+
+
+def _log_start(session: Session) -> None:
+    training, train = session.training, session.training.splits.train
+    session.log_event(
+        RunStarted(
+            recipe=training.recipe,
+            settings=training.run.model_dump(mode="json"),
+            num_workers=session.replica.shard.data_parallel_group.size,
+            device=str(session.replica.shard.world.device),
+            num_parameters=training.num_parameters,
+            start_step=training.step,
+            total_steps=training.num_steps,
+            global_batch=session.global_batch,
+            samples_per_epoch=0 if isinstance(train, IterableSource) else len(train),
+            resumed_from=training.resumed_from,
+        )
+    )
+    if training.splits.held_out is None:
+        if training.best.is_used:
+            raise SettingsError(
+                "keep_best and stop_after must come with held-out data, but there is none; return (train, held_out)"
+            )
+        session.log_event(
+            Warned(message="the data has no held-out part, so that nothing is evaluated; return (train, held_out)")
+        )
