@@ -17,7 +17,7 @@ class SettingsError(PacelineError, ValueError):
 
 
 class UnknownNameError(SettingsError):
-    """A name that nothing is registered under."""
+    """A name is not registered."""
 
 
 class MissingExtraError(PacelineError, ImportError):
@@ -29,7 +29,7 @@ class DataError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written, or none that is whole could be found."""
+    """A checkpoint could not be written, or no complete one was found."""
 
 
 class CommunicationError(PacelineError):
@@ -37,7 +37,7 @@ class CommunicationError(PacelineError):
 
 
 class PeerTimeoutError(CommunicationError):
-    """A collective operation did not finish in time; the message says which rank is where."""
+    """A collective operation did not finish in time; the message says where each rank is."""
 
 
 class NonFiniteError(PacelineError):

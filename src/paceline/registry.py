@@ -1,7 +1,7 @@
 """Layer 0: settings objects, told apart by name, to and from JSON.
 
 Everything a person can choose is a frozen pydantic model. A *family* is an abstract settings class
-(synchronisation rules, optimizers, ...); its variants are registered under a name, and a field typed with the
+(synchronisation rules, optimizers, ...); its variants are registered under a name, and a field whose type is the
 family accepts a variant, its name, or a mapping with a ``name`` key:
 
     >>> class Shape(Family):
@@ -33,7 +33,7 @@ from paceline.errors import SettingsError, unknown_name
 
 
 class Settings(BaseModel):
-    """A frozen, keyword-only object of settings; an unknown key is an error, state is never in it."""
+    """A frozen, keyword-only settings object: an unknown key is an error, and state is kept elsewhere."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
@@ -41,11 +41,11 @@ class Settings(BaseModel):
 class Family(Settings):
     """A settings class whose variants are told apart by their registered name.
 
-    A direct subclass is a family and sets ``family`` to the word that errors use for it.
+    A direct subclass is a family and sets ``family`` to the word that errors use for the family.
     """
 
     name: ClassVar[str] = ""
-    """The name a variant is registered under; empty for a family itself."""
+    """Name that the variant is registered under; empty for a family itself."""
     family: ClassVar[str] = ""
 
     @model_validator(mode="wrap")
@@ -78,10 +78,10 @@ F = TypeVar("F", bound=Family)
 
 
 def register(name: str) -> Callable[[type[F]], type[F]]:
-    """Register a variant of a family under `name`: the whole of adding it.
+    """Register a variant of a family under `name`; nothing else is needed to add it.
 
     Raises:
-        SettingsError: The name is taken by another class of the family, or the class is of no family.
+        SettingsError: Another class of the family has the name, or the class belongs to no family.
     """
 
     def add(variant: type[F]) -> type[F]:
@@ -103,7 +103,7 @@ def find_variant(family: type[F], name: str) -> type[F]:
     """Return the variant of `family` registered under `name`.
 
     Raises:
-        UnknownNameError: There is none; the message lists the names there are.
+        UnknownNameError: No variant has the name; the message lists the known ones.
     """
     variants = list_variants(family)
     if name not in variants:
@@ -112,16 +112,16 @@ def find_variant(family: type[F], name: str) -> type[F]:
 
 
 def list_variants(family: type[F]) -> dict[str, type[F]]:
-    """Return the variants of `family` (or of the part of it below the class given), by name."""
+    """Return the variants of `family` by name; for a subclass of a family, only those that derive from it."""
     variants = _VARIANTS.get(_root(family), {})
     return {name: variant for name, variant in sorted(variants.items()) if issubclass(variant, family)}
 
 
 def describe_fields(settings: type[Settings]) -> dict[str, str]:
-    """Return what the text below each field says, by the field's name; empty where there is none.
+    """Return the docstring below each field, by the field's name; empty for a field without one.
 
-    It is read from the source here, when somebody asks. Pydantic's `use_attribute_docstrings` would read it whenever
-    a class is made, which takes as long as all else in importing Paceline's settings.
+    The docstrings are read from the source on each call. Pydantic's `use_attribute_docstrings` would read them whenever
+    a class is made, which takes as long as the rest of importing Paceline's settings.
     """
     found = dict.fromkeys(settings.model_fields, "")
     for cls in reversed(settings.__mro__):
@@ -133,7 +133,7 @@ def describe_fields(settings: type[Settings]) -> dict[str, str]:
 def _read_field_texts(cls: type[Settings]) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # made without a file
+    except (OSError, TypeError, SyntaxError):  # class without a source file
         return {}
     assert isinstance(tree.body[0], ast.ClassDef)
     texts = {}
@@ -146,7 +146,7 @@ def _read_field_texts(cls: type[Settings]) -> dict[str, str]:
 
 
 def explain(error: ValidationError) -> str:
-    """Return pydantic's error as one line a problem: path, rule, value."""
+    """Return pydantic's error as one line per problem: path, rule, value."""
     return "\n".join(_explain_one(problem) for problem in error.errors())
 
 

@@ -105,8 +105,8 @@ def test_loading_fills_views_and_parameters_in_place(tmp_path):
 
 
 def test_pieces_smaller_than_a_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.checkpoint.tensor_file.PIECE_BYTES", 64)
-    monkeypatch.setattr("paceline.checkpoint.checkpoint.PIECE_BYTES", 24)
+    monkeypatch.setattr("paceline.checkpoint.tensor_file.BUFFER_BYTES", 64)
+    monkeypatch.setattr("paceline.checkpoint.checkpoint.BUFFER_BYTES", 24)
     tensors = {"a": torch.randn(1001), "b": torch.randn(7, 11).bfloat16()}
     for name, tensor in round_trip(tmp_path / "c", tensors).items():
         assert torch.equal(tensor, tensors[name])
@@ -182,7 +182,7 @@ class TestWhatIsLoadedMustFit:
 
     def test_unexpected_name(self, checkpoint):
         into = {"a": torch.zeros(2, 3)}
-        with pytest.raises(CheckpointError, match=r"'b' is in it and nowhere to be loaded"):
+        with pytest.raises(CheckpointError, match=r"'b' is in it but not here"):
             checkpoint.load(into)
         assert not into["a"].any()
         checkpoint.load(into, strict=False)

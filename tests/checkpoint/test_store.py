@@ -246,7 +246,7 @@ class TestFailures:
             (errno.ENOSPC, "it needs 3"),
             (errno.EDQUOT, "raise the quota"),
             (errno.EACCES, "make the directory writable"),
-            (errno.EIO, "see to the disk"),
+            (errno.EIO, "check the disk"),
         ],
     )
     def test_every_failing_fsync_fails_the_save_and_nothing_else(self, tmp_path, monkeypatch, number, advice):

@@ -77,6 +77,6 @@ def test_a_report_says_what_was_hidden(run: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run)])
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    assert "A typical step of rank 0 takes 80 ms: 70 ms computing, and 10 ms (12%) standing still" in said
+    assert "A typical step of rank 0 takes 80 ms: 70 ms computing, and 10 ms (12%) waiting" in said
     assert "The exchange takes 40 ms, of which 30 ms (75%) are hidden behind computing." in said
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")

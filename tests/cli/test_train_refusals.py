@@ -86,9 +86,9 @@ def refuse(monkeypatch, capsys, *arguments):
         ("train transformer_lm --layout.pipeline 50", "and the model has"),
         (
             'train transformer_lm --layout.pipeline 2 --pipeline.cuts ["nowhere"]',
-            "cuts must name layers of the model that a stage can begin with, but got 'nowhere'",
+            "cuts must name layers of the model at which a stage can begin, but got 'nowhere'",
         ),
-        ("train resnet --layout.context 2", "what looks at other tokens must do so through"),
+        ("train resnet --layout.context 2", "a module that looks at other tokens must use"),
         (
             "train transformer_lm --layout.context 3 --data.sequence_length 128",
             "a sequence for context(3) must be a multiple of 6 tokens, but got 128",

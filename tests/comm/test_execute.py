@@ -234,8 +234,8 @@ class WatchedGroup(LocalGroup):
         super().__init__(*place)
         self.unwaited = set()
 
-    def _meet(self, *arguments, **options):
-        return WatchedWork(super()._meet(*arguments, **options), self.unwaited)
+    def _post_message(self, *arguments, **options):
+        return WatchedWork(super()._post_message(*arguments, **options), self.unwaited)
 
 
 @pytest.mark.parametrize("name", ["ring", "naive", "double_tree"])

@@ -43,9 +43,9 @@ def test_causes_come_before_victims(open_board):
     assert set(ranks[:2]) == {4, 5}, f"what is gone comes first: {parts}"
     assert ranks[2:] == [3, 1, 2], f"then who stopped, who is behind, and who is fine: {parts}"
     text = dict(zip(ranks, parts, strict=True))
-    assert text[5] == "rank 5 has never been heard of"
+    assert text[5] == "rank 5 has posted no heartbeat yet"
     assert "(host far, pid 7) is dead or frozen" in text[4]
-    assert "had begun operation 7 'bucket 2'" in text[4]
+    assert "its last heartbeat came after it had begun operation 7 'bucket 2'" in text[4]
     assert text[3].endswith("stopped after it had begun no operation: ValueError: no space left")
     assert "is alive but behind: it has begun operation 7 'bucket 2' and computes" in text[1]
     assert text[2].endswith("is alive and has begun operation 8 'bucket 3'")

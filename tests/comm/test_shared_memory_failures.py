@@ -99,7 +99,7 @@ def test_a_killed_rank_is_named_before_time_is_out_in_every_way_of_waiting_and_l
             assert said is not None, f"{way} went on"
             assert said["error"] == "CommunicationError", said
             blamed = said["message"].partition(f" on rank {survivor.rank} lost its peers: ")[2]
-            assert re.match(r"rank 1 \(host .*, pid \d+\) is dead or frozen: it was last heard of", blamed), said
+            assert re.match(r"rank 1 \(host .*, pid \d+\) is dead or frozen: its last heartbeat came", blamed), said
             assert blamed.count("is dead or frozen") == 1, "survivors are not called dead"
     shared = {int(inode) for r in results for inode in re.search(r"inodes (.*)", r.output).group(1).split()}
     assert len(shared) > len(WAYS)
@@ -121,7 +121,9 @@ def test_a_frozen_rank_is_told_from_one_that_computes():
     waiting, frozen = run_processes(2, freeze_one, {"script": script}, wait_for=[0])
     assert frozen.exit_code is None, "it was still there"
     assert waiting.value["error"] == "PeerTimeoutError", waiting.output
-    assert "is dead or frozen: it was last heard of when it had begun operation 1 'first'" in waiting.value["message"]
+    assert (
+        "is dead or frozen: its last heartbeat came after it had begun operation 1 'first'" in waiting.value["message"]
+    )
 
 
 def be_late():

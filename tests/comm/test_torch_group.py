@@ -211,7 +211,7 @@ def test_a_killed_rank_is_named_before_time_is_out():
         head, _, blamed = survivor.value["message"].partition(" lost its peers: ")
         assert head == f"operation 2 'sum of step 2' on rank {survivor.rank}"
         assert blamed.startswith("rank 1 "), f"the dead rank comes first: {blamed}"
-        assert blamed.count("is dead or frozen: it was last heard of") == 1, "survivors are not called dead"
+        assert blamed.count("is dead or frozen: its last heartbeat came") == 1, "survivors are not called dead"
 
 
 def test_a_frozen_rank_is_named_when_time_is_out():

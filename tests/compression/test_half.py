@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.compression import BF16, FP16, NoCodec
-from paceline.compression.half import _PIECE, largest_payload
+from paceline.compression.half import _CHUNK_ELEMENTS, largest_payload
 from paceline.testing.codec_contract import make_value
 from paceline.testing.lockstep import exchange_all
 
@@ -28,12 +28,12 @@ def test_payloads_are_added_in_their_own_dtype(codec, dtype):
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
 def test_blocks_of_several_pieces_are_whole(codec, dtype):
-    value = make_value((2 * _PIECE + 5,), 0, 0)
+    value = make_value((2 * _CHUNK_ELEMENTS + 5,), 0, 0)
     first = exchange_all(codec(), [value])[0]
     second = exchange_all(codec(), [value], [first.state], step=1)[0]
     assert torch.equal(first.total, value.to(dtype).float())
     assert torch.equal(second.total, (value + first.state["worker"]).to(dtype).float())
-    for index in (0, _PIECE, 2 * _PIECE + 4):
+    for index in (0, _CHUNK_ELEMENTS, 2 * _CHUNK_ELEMENTS + 4):
         broken = value.clone()
         broken[index] = float("nan")
         assert not exchange_all(codec(), [broken])[0].is_finite

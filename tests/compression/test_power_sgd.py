@@ -162,7 +162,7 @@ def test_blocks_that_share_a_message_change_nothing():
             assert torch.equal(alone[name], together[0][name])
 
 
-def test_large_products_are_those_of_small_pieces():
+def test_large_products_are_those_of_small_ones():
     """A matrix of more elements than a piece, whose rows do not fill the last one."""
     value = draw_of_rank(2, 1031, 257)
     result = exchange_all(PowerSGD(low_rank=2), [value])[0]

@@ -162,7 +162,7 @@ def test_a_wrong_envelope_is_refused() -> None:
         ('{"kind": "warned"}', "warned must be a JSON object, but got None"),
         ('{"kind": "warned", "event": {}}', "warned: message must be given"),
         ('{"kind": "warned", "event": {"message": "a", "self": 1}}', "warned: self is not a field here"),
-        ('{"kind": "warned", "event": {"__dataclass_self__": 1}}', "warned must have just its fields"),
+        ('{"kind": "warned", "event": {"__dataclass_self__": 1}}', "warned must have exactly its fields"),
         ('{"kind": "warned", "event": {"message": "a", "loud": 1}}', "warned: loud is not a field here"),
         ('{"kind": "warned", "event": {"message": "a"}, "rank": 0}', "record: run must be given\nepoch must be given"),
         ('{"kind": "warned", "event": {"message": NaN}}', "NaN is not JSON"),
@@ -176,11 +176,11 @@ def test_a_line_that_is_no_event_says_why(line: str, message: str) -> None:
 
 
 def test_settings_that_json_cannot_hold_are_refused() -> None:
-    with pytest.raises(EventError, match="run_started must hold what JSON can"):
+    with pytest.raises(EventError, match="run_started must hold JSON values only"):
         to_json(make_record(make_start(settings={"shape": {1, 2}})))
     endless: dict[str, Any] = {}
     endless["self"] = endless
-    with pytest.raises(EventError, match="run_started must hold what JSON can"):
+    with pytest.raises(EventError, match="run_started must hold JSON values only"):
         to_json(make_record(make_start(settings=endless)))
 
 

@@ -58,7 +58,7 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (CheckpointSkipped(path="step-4", reason="damaged"), "checkpoint step-4 is passed over: damaged"),
+        (CheckpointSkipped(path="step-4", reason="damaged"), "checkpoint step-4 is skipped: damaged"),
         (UnusedParameters(names=["a.weight", "b"]), "parameters that no rank used: a.weight, b"),
         (
             SlowWorker(slow_rank=2, factor=3.04, samples_per_s=12.0, others_samples_per_s=36.5),
@@ -84,7 +84,7 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
         (StoppedEarly(reason="good enough"), "ended after step 5: good enough"),
         (
             Preempted(checkpoint="step-5", signal="SIGTERM"),
-            "stopped by SIGTERM at step 5; it goes on from step-5",
+            "stopped by SIGTERM at step 5; a new start resumes from step-5",
         ),
         (Failed(error="OSError", message="no", traceback="..."), "rank 3 failed at step 5 with OSError: no"),
     ],

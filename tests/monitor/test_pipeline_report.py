@@ -72,7 +72,7 @@ def test_the_report_shows_the_bubble_beside_theory(tmp_path: Path) -> None:
     records = [make_record(make_start()), make_record(make_step(1), 1), *(measured(i, idle_s=0.03) for i in (0, 1))]
     (tmp_path / "events.jsonl").write_text("".join(f"{to_json(record)}\n" for record in records))
     sentence = (
-        "Pipeline of 2 ranks, 2 micro-batches, order gpipe: ranks stand idle for 50% of a typical step of 0.12 s "
+        "Pipeline of 2 ranks, 2 micro-batches, order gpipe: ranks are idle for 50% of a typical step of 0.12 s "
         "(33% by the formula for equal stages)."
     )
     assert describe_pipeline(summarise(records).pipeline_steps) == sentence

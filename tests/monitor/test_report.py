@@ -143,7 +143,7 @@ def test_nothing_in_a_text_becomes_markup() -> None:
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
-        ([], "It has not said that it started."),
+        ([], "The log has no start."),
         ([make_record(make_start())], "unfinished"),
         ([make_record(make_start()), make_record(make_step(1), 1)], "steps1of 100"),
         ([make_record(make_step(step, loss=math.nan, learning_rate=math.inf), step) for step in (1, 2)], "–"),
@@ -229,7 +229,7 @@ def test_the_page_says_what_communication_cost() -> None:
     page = render(tell_sampled_run(slower=(1.0, 1.5)))
     for expected in (
         "Communication",
-        "A typical step of rank 0 takes 0.1 s: 90 ms computing, and 10 ms (10.0%) standing still",
+        "A typical step of rank 0 takes 0.1 s: 90 ms computing, and 10 ms (10.0%) waiting",
         "The exchange takes 50 ms, of which 40 ms (80%) are hidden behind computing. (medians of 2 sampled steps.)",
         "sent20 MB200 MB/s, by rank 0",
         "416 MB4 MB78.002.0010.00400 MB/s10.00layers.5.weight and 1 more",  # the last bucket
@@ -281,4 +281,4 @@ def test_the_timeline_is_written_beside_the_report(tmp_path: Path) -> None:
 
     with Image.open(tmp_path / "timeline.png") as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
-    assert {(0xE0, 0x6A, 0x10), (0xCF, 0x2F, 0x3F)} < colours  # the exchange, and standing still
+    assert {(0xE0, 0x6A, 0x10), (0xCF, 0x2F, 0x3F)} < colours  # the exchange, and waiting

@@ -122,7 +122,7 @@ def test_the_report_tells_what_changed_and_forgets_what_was_undone(tmp_path: Pat
     (tmp_path / "events.jsonl").write_text("".join(f"{to_json(record)}\n" for record in records))
     page = write_report(tmp_path)[1].read_text()
     assert "gradient noise scale 20 samples" in page
-    assert "gradient noise scale too large to be told" in page
+    assert "gradient noise scale too large to be measured" in page
     assert "16 samples a step, from sample 80 on" in page
     assert "4 layers with 16,016 parameters, by stack" in page
     assert "9,999 samples a step" not in page

@@ -86,7 +86,7 @@ def test_a_trace_shows_each_worker_where_its_time_went(tmp_path: Path) -> None:
     bucket = by_place[1, "exchange", "bucket 2"]
     assert (bucket["ts"], bucket["dur"]) == (560_000, 10_000)
     assert bucket["args"]["wire_bytes"] == 4_000_000
-    wait = by_place[0, "standing still", "for bucket 2"]
+    wait = by_place[0, "waiting", "for bucket 2"]
     assert (wait["ts"], wait["dur"]) == (70_000, 10_000)
 
 

@@ -192,5 +192,5 @@ def test_a_large_parameter_is_updated_piece_by_piece_as_in_one(monkeypatch):
         return module.weight.detach().clone()
 
     whole = run()
-    monkeypatch.setattr(adamw_8bit, "_PIECE", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(adamw_8bit, "_CHUNK_ELEMENTS", 4 * BLOCK_SIZE)
     assert torch.equal(run(), whole)

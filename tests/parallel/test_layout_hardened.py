@@ -302,7 +302,7 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
         assert scale > 0
         assert numbers[-2] < numbers[0], "ranks without a loss have its scale too"
         assert found["cuts"][0] != found["cuts"][1], "what a rank kept of one cut does not fit another"
-        assert "place 1 of 2 has none in head" in found["untrained"], "said on every rank"
+        assert "position 1 of 2 has none in head" in found["untrained"], "said on every rank"
         assert distance(found["masked"], masked) < TOLERANCE, (
             "a mapping of two inputs, and a loss of what its mask holds"
         )
@@ -330,5 +330,5 @@ def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts(
     ):
         with pytest.raises(SettingsError, match=message):
             check_sharding(layout, used, ordinary)
-    with pytest.raises(SettingsError, match=r"pipeline\.order must leave backward in one piece with zero_stage 2"):
+    with pytest.raises(SettingsError, match=r"pipeline\.order must not split backward with zero_stage 2"):
         check_sharding(Layout(sharded=2, zero_stage=2, pipeline=2), None, split)

@@ -21,7 +21,7 @@ def test_models_that_are_hard_to_cut_learn_what_they_do_on_one_process() -> None
 def test_a_lost_rank_is_an_error_that_a_restart_can_cure() -> None:
     first, second = run_processes(2, lose_a_rank)
     assert second.exit_code == 9
-    assert "of the pipeline lost a rank: place 0 of 2 heard of its neighbours" in first.output
+    assert "of the pipeline lost a rank: position 0 of 2 reports" in first.output
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

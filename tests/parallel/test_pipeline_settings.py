@@ -167,7 +167,7 @@ def test_layers_of_other_models_are_named_in_the_settings() -> None:
         ((), "must be a sequence of layers.*has: norm, blocks"),
         (("blocks.*", "head"), "'head'; it has: norm, blocks"),
         (("blocks.*",), "must own all its parameters and buffers, but not norm.weight, norm.bias"),
-        (("blocks.*", "norm", "norm"), "names of their own, but norm come twice"),
+        (("blocks.*", "norm", "norm"), "different names, but norm repeat"),
     ],
 )
 def test_models_whose_layers_cannot_be_seen_are_refused(sequence: tuple[str, ...], message: str) -> None:
@@ -206,7 +206,7 @@ def test_costs_put_the_cut_where_the_work_is() -> None:
         assert cut(model, layers, PipelineSettings(), mesh, x) == [range(1), range(1, 5)]  # type: ignore[arg-type]
         named = PipelineSettings(cuts=("3",))
         assert cut(model, layers, named, mesh, x) == [range(3), range(3, 5)]  # type: ignore[arg-type]
-        with pytest.raises(SettingsError, match="can begin with, but got '9'; they are: 1, 2, 3, 4"):
+        with pytest.raises(SettingsError, match="can begin, but got '9'; they are: 1, 2, 3, 4"):
             cut(model, layers, PipelineSettings(cuts=("9",)), mesh, x)  # type: ignore[arg-type]
         backwards = PipelineSettings(order="zbv", cuts=("3", "2", "1"))
         with pytest.raises(SettingsError, match="in the order of the layers"):

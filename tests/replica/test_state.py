@@ -262,19 +262,19 @@ LOST = [
         ParameterServer(host_size=2, codec=TOP_K),
         ParameterServer(host_size=2, codec=TOP_K),
         4,
-        "of 2 workers had held back is dropped, since 2 push to 1 servers",
+        "push codec of 2 workers are dropped, since 2 push to 1 servers",
     ),
     (
         ASGD(codec=TOP_K),
         ASGD(codec=TOP_K),
         3,
-        "pushes of 2 workers had held back is dropped, since 3 push to 1 servers here",
+        "push codec of 2 workers are dropped, since 3 push to 1 servers here",
     ),
     (
         ASGD(codec=TOP_K),
         ASGD(codec=TOP_K, num_servers=2),
         2,
-        "of 2 workers had held back is dropped, since 2 push to 2 servers",
+        "push codec of 2 workers are dropped, since 2 push to 2 servers",
     ),
 ]
 

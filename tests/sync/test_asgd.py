@@ -194,7 +194,7 @@ def test_the_first_of_adams_betas_is_its_momentum():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValidationError, match="compensation must be more than 0 with compensation_decay"):
         ASGD(compensation_decay=0.9)
-    with pytest.raises(SettingsError, match=r"the optimizer must have momentum where it is to be corrected.*Adagrad"):
+    with pytest.raises(SettingsError, match=r"the optimizer must have momentum with correct_momentum.*Adagrad"):
         train(1, ASGD(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.Adagrad(module.parameters()))
     with pytest.raises(SettingsError, match=r"num_servers must be at most the number of processes.* got 3 for 2"):
         train(2, ASGD(num_servers=3), 1)

@@ -157,7 +157,7 @@ def test_what_is_not_finite_ends_training():
     [
         ({"graph": "one_peer_exponential"}, "graph of choco_sgd must stay the same, .* but got one_peer_exponential"),
         ({"graph": "random_pairs"}, "must stay the same"),
-        ({"codec": {"name": "dgc"}}, "codec of choco_sgd must bring copies nearer .* but got dgc; take another"),
+        ({"codec": {"name": "dgc"}}, "codec of choco_sgd must bring copies closer .* but got dgc; take another"),
         ({"codec": {"name": "random_k", "scaled": True, "error_feedback": False}}, "but got random_k, scaled"),
         ({"step_size": 0}, "greater than 0"),
         ({"step_size": 1.5}, "less than or equal to 1"),

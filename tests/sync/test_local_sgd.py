@@ -261,7 +261,7 @@ def test_what_a_codec_holds_back_is_saved_and_that_of_another_codec_lost_with_a_
         for _, shared in loaded:
             assert shared.keys() == saved[0][1].keys()
             assert all(torch.equal(tensor, saved[0][1][name]) for name, tensor in shared.items())
-    with pytest.warns(FeedbackDroppedWarning, match="another codec had held back"):
+    with pytest.warns(FeedbackDroppedWarning, match="residuals of another codec are dropped"):
         LocalGroup.run(2, lambda group: go_on(group, 0.2, 2, "int8"))
 
 

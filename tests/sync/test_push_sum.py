@@ -97,7 +97,7 @@ def test_messages_are_the_parameters_and_a_weight():
 
 def test_edges_that_do_not_lead_everywhere_are_refused():
     graph = EdgeListGraph(edges=((0, 1), (1, 2)), is_directed=True)
-    with pytest.raises(SettingsError, match=r"rank 0 has no way to it for rank 1; add an edge to rank 1"):
+    with pytest.raises(SettingsError, match=r"rank 0 has no path from rank 1; add an edge to rank 1"):
         LocalGroup.run(3, lambda group: make_replica(group, PushSum(graph=graph)))
 
 

@@ -130,11 +130,11 @@ class TaglessGroup(LocalGroup):
 class LastFirstGroup(LocalGroup):
     """Of messages with one tag the last one is received first."""
 
-    def _meet(self, *arguments, **options):
+    def _post_message(self, *arguments, **options):
         with self._room.changed:
             for waiting in self._room.messages.values():
                 waiting.rotate(1)
-            return super()._meet(*arguments, **options)
+            return super()._post_message(*arguments, **options)
 
 
 class CopyingGroup(LocalGroup):

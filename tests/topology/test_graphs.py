@@ -134,9 +134,9 @@ def test_any_undirected_edges_keep_the_mean(num_ranks, data):
 @pytest.mark.parametrize(
     ("fields", "num_ranks", "words"),
     [
-        ({"edges": [[0, 1], [1, 4]]}, 4, "edges must join ranks from 0 to 3, but got 4; take it out"),
-        ({"edges": [[0, 1], [2, 3]]}, 4, "rank 0 has no way from it for rank 2; add an edge to rank 2"),
-        ({"edges": [[0, 1], [1, 2]], "is_directed": True}, 3, "rank 0 has no way to it for rank 1"),
+        ({"edges": [[0, 1], [1, 4]]}, 4, "edges must join ranks from 0 to 3, but got 4; remove it"),
+        ({"edges": [[0, 1], [2, 3]]}, 4, "rank 0 has no path to rank 2; add an edge to rank 2"),
+        ({"edges": [[0, 1], [1, 2]], "is_directed": True}, 3, "rank 0 has no path from rank 1"),
         ({"edges": []}, 2, "edges must connect all 2 ranks"),
     ],
     ids=["unknown", "apart", "one way", "none"],

@@ -1,4 +1,4 @@
-"""Layer 5: save and load training state: whole, verified, in a new directory each time."""
+"""Layer 5: save and load training state: complete, verified, in a new directory each time."""
 
 from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
 from paceline.checkpoint.manifest import DamagedError

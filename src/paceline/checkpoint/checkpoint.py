@@ -1,4 +1,4 @@
-"""One checkpoint: checked, described, and loaded into tensors that exist already."""
+"""One checkpoint: verified, described, and loaded into existing tensors."""
 
 import json
 from collections import defaultdict
@@ -21,19 +21,19 @@ from paceline.checkpoint.manifest import (
     read_part,
 )
 from paceline.checkpoint.storage import SafetensorsReader, load_tensors
-from paceline.checkpoint.tensor_file import PIECE_BYTES, digest_range
+from paceline.checkpoint.tensor_file import BUFFER_BYTES, digest_range
 from paceline.errors import CheckpointError
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor in a checkpoint looks like."""
+    """Shape and dtype of a tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class Checkpoint:
-    """A committed checkpoint. What is read from it is checked against the digests taken as it was written."""
+    """A committed checkpoint. All data read from it are checked against the digests computed at the save."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -41,10 +41,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
-        """Open the checkpoint in directory `path`, wherever that is. Only its manifest is read.
+        """Open the checkpoint in directory `path`. Only its manifest is read.
 
         Raises:
-            CheckpointError: There is none, it was never finished, or its manifest is damaged.
+            CheckpointError: There is no checkpoint, it was never finished, or its manifest is damaged.
         """
         if not path.is_dir():
             raise CheckpointError(f"a checkpoint must be a directory, but got {path}; check the path")
@@ -52,26 +52,26 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
+        """Step after which it was saved."""
         return self._manifest.step
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk, but for the manifest."""
+        """Size on disk, without the manifest."""
         return self._manifest.num_bytes
 
     def verify(self) -> None:
         """Read everything and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
 
         Raises:
-            DamagedError: A part is missing, cut short, or not what was written.
+            DamagedError: A part is missing, too short, or differs from what was written.
         """
         self._read_document_bytes()
         chunks: defaultdict[str, list[tuple[str, Chunk]]] = defaultdict(list)
         for name, tensor in self._manifest.tensors.items():
             for chunk in tensor.chunks:
                 chunks[chunk.file].append((name, chunk))
-        buffer = memoryview(bytearray(PIECE_BYTES))
+        buffer = memoryview(bytearray(BUFFER_BYTES))
         for file in self._manifest.files:
             try:
                 self._verify_file(file, chunks[file.name], buffer)
@@ -96,7 +96,7 @@ class Checkpoint:
         """Return the document that was saved with the tensors.
 
         Raises:
-            DamagedError: It is missing or not what was written.
+            DamagedError: The document is missing, or differs from what was written.
         """
         document = json.loads(self._read_document_bytes())
         assert isinstance(document, dict)
@@ -109,17 +109,17 @@ class Checkpoint:
         return content
 
     def list_tensors(self) -> dict[str, TensorSpec]:
-        """Return shape and dtype of every tensor, by name; sharded ones as the whole they are parts of."""
+        """Return shape and dtype of every tensor, by name; for sharded tensors those of the full tensor."""
         return {
             name: TensorSpec(torch.Size(tensor.shape), DTYPES[tensor.dtype])
             for name, tensor in self._manifest.tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, whole, in host memory.
+        """Return one full tensor, in host memory.
 
         Raises:
-            DamagedError: It is not what was written.
+            DamagedError: The data differ from what was written.
         """
         stored = self._manifest.tensors[name]
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
@@ -127,26 +127,25 @@ class Checkpoint:
         return tensor
 
     def load(self, into: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Copy the saved values into the tensors given, in place, whatever their device.
+        """Copy the saved values into the given tensors, in place, whatever their device.
 
-        They may be sharded in another way than those that were saved (DTensor): each rank then loads its
+        The tensors may be sharded differently from the saved ones (DTensor): each rank then loads its
         part, and need not wait for others. Every chunk is checked before it is copied; after an error some
         tensors may have been loaded and others not.
 
         Args:
-            into: The tensors by the names they were saved under.
-            strict: Whether the checkpoint must hold nothing else. All tensors of `into` must be there in any
-                case.
+            into: Tensors to load, by the names they were saved under.
+            strict: Whether the checkpoint must hold no other tensors. All tensors of `into` must be in it in any case.
 
         Raises:
             CheckpointError: Names, shapes or dtypes differ; nothing was loaded.
-            DamagedError: A chunk is not what was written.
+            DamagedError: A chunk differs from what was written.
         """
         problems = self._compare(into, strict)
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise CheckpointError(
-                f"checkpoint {self.path} must fit what it is loaded into, but {shown}; "
+                f"checkpoint {self.path} must fit the tensors it is loaded into, but {shown}; "
                 "load it into the model and optimizer that it was saved from"
             )
         load_tensors(into, SafetensorsReader(self.path, self._manifest))
@@ -155,7 +154,7 @@ class Checkpoint:
         specs = self.list_tensors()
         problems = [f"{name!r} is not in it" for name in into if name not in specs]
         if strict:
-            problems += [f"{name!r} is in it and nowhere to be loaded" for name in specs if name not in into]
+            problems += [f"{name!r} is in it but not here" for name in specs if name not in into]
         for name, tensor in into.items():
             if name not in specs:
                 continue

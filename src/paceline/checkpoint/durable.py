@@ -1,4 +1,4 @@
-"""Files and directories that outlast a power cut, and the lock that keeps a second writer out."""
+"""Files and directories that survive a power cut, and the lock against a second writer."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a new file, durably; it must not exist yet."""
+    """Write a new file durably; it must not exist yet."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -33,7 +33,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_marker(directory: Path, content: bytes) -> None:
-    """Write the commit marker of `directory`: in one instant it is not there, in the next it is whole."""
+    """Write the commit marker of `directory` atomically."""
     sync_directory(directory)
     sync_directory(directory.parent)
     part = directory / f"{MARKER_NAME}.part"
@@ -43,9 +43,9 @@ def write_marker(directory: Path, content: bytes) -> None:
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Remove a checkpoint, its marker first, so that a half-removed one never looks whole.
+    """Remove a checkpoint, its marker first, so that a half-removed one never looks complete.
 
-    Files that no checkpoint has are left where they are, and the directory with them.
+    Files that do not belong to a checkpoint stay, and so does their directory.
     """
     (directory / MARKER_NAME).unlink(missing_ok=True)
     sync_directory(directory)
@@ -60,10 +60,10 @@ def remove_checkpoint(directory: Path) -> None:
 
 
 class WriterLock:
-    """The right to write below a directory, held by one process at a time until it ends or lets go.
+    """The right to write below a directory; one process at a time holds it, until it ends or releases it.
 
     It is an flock on the file ``.lock``. The kernel frees it when the holder dies, however it dies, so there
-    is nothing to clean up after a crash. Where the file system has no locks a warning says so, and nothing is
+    is nothing to clean up after a crash. If the file system has no locks, a warning says so, and nothing is
     locked.
     """
 
@@ -107,7 +107,7 @@ class WriterLock:
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let go of the lock; does nothing when it is not held."""
+        """Release the lock, if it is held."""
         if self._close is not None:
             self._close()
             self._close = None
@@ -118,7 +118,7 @@ _LOCKS: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 
 def _release_in_child() -> None:
     # A forked loader process would otherwise hold the lock for as long as it outlives a killed trainer.
-    # Closing a copy of the descriptor lets go of this process's share only.
+    # Closing a copy of the descriptor releases this process's share only.
     for lock in list(_LOCKS):
         lock.release()
 

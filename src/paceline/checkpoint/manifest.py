@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: every part with its place, its size and its digest, as JSON.
+"""The parts of a checkpoint, each with its path, size and digest, as JSON.
 
     step-00000123/
         tensors-00000-00000.safetensors   entries of one rank, <rank>-<part>
@@ -6,8 +6,8 @@
         manifest.json                     `Manifest`
         COMMITTED                         written last: step, and the digest of manifest.json
 
-Digests are BLAKE3. The marker holds the manifest's, the manifest holds those of every byte of all other
-files, and the marker itself must be what its step and digest spell, so that no byte can change unseen.
+Digests are BLAKE3. The marker holds the manifest's digest, the manifest holds those of every byte of all other
+files, and the marker itself must match its step and digest exactly, so that no byte can change unnoticed.
 """
 
 import json
@@ -46,15 +46,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The dtypes a checkpoint can hold, under the names that the safetensors format gives them."""
+"""Dtypes that a checkpoint can hold, by their names in the safetensors format."""
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is incomplete, or not what was written."""
+    """A checkpoint is incomplete, or differs from what was written."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)  # as arguments, so that it survives the way between ranks
+        super().__init__(path, reason)  # as arguments, so that it can be pickled between ranks
         self.path = path
         self.reason = reason
 
@@ -70,20 +70,20 @@ class Chunk(_Record):
     """A block of a tensor, stored as one entry of a file."""
 
     offsets: tuple[int, ...]
-    """Where the block begins in the tensor, in elements along each dim."""
+    """Index of the block's first element in the tensor, along each dim."""
     shape: tuple[int, ...]
     file: str
     start: int
-    """Where its bytes begin in the file."""
+    """Offset of its bytes in the file."""
     num_bytes: int
     digest: str
 
 
 class StoredTensor(_Record):
-    """A tensor and the blocks that tile it: its layout on the ranks that saved it."""
+    """A tensor and the blocks that tile it: its sharding over the ranks that saved it."""
 
     dtype: str
-    """A key of `DTYPES`."""
+    """Key of `DTYPES`."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
@@ -94,7 +94,7 @@ class TensorFile(_Record):
     name: str
     num_bytes: int
     header_bytes: int
-    """Length of what comes before the chunks."""
+    """Number of bytes before the chunks."""
     header_digest: str
 
 
@@ -110,7 +110,7 @@ class Manifest(_Record):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors' files and the document."""
+        """Size of the tensor files and the document."""
         return self.document_bytes + sum(file.num_bytes for file in self.files)
 
     def keep_only(self, name: str) -> "Manifest":
@@ -124,7 +124,7 @@ def digest(content: bytes) -> str:
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
-    """Write manifest and marker: from the end of this call on, the checkpoint in `directory` counts."""
+    """Write manifest and marker: from then on, the checkpoint in `directory` is committed."""
     content = manifest.model_dump_json().encode()
     write_file(directory / MANIFEST_NAME, content)
     write_marker(directory, _marker(manifest.step, digest(content)))
@@ -134,7 +134,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
     Raises:
-        DamagedError: There is no marker (the save never finished), or it and the manifest do not fit.
+        DamagedError: There is no marker (the save never finished), or the marker and the manifest do not match.
     """
     try:
         marker = (directory / MARKER_NAME).read_bytes()
@@ -151,11 +151,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedError(directory, f"{MARKER_NAME} says format {version!r}, and this version reads {FORMAT}")
     content = read_part(directory, MANIFEST_NAME)
     if marker != _marker(step, digest(content)):
-        raise DamagedError(directory, f"{MANIFEST_NAME} is not what {MARKER_NAME} says it is")
+        raise DamagedError(directory, f"{MANIFEST_NAME} does not match the digest in {MARKER_NAME}")
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise DamagedError(directory, f"{MANIFEST_NAME} cannot be understood: {error}") from error
+        raise DamagedError(directory, f"{MANIFEST_NAME} cannot be parsed: {error}") from error
     if manifest.step != step:
         raise DamagedError(directory, f"{MARKER_NAME} says step {step!r} and {MANIFEST_NAME} {manifest.step}")
     return manifest

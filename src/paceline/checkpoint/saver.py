@@ -1,4 +1,4 @@
-"""Saving while training goes on: the tensors are copied at once, and the copy is written by a thread."""
+"""Saving while training goes on: the tensors are copied at once, and a thread writes the copy."""
 
 import copy
 import warnings
@@ -19,19 +19,19 @@ class AsyncSaver:
     """Saves to a store in the background, one checkpoint at a time.
 
     Memory: one copy of the tensors in CPU memory (pinned, for those of a GPU), made at the first save and
-    used again by the next ones, until `close`. Tensors that share memory are copied each. Hashing and writing
+    reused by the next ones, until `close`. Tensors that share memory are each copied. Hashing and writing
     take one thread, which leaves the interpreter's lock to training nearly all of the time.
 
-    An error in the background is raised once, by whichever of `start`, `finished`, `wait` or `close` is
-    called next. A process that ends without `close` still finishes the save, and a failure is then a warning.
+    An error in the background is raised once, by the next call of `start`, `finished`, `wait` or `close`.
+    A process that ends without `close` still finishes the save; a failure is then a warning.
     """
 
     def __init__(self, store: CheckpointStore, process_group: ProcessGroup | None = None) -> None:
         """Make an idle saver.
 
         Args:
-            store: Where to save; closing it stays with the caller.
-            process_group: As for `CheckpointStore.save`. It must be one that training does not use, because
+            store: Store to save to; the caller closes it.
+            process_group: Process group for `CheckpointStore.save`. Training must not use it, because
                 the background thread communicates over it at any time.
         """
         self._store = store
@@ -51,15 +51,15 @@ class AsyncSaver:
         if kind is None:
             self.close()
         else:
-            self._finalize()  # an error of the save would hide the one that is on its way
+            self._finalize()  # an error of the save would hide the present one
 
     def start(
         self, tensors: Mapping[str, Tensor], document: Mapping[str, Any], step: int, *, is_best: bool = False
     ) -> None:
-        """Begin to save; what is saved are the values of now. A save still in flight is waited for first.
+        """Begin to save the present values. If a save is still in flight, wait for it first.
 
         Raises:
-            CheckpointError: The save before this one failed; this one was not begun.
+            CheckpointError: The save before this one failed; this one did not begin.
         """
         if self._in_flight:
             self._unreported.append(self._take_result())
@@ -84,15 +84,15 @@ class AsyncSaver:
         """Wait for the save in flight and return it, or None; `finished` does not report it again.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         return self._take_result() if self._in_flight else None
 
     def close(self) -> None:
-        """Wait for the save in flight and give the buffers back.
+        """Wait for the save in flight and free the buffers.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         try:
             self.wait()

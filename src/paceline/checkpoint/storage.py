@@ -1,7 +1,7 @@
-"""Storage of our own for the planners of torch.distributed.checkpoint, which know how to shard and reshard.
+"""Storage for the planners of torch.distributed.checkpoint, which know how to shard and reshard.
 
-A checkpoint written by any number of ranks is loaded by any other number, into tensors or DTensors. What
-torch 2.13 brings as storage is not used: it notices no changed bit, unpickles its metadata and overwrites in
+A checkpoint written by any number of ranks is loaded by any other number, into tensors or DTensors. Torch 2.13's
+own storage is not used: it does not notice changed bits, unpickles its metadata and overwrites in
 place.
 """
 
@@ -60,7 +60,7 @@ _PathOrStr = str | os.PathLike[str] | None
 class SafetensorsWriter(StorageWriter):
     """Writes one checkpoint into an empty directory; the coordinator commits it when every rank has written.
 
-    Memory beside the tensors: one piece of 16 MiB, or a copy of the one tensor being written if it is not
+    Memory beside the tensors: a buffer of 16 MiB, or a copy of the one tensor being written if it is not
     contiguous.
     """
 
@@ -72,15 +72,15 @@ class SafetensorsWriter(StorageWriter):
         self._rank = 0
 
     def reset(self, checkpoint_id: _PathOrStr = None) -> None:
-        """Do nothing: a writer writes the one checkpoint it was made for."""
+        """Do nothing: a writer writes only the checkpoint it was made for."""
         assert checkpoint_id is None, "the directory is given to the constructor"
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this process's rank, which its files are named by."""
+        """Set this process's rank, which is part of its file names."""
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what cannot be stored, before anything is written."""
+        """Refuse tensors that cannot be stored, before anything is written."""
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} must be a tensor"
             properties = item.tensor_data.properties
@@ -92,7 +92,7 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans: ranks write to files of their own, so there is nothing to agree on."""
+        """Return the plans: ranks write to separate files, so there is nothing to agree on."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -142,7 +142,7 @@ class SafetensorsWriter(StorageWriter):
 class SafetensorsReader(StorageReader):
     """Reads a checkpoint, checking each chunk against its digest before any of it reaches a tensor.
 
-    A chunk is read whole, even where a rank needs only part of it. Memory: the largest chunk.
+    A rank that needs a part of a chunk reads all of it. Memory: the largest chunk.
     """
 
     def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
@@ -151,17 +151,17 @@ class SafetensorsReader(StorageReader):
 
     @property
     def manifest(self) -> Manifest:
-        """What the checkpoint consists of; read when it is first needed."""
+        """Parts of the checkpoint; read on first use."""
         if self._manifest is None:
             self._manifest = read_manifest(self.directory)
         return self._manifest
 
     def reset(self, checkpoint_id: _PathOrStr = None) -> None:
-        """Do nothing: a reader reads the one checkpoint it was made for."""
+        """Do nothing: a reader reads only the checkpoint it was made for."""
         assert checkpoint_id is None, "the directory is given to the constructor"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the manifest in the planners' words."""
+        """Return the manifest as the planners' metadata."""
         tensors = {name: _to_metadata(tensor) for name, tensor in self.manifest.tensors.items()}
         return Metadata(dict(tensors))
 
@@ -169,18 +169,18 @@ class SafetensorsReader(StorageReader):
         """Do nothing: every rank reads for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and check every chunk the plan needs, once each, and copy from it what the plan asks for.
+        """Read and check every chunk that the plan needs once, and copy the requested parts from it.
 
         Raises:
-            DamagedError: A chunk is not what was written.
+            DamagedError: A chunk differs from what was written.
         """
         requests: defaultdict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
@@ -220,7 +220,7 @@ class SafetensorsReader(StorageReader):
 def save_tensors(tensors: Mapping[str, Tensor], writer: StorageWriter, process_group: ProcessGroup | None) -> None:
     """Save through `writer`: together with the other ranks of `process_group`, or as one process alone.
 
-    Alone, the planner's steps are called here one by one: `torch.distributed.checkpoint.save` warns every
+    For one process, the planner's steps are called here one by one: `torch.distributed.checkpoint.save` warns every
     time that there is no process group, and wraps a full disk into an exception that `except Exception` does
     not catch.
     """
@@ -236,7 +236,7 @@ def save_tensors(tensors: Mapping[str, Tensor], writer: StorageWriter, process_g
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: StorageReader) -> None:
-    """Load into `tensors`, in place. Each rank reads for itself, so there is no process group to name."""
+    """Load into `tensors`, in place. Each rank reads independently, so there is no process group to name."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: each save makes a new one, and the newest that is whole is loaded."""
+"""A directory of checkpoints: each save makes a new one, and the newest complete one is loaded."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a finished save made."""
+    """Result of a finished save."""
 
     path: Path
     num_bytes: int
@@ -41,18 +41,18 @@ class CheckpointStore:
     """Checkpoints of one run: directories ``step-00000123`` (``step-00000123-2`` for a second of that step).
 
     One process writes: the first save takes a lock that is held until `close`, or the end of the process. Any
-    number may read. Directories with other names, and foreign files inside, are never touched. The file ``best.json``
-    names the best one, which stays beside the newest.
+    number may read. Directories with other names, and other files inside, are never touched. The file ``best.json``
+    names the best checkpoint, which stays beside the newest.
     """
 
     def __init__(self, directory: Path, keep: int | None = 3) -> None:
-        """Describe the store; nothing is made or read yet.
+        """Make a store; nothing is created or read yet.
 
         Args:
-            directory: Where the checkpoints are.
-            keep: How many committed checkpoints stay, beside the best one; None for all. One that
-                `find_newest_valid` found damaged does not count, and goes when the last that counts is newer. Others
-                are not read again to be counted.
+            directory: Directory of the checkpoints.
+            keep: Number of committed checkpoints to keep beside the best one; None for all. One that
+                `find_newest_valid` found damaged does not count, and is removed when the oldest that counts is newer.
+                Others are not read again to be counted.
         """
         if keep is not None and keep < 1:
             raise SettingsError(f"keep must be at least 1, but got {keep}; use None to keep all checkpoints")
@@ -70,7 +70,7 @@ class CheckpointStore:
         self.close()
 
     def close(self) -> None:
-        """Let another process write here."""
+        """Release the lock, so that another process may write here."""
         self._lock.release()
 
     def save(
@@ -85,17 +85,17 @@ class CheckpointStore:
         """Write a new checkpoint; it is durable when this returns. Then remove those beyond `keep`.
 
         Args:
-            tensors: What to save, by name; tensors that share memory are each written.
-            document: Everything else, as plain JSON values. NaN and infinities come back as they are.
-            step: The step it belongs to.
-            process_group: The ranks that hold shards of `tensors`. All of them call this, and rank 0's
-                document counts; the directory must be one that all can see. None when this process has all
-                there is.
-            is_best: Whether it is the best one from then on.
+            tensors: Tensors to save, by name; tensors that share memory are each written.
+            document: Everything else, as plain JSON values. NaN and infinities are preserved.
+            step: Step after which it is saved.
+            process_group: Ranks that hold shards of `tensors`. All of them call this, and rank 0's
+                document is saved; all ranks must see the directory. None if this process holds all
+                tensors in full.
+            is_best: Whether it becomes the best checkpoint.
 
         Raises:
             CheckpointError: It could not be written; older checkpoints are untouched, and the new one is
-            removed.
+                removed.
         """
         assert step >= 0
         start_s = time.perf_counter()
@@ -117,7 +117,7 @@ class CheckpointStore:
         return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
 
     def mark_best(self, path: Path) -> None:
-        """Let a committed checkpoint be the best one, in one instant."""
+        """Make a committed checkpoint the best one, atomically."""
         part = self.directory / f"{BEST_NAME}.part"
         part.unlink(missing_ok=True)
         write_file(part, json.dumps({"checkpoint": path.name}).encode())
@@ -125,10 +125,10 @@ class CheckpointStore:
         sync_directory(self.directory)
 
     def find_best(self) -> Path | None:
-        """Return the directory of the best checkpoint, or None; it is not checked.
+        """Return the directory of the best checkpoint, unverified; None if there is none.
 
         Raises:
-            CheckpointError: What names it is damaged.
+            CheckpointError: The file that names it is damaged.
         """
         try:
             name = json.loads((self.directory / BEST_NAME).read_text())["checkpoint"]
@@ -143,19 +143,19 @@ class CheckpointStore:
         return path if _NAME.fullmatch(path.name) and (path / MARKER_NAME).exists() else None
 
     def list_checkpoints(self) -> list[Path]:
-        """Return the directories of all committed checkpoints, the newest first; none is checked."""
+        """Return the directories of all committed checkpoints, the newest first, unverified."""
         return [path for path in self._list_directories() if (path / MARKER_NAME).exists()]
 
     def find_newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole, or None.
+        """Return the newest checkpoint that is complete, or None.
 
-        Newest is the highest step, then the latest attempt at that step.
+        The newest has the highest step, then the latest attempt at that step.
 
-        Each candidate is read in full, so on many ranks let one look and tell the others its path for
-        `Checkpoint.open`. Loading checks again what it reads: a resume reads the files twice.
+        Each candidate is read in full, so with many ranks one of them should look and send its path to the others for
+        `Checkpoint.open`. Loading verifies again what it reads: a resume reads the files twice.
 
         Args:
-            on_damaged: Called with path and reason for each one that is passed over.
+            on_damaged: Function called with path and reason for each damaged one.
         """
         for path in self._list_directories():
             try:
@@ -187,7 +187,7 @@ class CheckpointStore:
     def _begin(
         self, document: Mapping[str, Any], step: int, process_group: dist.ProcessGroup | None
     ) -> tuple[Path, bytes]:
-        """Make the directory on rank 0 and return it on all, with the document as it will be written."""
+        """Make the directory on rank 0; return it on all ranks, with the encoded document."""
         if process_group is None:
             content = _encode(document)
             return self._make_new_directory(step), content
@@ -197,7 +197,7 @@ class CheckpointStore:
             try:
                 content = _encode(document)
                 outcome = [self._make_new_directory(step).name]
-            except CheckpointError as error:  # the others are waiting to hear of it
+            except CheckpointError as error:  # the others wait for the outcome
                 outcome = [error]
         dist.broadcast_object_list(outcome, group=process_group, group_src=0)
         (name,) = outcome
@@ -222,7 +222,7 @@ class CheckpointStore:
         taken = [path.name for path in self._list_directories()]
         attempts = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
         attempt = max(attempts, default=0)
-        while True:  # a file, or a link, may have a name that no directory has
+        while True:  # a file or a link may have the name
             attempt += 1
             yield self.directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
 
@@ -267,7 +267,7 @@ def _explain(path: Path, error: BaseException, num_bytes: int) -> CheckpointErro
         where = f"checkpoint {path}, rank {rank},"
     if not isinstance(error, OSError):
         return CheckpointError(f"{where} could not be written: {error}")
-    advice = "see to the disk, or choose another directory"
+    advice = "check the disk, or choose another directory"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = next(place for place in (path, *path.parents) if place.exists())
         status = os.statvfs(place)

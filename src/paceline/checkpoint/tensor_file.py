@@ -1,8 +1,8 @@
-"""One file of tensors, in the safetensors format, written and read a piece at a time.
+"""One file of tensors, in the safetensors format, written and read one buffer at a time.
 
-The format: the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, place),
-then the bytes of the tensors one after the other. The library of that name reads these files. It is not used
-to write them, because it wants all tensors of a file in CPU memory at once and a second pass for the digests;
+The format: the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, offsets),
+then the bytes of the tensors one after the other. The safetensors library reads these files. It is not used
+to write them, because it needs all tensors of a file in CPU memory at once and a second pass for the digests;
 nor to read them, because it maps them into memory, where a disk error ends the process (SIGBUS) instead of
 raising.
 """
@@ -22,21 +22,21 @@ from torch import Tensor
 
 from paceline.checkpoint.manifest import DTYPE_NAMES, Chunk, TensorFile, digest
 
-PIECE_BYTES = 2**24  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
+BUFFER_BYTES = 2**24  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A block of a tensor that is to be written."""
+    """A block of a tensor to write."""
 
     name: str
     dtype: torch.dtype
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     is_whole: bool
-    """Whether the block is all of its tensor."""
+    """Whether the block is the whole tensor."""
     resolve: Callable[[], Tensor]
-    """Returns the data; called when it is written and not before, because it may cost memory."""
+    """Function that returns the data; called only when they are written, since it may need memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +45,7 @@ class Entry:
 
 
 def split_entries(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[list[Entry]]:
-    """Yield the entries of one file after another; one beyond `max_file_bytes` has a file to itself."""
+    """Yield the entries of one file after another; one beyond `max_file_bytes` has its own file."""
     part: list[Entry] = []
     part_bytes = 0
     # Wide elements first keeps every tensor of a file aligned, as readers that map files into memory expect.
@@ -72,9 +72,9 @@ def write_tensor_file(path: Path, entries: Sequence[Entry]) -> tuple[TensorFile,
         for entry in entries:
             start = file.tell()
             hasher = blake3(max_threads=1)
-            for piece in _pieces(entry.resolve()):
-                hasher.update(piece)
-                file.write(piece)
+            for part in _slices(entry.resolve()):
+                hasher.update(part)
+                file.write(part)
             assert file.tell() - start == entry.num_bytes, f"{entry.name} changed while it was saved"
             chunks.append(
                 Chunk(
@@ -96,19 +96,19 @@ def write_tensor_file(path: Path, entries: Sequence[Entry]) -> tuple[TensorFile,
 def digest_range(file: FileIO, start: int, num_bytes: int, buffer: memoryview) -> str:
     """Return the digest of part of a file, read through `buffer`.
 
-    A buffer of `num_bytes` holds the part afterwards; a shorter one is used again and again. A file that ends
-    too early gives the digest of what there is.
+    A buffer of `num_bytes` holds the part afterwards; a shorter one is reused. If the file is
+    too short, the digest is that of the bytes that exist.
     """
     file.seek(start)
     hasher = blake3(max_threads=1)
     done = 0
     while done < num_bytes:
         position = done % len(buffer)
-        piece = buffer[position : position + min(PIECE_BYTES, num_bytes - done)]
-        count = file.readinto(piece)
+        part = buffer[position : position + min(BUFFER_BYTES, num_bytes - done)]
+        count = file.readinto(part)
         if not count:
             break
-        hasher.update(piece[:count])
+        hasher.update(part[:count])
         done += count
     return hasher.hexdigest()
 
@@ -118,7 +118,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     position = 0
     for entry in entries:
         key = entry.name if entry.is_whole else f"{entry.name}@{','.join(map(str, entry.offsets))}"
-        while key in fields or key == "__metadata__":  # a word of the format's own
+        while key in fields or key == "__metadata__":  # a reserved name of the format
             key += "'"
         fields[key] = {
             "dtype": DTYPE_NAMES[entry.dtype],
@@ -131,8 +131,8 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+def _slices(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    piece_length = PIECE_BYTES // flat.element_size()
-    for start in range(0, len(flat), piece_length):
-        yield flat[start : start + piece_length].cpu().view(torch.uint8).numpy().data
+    slice_length = BUFFER_BYTES // flat.element_size()
+    for start in range(0, len(flat), slice_length):
+        yield flat[start : start + slice_length].cpu().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""A thread that runs communication in order, beside the caller's computing."""
+"""A thread that runs communication jobs in order, while the caller computes."""
 
 import queue
 import threading
@@ -11,22 +11,21 @@ from paceline.comm.group import Work
 from paceline.errors import CommunicationError
 
 OnWait = Callable[[int], None]
-"""Told the number of an operation when a wait for it begins, and 0 when the wait ends."""
+"""Callback that gets the number of an operation when a wait for it begins, and 0 when the wait ends."""
 
 
 class Channel:
-    """Runs jobs one after another in a thread of its own, in the order in which they were submitted.
+    """Runs jobs one after another in its own thread, in the order of submission.
 
-    It is for exchanges of several operations (collective programs, codecs), which somebody must drive
-    while the caller computes. A group that jobs use must be used by nobody else meanwhile: give the channel a
-    `Group.duplicate`. After a job has failed the others fail with the same error, since ranks are no longer in step.
-    The thread ends with the channel.
+    Exchanges of several operations (collective programs, codecs) need a thread that drives them while the caller
+    computes. Only the channel may use the group that its jobs use: give it a `Group.duplicate`. After a job has failed
+    all later jobs fail with the same error, since the ranks are no longer in step. The thread ends with the channel.
 
     Args:
-        name: Of the thread.
-        on_wait: Told which job is waited for.
-        waiters_run: Whether a thread that waits for a job runs it, and those before it, unless jobs are being run: it
-            saves two changes of threads. For jobs that do the same in any thread, under autocast too.
+        name: Name of the thread.
+        on_wait: Callback that gets the number of the job that a caller waits for.
+        waiters_run: Whether a thread that waits for a job runs it and the jobs before it itself, if the channel is
+            idle. This saves two thread switches. Only for jobs that do the same in any thread, also under autocast.
     """
 
     def __init__(self, name: str, *, on_wait: OnWait = lambda sequence: None, waiters_run: bool = False) -> None:
@@ -34,29 +33,29 @@ class Channel:
         self._on_wait = on_wait
         self._waiters_run = waiters_run
         self._queue = _Queue()
-        # The thread knows the queue only, or it would keep a channel alive that was forgotten.
+        # The thread refers to the queue only: a reference to the channel would keep a dropped channel alive.
         self._end = weakref.finalize(self, self._queue.wake_ups.put, False)
         threading.Thread(target=self._queue.run, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], object], sequence: int = 0) -> "Job":
-        """Run `job` after those submitted before; waiting raises what it raised, or what one before it raised.
+        """Run `job` after the jobs submitted before; waiting raises its error, or that of an earlier job.
 
         Args:
-            job: What is to be done.
-            sequence: Its number for `on_wait`.
+            job: Function to run.
+            sequence: Number of the job for `on_wait`.
 
         Raises:
             CommunicationError: The channel was closed.
         """
         if not self._end.alive:
-            raise CommunicationError(f"channel {self._name!r} must be open, but was closed; close its owner later")
+            raise CommunicationError(f"channel {self._name!r} must be open, but was closed; submit before close()")
         submitted = Job(job, sequence, self._on_wait, self._queue if self._waiters_run else None)
         self._queue.jobs.append(submitted)
         self._queue.wake_ups.put(True)
         return submitted
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """Let the thread end once it has run what was submitted, and `last`; it is not waited for."""
+        """Let the thread end after all submitted jobs and `last`, without waiting for it."""
         if last is not None and self._end.alive:
             self.submit(last)
         self._end()
@@ -76,7 +75,7 @@ class Job(Work):
         self._under_way.acquire()
 
     def wait(self) -> None:
-        """Block until it has ended, or run it; raise what it raised, or what one before it raised."""
+        """Block until the job has ended, or run it here; raise its error, or that of an earlier job."""
         if not self.is_done:
             self._on_wait(self._sequence)
             try:
@@ -89,21 +88,21 @@ class Job(Work):
             raise self.error
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Block until it has ended, or `timeout_s` is over (-1: never); return whether it has ended."""
+        """Block until the job has ended or `timeout_s` has passed (-1: no limit); return whether the job has ended."""
         if self._under_way.acquire(timeout=timeout_s):
             self._under_way.release()
         return self.is_done
 
     def run(self, failure: BaseException | None) -> BaseException | None:
-        """Do it, unless there was a `failure` before; return that, or its own."""
+        """Run the job unless an earlier one has failed; return the first failure, if any."""
         self.began_s = time.perf_counter()
         if failure is None:
             try:
                 self._function()
-            except BaseException as error:  # raised again where it is waited for
+            except BaseException as error:  # wait() raises it
                 failure = error
         self.error = failure
-        self._function = _nothing  # what it held may go now
+        self._function = _nothing  # frees what the closure holds
         self.ended_s = time.perf_counter()
         self.is_done = True
         self._under_way.release()
@@ -111,12 +110,12 @@ class Job(Work):
 
 
 class _Queue:
-    """Jobs that are not begun, and who runs them: the channel's thread, or one that waits."""
+    """Jobs not yet begun, and a lock for the thread that runs them: the channel's, or one that waits."""
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
         self.wake_ups: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """One for each job, and False at the end."""
+        """One item per job, and False at the end."""
         self._turn = threading.Lock()
         """Held by the thread that runs jobs."""
         self._failure: BaseException | None = None
@@ -124,11 +123,11 @@ class _Queue:
     def run(self) -> None:
         while self.wake_ups.get():
             with self._turn:
-                if self.jobs:  # else somebody who waited has run it
+                if self.jobs:  # else a waiting thread has run it
                     self._run_next()
 
     def run_until(self, job: Job) -> None:
-        """Run what was submitted up to `job` here, unless another thread runs jobs now."""
+        """Run the submitted jobs up to `job` in this thread, unless another thread is running jobs."""
         if self._turn.acquire(blocking=False):
             try:
                 while not job.is_done:

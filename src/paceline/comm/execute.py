@@ -1,7 +1,8 @@
-"""How a group runs a program: by messages of a segment at most, each of which leaves as soon as its data are there.
+"""How a group runs a program: messages of at most one segment, each of which leaves as soon as its data are there.
 
-There is no barrier between rounds (`message_order`), so that adding overlaps receiving, and a segment travels on while
-the next one is still under way. Receives are posted well ahead: a message crosses the network only once it is awaited.
+There is no barrier between rounds (`message_order`): adding overlaps receiving, and a segment travels on while the
+next one is still under way. Receives are posted well ahead, since a message crosses the network only once its
+receive is posted.
 """
 
 import functools
@@ -17,19 +18,19 @@ from paceline.errors import SettingsError
 from paceline.programs.base import Collective, Program, chunk_bounds
 
 SEGMENT_BYTES = (2**16, 2**19)
-"""What a message carries at most where nothing is given: an eighth of the buffer, within these bounds."""
+"""Bounds of the default segment size, which is an eighth of the buffer."""
 WINDOW_BYTES = 2**23
-"""What a rank awaits at most: as much as a fast network with full queues holds."""
+"""Most bytes of posted receives on a rank: as much as a fast network with full queues holds."""
 AHEAD_SEGMENTS = 1
-"""What may still be on its way when sends of a later round begin: enough to keep a link busy as ranks take turns."""
+"""Segments that may still be under way when sends of a later round begin: enough to keep a link busy between ranks."""
 
 _HAVE_OUTPUT = (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
 BufferView = Callable[[int, int], Tensor]
-"""Returns the elements from one place to another of the buffer that a program runs on."""
+"""Function that returns the elements from `begin` to `end` of the buffer that a program runs on."""
 
 
 class Scratch:
-    """Memory for what is received to be added: a window of segments, used again and again by one thread at a time."""
+    """Memory for received segments that are to be added; one thread at a time uses it, again and again."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
@@ -40,7 +41,7 @@ class Scratch:
         return free.pop() if free else like.new_empty(num_elements)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take `tensor` back."""
+        """Return `tensor` to the free ones."""
         self._free[tensor.dtype, tensor.device, len(tensor)].append(tensor)
 
 
@@ -54,26 +55,27 @@ def execute(
     segment_bytes: int | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Run a program over a group by messages alone, and return when this rank's part is done.
+    """Run a program over a group by messages alone, and return when this rank has finished.
 
-    Every rank calls it with tensors of the same shape, and nobody else may use the group meanwhile. Sums have the same
-    bits on every rank.
+    Every rank calls it with tensors of the same shape, and nothing else may use the group meanwhile. Sums are bitwise
+    equal on all ranks.
 
     Args:
-        program: For as many ranks as the group has.
-        tensor: Contiguous. All-reduce, reduce-scatter and broadcast run in it; so does an all-gather without `output`.
-        group: Sends the messages, under tags from its `next_tag` on; the program is never replaced by the group's own
-            collective.
-        output: All-gather: ``output[r]`` becomes rank r's `tensor`. All-to-all: ``output[r]`` becomes row
-            ``tensor[group.rank]`` of rank r. Contiguous.
-        name: What errors call it.
-        segment_bytes: What a message carries at most, the same on every rank; by default what suits the buffer.
-        scratch: Memory to use again at the next call.
+        program: Program for as many ranks as the group has.
+        tensor: Contiguous tensor. All-reduce, reduce-scatter, broadcast, and all-gather without `output` run in place.
+        group: Group that sends the messages, with tags from its `next_tag` on. Its own collectives are never used
+            instead.
+        output: Contiguous output. All-gather: ``output[r]`` becomes rank r's `tensor`. All-to-all: ``output[r]``
+            becomes row ``tensor[group.rank]`` of rank r.
+        name: Name of the operation in errors.
+        segment_bytes: Largest size of a message, the same on every rank; by default chosen from the buffer's size.
+        scratch: Memory to reuse in the next call.
 
     Raises:
-        SettingsError: The tensors do not suit the program; nothing was sent.
-        CommunicationError: A peer died or stopped answering. The group is closed with this error, so that everybody's
-            call fails. What `tensor` (or `output`) holds is undefined then; nothing writes to it any more.
+        SettingsError: The tensors do not fit the program; nothing was sent.
+        CommunicationError: A peer died or stopped answering. The group is closed with this error, so that the call
+            fails on every rank. The contents of `tensor` (or `output`) are then undefined, and nothing writes to it any
+            more.
     """
     check_tensors(program, tensor, output, segment_bytes)
     if program.num_ranks != group.size:
@@ -113,7 +115,7 @@ def check_tensors(program: Program, tensor: Tensor, output: Tensor | None, segme
     if not tensor.is_contiguous() or (output is not None and not output.is_contiguous()):
         raise SettingsError("the tensors of a program must be contiguous, but are not; call contiguous() before")
     if segment_bytes is not None and segment_bytes < 1:
-        raise SettingsError(f"segment_bytes must be at least 1, but got {segment_bytes}; give bytes of a message")
+        raise SettingsError(f"segment_bytes must be at least 1, but got {segment_bytes}; give the bytes of a message")
     collective, size = program.collective, program.num_ranks
     if collective == Collective.ALL_TO_ALL and output is None:
         raise SettingsError(f"{collective} must have an output, but got none; allocate one like the tensor")
@@ -153,8 +155,8 @@ def _places(program: Program, num_elements: int, row: int | None) -> Places:
     order = np.argsort(program.owners, kind="stable")
     if rest or (program.owners[order] != np.repeat(np.arange(num_ranks), share)).any():
         raise SettingsError(
-            f"an all-gather of equal parts must have as many chunks for each rank, but {program.name} has {num_chunks} "
-            f"for {num_ranks} ranks; leave num_chunks out"
+            f"an all-gather of equal parts must have the same number of chunks for each rank, but {program.name} has "
+            f"{num_chunks} for {num_ranks} ranks; leave num_chunks out"
         )
     bounds = chunk_bounds(row, share)
     begins, sizes = np.empty(num_chunks, np.int64), np.empty(num_chunks, np.int64)
@@ -164,7 +166,7 @@ def _places(program: Program, num_elements: int, row: int | None) -> Places:
 
 
 class _AllToAllRows:
-    """The rows of an all-to-all by (source, destination): this rank's own, those for it, those passing by."""
+    """Rows of an all-to-all by (source, destination): this rank's own, those for it, and those it forwards."""
 
     def __init__(self, tensor: Tensor, output: Tensor, rank: int) -> None:
         output[rank].copy_(tensor[rank])
@@ -173,7 +175,7 @@ class _AllToAllRows:
         self._passing: dict[int, Tensor] = {}
 
     def span(self, begin: int, end: int) -> Tensor:
-        """Return the elements from `begin` to `end` of all rows one after another; they are in one row."""
+        """Return elements `begin` to `end` of all rows laid end to end; the span lies within one row."""
         chunk, offset = divmod(begin, self._row)
         source, destination = divmod(chunk, self._size)
         if source == self._rank:
@@ -188,7 +190,7 @@ class _AllToAllRows:
 
 
 class _Execution:
-    """One run of a rank's messages."""
+    """One execution of a rank's messages."""
 
     def __init__(
         self,

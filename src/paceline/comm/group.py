@@ -1,4 +1,4 @@
-"""What a group of workers can do together: the few collectives that Paceline is built on."""
+"""A group of workers and its operations: the few collectives that Paceline is built on."""
 
 import json
 import threading
@@ -17,23 +17,23 @@ from paceline.comm.membership import PREEMPTED, Membership
 from paceline.errors import SettingsError
 
 MAX_TAG = 2**31 - 2
-"""The largest tag of a message."""
+"""Largest tag of a message."""
 
 
 class Work(ABC):
-    """An operation under way."""
+    """An operation that has begun."""
 
     began_s: float | None = None
-    """When it began, by `time.perf_counter`; None where nobody knows."""
+    """When the operation began, by `time.perf_counter`; None if unknown."""
     ended_s: float | None = None
-    """When it was done, whether waited for or not; None where nobody knows."""
+    """When the operation ended, whether waited for or not, by `time.perf_counter`; None if unknown."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the result is in the tensors that were given (on a GPU: until it is queued there).
+        """Block until the tensors of the operation hold the result (on a GPU: until it is queued there).
 
         Raises:
-            PeerTimeoutError: It did not finish in time; the message says which rank is where.
+            PeerTimeoutError: The operation did not finish in time; the message says where each rank is.
             CommunicationError: A peer died.
         """
 
@@ -49,14 +49,14 @@ class Group(ABC):
     """A fixed set of ranks that run the same operations in the same order.
 
     A group is immutable and belongs to one `epoch` of membership. Every operation has a sequence number and a
-    name, by which errors say where each rank is. Operations return at once; their tensors must be left alone
-    until `Work.wait` has returned.
+    name, by which errors say where each rank is. Operations return at once; leave their tensors alone until
+    `Work.wait` has returned.
     """
 
     store: dist.Store | None = None
-    """Where the ranks found each other, if they are processes: what else they open together may meet there."""
+    """Store by which the ranks found each other, if they are processes; other connections may be set up over it."""
     timeout_s: float = 60.0
-    """How long an operation may take."""
+    """Longest time that an operation may take."""
 
     def __init__(
         self, rank: int, size: int, device: torch.device, epoch: int = 0, names: Sequence[int] | None = None
@@ -64,22 +64,22 @@ class Group(ABC):
         self.rank = rank
         self.size = size
         self.names = list(names or range(size))
-        """What errors call each rank: its number in the group that this one is, in the end, a subgroup of."""
+        """Number of each rank in errors: the one it has in the outermost group that this one is a subgroup of."""
         self.device = device
         self.epoch = epoch
         self._num_opened: Counter[str] = Counter()
         self.membership = Membership()
-        """What belongs to these workers; that of the joined group counts."""
+        """Membership of this worker; only that of the joined group is used."""
         self.next_tag = 0
-        """The tag that the next program begins with (`execute`); the same on every rank."""
+        """First tag of the next program (`execute`); the same on every rank."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
-        """Replace `tensor` by its sum over all ranks, bitwise the same on each."""
+        """Replace `tensor` by its sum over all ranks, bitwise equal on all of them."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
-        """Replace `tensor` by that of rank `source`."""
+        """Replace `tensor` by the tensor of rank `source`."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
@@ -91,91 +91,91 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
-        """Send `tensor` (contiguous) to another rank, whose `receive` has the same `tag`, dtype and number of elements.
+        """Send `tensor` (contiguous) to another rank, whose `receive` has the same tag, dtype and number of elements.
 
-        Tags are in [0, MAX_TAG]. Messages with different tags may overtake each other, those from one rank to another
-        with the same tag arrive in the order in which they were sent. The work may not finish before the message
-        is received, and it must be waited for.
+        Tags are in [0, MAX_TAG]. Messages with different tags may overtake each other; messages between two ranks with
+        the same tag arrive in the order of sending. The work may not finish before the message is received, and the
+        caller must wait for it.
 
         Raises:
-            SettingsError: There is no such other rank or tag, or the group cannot send what lies on that device.
+            SettingsError: `destination` or `tag` is invalid, or the group cannot send from that device.
         """
 
     @abstractmethod
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
-        """Fill `tensor` (contiguous) with what rank `source` sends under `tag`; see `send`."""
+        """Fill `tensor` (contiguous) with the message that rank `source` sends under `tag`; see `send`."""
 
     @abstractmethod
     def duplicate(self, name: str) -> "Group":
-        """Return a group of the same ranks whose operations are apart from this one's.
+        """Return a group of the same ranks whose operations are independent of this group's.
 
-        Every rank calls it, in the same order. It may be used from another thread while this one is in use.
-        Its owner closes it; it is closed with this group too.
+        Every rank calls it, in the same order. The duplicate may be used from another thread while this group is in
+        use. Its owner closes it; closing this group closes it too.
         """
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
-        """Return a group of some of these ranks, this one among them; its rank i is ``ranks[i]`` here.
+        """Return a group of some of these ranks, including this one; its rank i is ``ranks[i]`` here.
 
-        Only those ranks call it, with the same `ranks` in ascending order and the same `name`; those of one name are
-        opened in the same order. It fails by itself: when one of its ranks dies, this group is not lost, nor are other
-        subgroups. It is closed with this group.
+        Only those ranks call it, with the same `ranks` in ascending order and the same `name`; subgroups of one name
+        are opened in the same order on all their ranks. A subgroup fails alone: when one of its ranks dies, this group
+        and other subgroups go on. Closing this group closes it.
         """
 
     def link(self, peer: int, name: str) -> "Group":
-        """Return a group of this rank and one other, for messages; the lower of both is rank 0 there.
+        """Return a group of this rank and `peer`, for messages; the lower of both is rank 0 there.
 
-        Both call it; whoever opens several does so in the order of ranks, so that nobody waits in a ring.
+        Both ranks call it. A rank that opens several links opens them in the order of ranks, which avoids deadlock.
         """
         return self.subgroup(sorted((self.rank, peer)), name)
 
     def on_cpu(self) -> "Group":
-        """Return a group of the same ranks whose tensors are in host memory: this one, where it is of CPUs.
+        """Return a group of the same ranks for tensors in host memory: this group, if its device is the CPU.
 
-        Messages need it. Every rank calls it, in the same order; it is opened once, and closed with this group.
+        Messages need it. Every rank calls it, in the same order. It is opened once, and closed with this group.
         """
         return self
 
     def _name_subgroup(self, ranks: Sequence[int], name: str) -> str:
-        """Return a name that no subgroup has had, the same on each of `ranks`."""
+        """Return a name that no earlier subgroup has, the same on each of `ranks`."""
         opened = f"{name} of {','.join(map(str, ranks))}"
         self._num_opened[opened] += 1
         return f"subgroup {self._num_opened[opened]} {opened}"
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the group. With an `error`, tell the others that it is why this rank stops."""
+        """Leave the group; an `error` is reported to the other ranks as the reason."""
 
     def begin(self, name: str) -> None:
-        """Note that this rank begins an operation of many messages, so that errors can say where it is."""
+        """Record that this rank begins an operation of many messages, so that errors can say where it is."""
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed buffer that operations run on without a copy. Every rank calls it, in the same order."""
+        """Return a zeroed buffer that operations use without a copy. Every rank calls it, in the same order."""
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     @property
     def host_ranks(self) -> list[int]:
-        """Ranks that can share memory with this one, which is among them."""
+        """Ranks that can share memory with this one, itself included."""
         return [self.rank]
 
     def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return zeroed byte buffers that all ranks of a host see, by rank; none where memory is not shared.
+        """Return zeroed byte buffers that all ranks of a host see, by rank; empty where memory is not shared.
 
-        Every rank calls it, in the same order, and each writes into those that it may by agreement.
+        Every rank calls it, in the same order. The caller decides who writes where.
 
         Args:
-            num_bytes: Size of each of `host_ranks`', the same on each of them. A rank takes the memory of its own.
+            num_bytes: Size of the buffer of each of `host_ranks`, the same on all of them. Each rank allocates its own.
         """
         return {}
 
     def barrier(self, *, name: str = "barrier") -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         here = torch.zeros(1, device=self.device)
         self.all_reduce(here, name=name).wait()
-        here.tolist()  # on a GPU waiting only queues
+        here.tolist()  # on a GPU wait() only queues
 
     def gather_documents(self, document: Any, *, name: str) -> list[Any]:
-        """Return the JSON documents of all ranks, by rank. Control messages travel as JSON, never as pickle."""
+        """Return the JSON documents of all ranks, by rank. Control messages are JSON, never pickle."""
         if self.size == 1:
             return [document]
         payload = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
@@ -191,7 +191,7 @@ class Group(ABC):
         return [json.loads(row[: int(count)].tobytes()) for row, count in zip(rows, lengths, strict=True)]
 
     def check_message(self, peer: int, tag: int) -> None:
-        """Raise `SettingsError` where a message to or from `peer` under `tag` is none that can be."""
+        """Raise `SettingsError` if no message to or from `peer` can have this `tag`."""
         if not 0 <= peer < self.size or peer == self.rank:
             raise SettingsError(
                 f"the peer of a message must be another rank of 0..{self.size - 1}, but got {peer} on rank {self.rank}"
@@ -200,14 +200,14 @@ class Group(ABC):
             raise SettingsError(f"the tag of a message must be in [0, {MAX_TAG}], but got {tag}")
 
     def names_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return what errors call some ranks."""
+        """Return the numbers that errors use for `ranks`."""
         return [self.names[rank] for rank in ranks]
 
     def place_in(self, ranks: Sequence[int]) -> int:
-        """Return this rank's place among the `ranks` of a subgroup.
+        """Return this rank's index in `ranks`, those of a subgroup.
 
         Raises:
-            SettingsError: It is not among them, or they are not ranks of this group in ascending order.
+            SettingsError: This rank is not among them, or they are not ascending ranks of this group.
         """
         if list(ranks) != sorted(set(ranks) & set(range(self.size))) or self.rank not in ranks:
             raise SettingsError(
@@ -223,7 +223,7 @@ class Group(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave; where a signal has stopped all workers, the process ends with exit code 75 unless somebody catches it.
+        """Leave the group; if a signal has stopped all workers, end the process with exit code 75 (`SystemExit`).
 
         Raises:
             SystemExit: A signal has stopped all workers.
@@ -246,12 +246,12 @@ _joined: list[weakref.ref[Group]] = []
 
 
 def note_joined(group: Group) -> None:
-    """Make `group` the one that replicas and loaders of this process belong to unless they are told otherwise."""
+    """Make `group` the default group of the replicas and loaders of this process."""
     _joined[:] = [weakref.ref(group)]
 
 
 def joined_group() -> Group | None:
-    """Return the group of the innermost ``with`` block of this thread, else the one that the process has joined."""
+    """Return the group of this thread's innermost ``with`` block, else the group that the process has joined."""
     entered = getattr(_entered, "groups", ())
     if entered:
         return entered[-1]  # type: ignore[no-any-return]

@@ -29,28 +29,28 @@ T = TypeVar("T")
 
 @dataclass
 class Heartbeat:
-    """What a rank posts four times a second: where it is."""
+    """A rank's state, posted four times a second."""
 
     host: str
     pid: int
     beat: int = 0
-    """Counts posts: one that stands still means that the process does."""
+    """Number of posts so far; if it stands still, so does the process."""
     begun: int = 0
     begun_name: str = ""
     waiting: int = 0
-    """Sequence number of the operation it waits in; 0 while it computes."""
+    """Sequence number of the operation that the rank waits in; 0 while it computes."""
     waiting_since_s: float = 0.0
     last_words: str = ""
-    """Why the rank stopped, where it could say so."""
+    """Reason why the rank stopped, if it could post one."""
 
 
 class HeartbeatBoard:
-    """Posts this rank's heartbeat and reads everybody's.
+    """Posts this rank's heartbeat and reads those of all ranks.
 
     Args:
-        store: Where they are posted.
-        rank: Of this process.
-        names: What each rank is called.
+        store: Store for the heartbeats.
+        rank: Rank of this process.
+        names: Number of each rank in errors.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[int]) -> None:
@@ -66,17 +66,17 @@ class HeartbeatBoard:
         self._thread.start()
 
     def begin(self, sequence: int, name: str) -> None:
-        """Note that an operation was begun."""
+        """Record that an operation has begun."""
         self._mine.begun = sequence
         self._mine.begun_name = name
 
     def wait_in(self, sequence: int) -> None:
-        """Note that this rank waits in an operation; 0 when it no longer does."""
+        """Record the operation that this rank waits in; 0 when it no longer waits."""
         self._waiting_since_s = time.monotonic()
         self._mine.waiting = sequence
 
     def close(self, last_words: str = "") -> None:
-        """Post for the last time; the words of the first call stand."""
+        """Post for the last time; the `last_words` of the first call count."""
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT_S)
         if not self._mine.last_words and not self._thread.is_alive():
@@ -84,16 +84,16 @@ class HeartbeatBoard:
             _run_within(_STORE_TIMEOUT_S, self._post)
 
     def read(self, rank: int) -> Heartbeat | None:
-        """Return what a rank has posted last; None where it posted nothing or the store does not answer."""
+        """Return a rank's latest heartbeat; None if it has posted none or the store does not answer."""
         return _run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"heartbeat/{rank}"))
 
     def describe_others(self, sequence: int) -> str:
-        """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
+        """Return a description of where each other rank is, those that hold up operation `sequence` first."""
         before = _run_within(_STORE_TIMEOUT_S, self._read)
         time.sleep(3 * POST_INTERVAL_S)
         after = _run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
         if before is None or after is None:
-            return "the store that ranks post to does not answer: who holds it (with rank 0) is gone or frozen"
+            return "the store does not answer: the process that holds it (that of rank 0) is gone or frozen"
         others = [rank for rank in range(len(self._names)) if rank != self._rank]
         return describe_ranks({self._names[rank]: (before[rank], after[rank]) for rank in others}, sequence)
 
@@ -109,7 +109,7 @@ class HeartbeatBoard:
             try:
                 self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(self._mine)))
             except RuntimeError:
-                self._closed.set()  # the store is gone; whoever waits finds out and says so
+                self._closed.set()  # the store is gone; the waiting thread reports it
 
     def _read(self) -> list[Heartbeat | None]:
         return [self._read_one(f"heartbeat/{rank}") for rank in range(len(self._names))]
@@ -122,7 +122,7 @@ class HeartbeatBoard:
 
 
 def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
-    """Return what `function` does, or None when it fails or takes longer: a frozen store answers no call, ever."""
+    """Return the result of `function`, or None if it fails or takes longer: a frozen store never answers a call."""
     results: list[T] = []
 
     def run() -> None:
@@ -136,10 +136,10 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
 
 
 def describe_ranks(heartbeats: Mapping[int, tuple[Heartbeat | None, Heartbeat | None]], sequence: int) -> str:
-    """Return in plain words where ranks are, the ones that hold up operation `sequence` first.
+    """Return a description of where ranks are, those that hold up operation `sequence` first.
 
     Args:
-        heartbeats: Of each rank, by what it is called, an earlier and a later one; None where there is none.
+        heartbeats: An earlier and a later heartbeat of each rank, by its number in errors; None where there is none.
         sequence: Number of the operation.
     """
     lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in heartbeats.items()]
@@ -150,9 +150,9 @@ _LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
 
 
 def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) -> tuple[int, str]:
-    """Return (urgency, words); the lowest urgency is the likeliest cause."""
+    """Return (urgency, description); the lowest urgency is the likeliest cause."""
     if after is None:
-        return 0, "has never been heard of"
+        return 0, "has posted no heartbeat yet"
     place = f"(host {after.host}, pid {after.pid})"
     where = f"operation {after.begun} {after.begun_name!r}" if after.begun else "no operation"
     if after.last_words.startswith(_LOST_PEERS):
@@ -160,7 +160,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"
     if before is not None and before.beat == after.beat:
-        return 0, f"{place} is dead or frozen: it was last heard of when it had begun {where}"
+        return 0, f"{place} is dead or frozen: its last heartbeat came after it had begun {where}"
     if after.begun < sequence:
         doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"
         return 2, f"{place} is alive but behind: it has begun {where} and {doing}"

@@ -28,24 +28,24 @@ from paceline.programs.base import Algorithm
 class HostGroup(Group):
     """Ranks that are processes of several hosts, in any order and any number on each.
 
-    The first rank of each host is its leader. What is large is summed inside each host, then among the leaders by a
-    collective program, and copied to the others of the host: each host sends what one rank would. Broadcast and
-    all-gather pass through the leaders likewise. Small operations, all-to-all (which sends no byte twice anyway) and
-    messages go over a `TorchGroup` of all ranks.
+    The first rank of each host is its leader. Large tensors are summed inside each host, then among the leaders by a
+    collective program, and copied to the other ranks of the host: each host sends as much as one rank would. Broadcast
+    and all-gather go through the leaders too. Small operations, all-to-all (which sends no byte twice anyway) and
+    messages use a `TorchGroup` of all ranks.
 
     Args:
-        store: Where the ranks find each other; keys are this group's own (give it a prefix).
-        rank: This process's number.
+        store: Store by which the ranks find each other; all its keys belong to this group (give it a prefix).
+        rank: Rank of this process.
         size: Number of ranks.
-        timeout_s: How long an operation may take before `PeerTimeoutError`.
-        epoch: Number of the membership that this group is of.
-        algorithm: Of the leaders' programs; by default halving-doubling, which takes the fewest steps, where
-            their number is a power of two, and else the ring, which then sends the least.
-        host: What is the same for the ranks of one host; by default `host_key`.
-        names: What errors call each rank.
+        timeout_s: Longest time of an operation before `PeerTimeoutError`.
+        epoch: Number of the membership that the group belongs to.
+        algorithm: Algorithm of the leaders' programs; by default halving-doubling, which takes the fewest steps, if
+            their number is a power of two, else the ring, which then sends the least.
+        host: Key that is the same on all ranks of a host; by default `host_key`.
+        names: Number of each rank in errors.
 
     Raises:
-        SharedMemoryError: The ranks of some host cannot share memory; it is raised on all ranks.
+        SharedMemoryError: The ranks of some host cannot share memory; raised on all ranks.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HostGroup(Group):
         num_hosts = len(self._hosts)
         self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
         self._leaders: ProgramGroup | None = None
-        """On a leader."""
+        """Group of the leaders; None on other ranks."""
         self._parts: list[Group] = [self._neighbours, self._everyone]
         if rank == self._hosts[self._here][0]:
             links = self._open_network("leaders", [ranks[0] for ranks in self._hosts])
@@ -125,7 +125,7 @@ class HostGroup(Group):
         mine = tensor.detach().contiguous().view(-1)
 
         def run() -> None:
-            longest = max(map(len, self._hosts))  # hosts of fewer ranks send rows that nobody reads
+            longest = max(map(len, self._hosts))  # smaller hosts send rows that are never read
             blocks = torch.empty(len(self._hosts), longest, len(mine), dtype=mine.dtype)
             block = torch.empty(longest, len(mine), dtype=mine.dtype)
             self._neighbours.all_gather(block[: self._neighbours.size], mine, name=name).wait()
@@ -139,7 +139,7 @@ class HostGroup(Group):
         return self._submit(name, run)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Swap rows over the network."""
+        """Exchange rows over the network."""
         return self._everyone.all_to_all(output, tensor, name=name)
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
@@ -151,7 +151,7 @@ class HostGroup(Group):
         return self._everyone.receive(tensor, source, tag=tag, name=name)
 
     def begin(self, name: str) -> None:
-        """Note it where messages are noted."""
+        """Record it in the network group, which sends the messages."""
         self._everyone.begin(name)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -160,17 +160,17 @@ class HostGroup(Group):
 
     @property
     def host_ranks(self) -> list[int]:
-        """The ranks of this host."""
+        """Ranks of this host."""
         return self._hosts[self._here]
 
     def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the buffers of this host's ranks."""
+        """Return the buffers of the ranks of this host."""
         here = self.host_ranks
         shared = self._neighbours.share({place: num_bytes[rank] for place, rank in enumerate(here)})
         return {here[place]: buffer for place, buffer in shared.items()}
 
     def duplicate(self, name: str) -> "HostGroup":
-        """Return a group with memory and connections of its own."""
+        """Return a group with its own memory and connections."""
         store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self.store)
         duplicate = HostGroup(
             store,
@@ -186,7 +186,7 @@ class HostGroup(Group):
         return duplicate
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
-        """Return a group of shared memory where `ranks` are of one host, else one of hosts."""
+        """Return a shared-memory group if all `ranks` are on one host, else a host group."""
         place = self.place_in(ranks)
         here = self._hosts[self._here]
         if set(ranks) <= set(here):
@@ -205,11 +205,11 @@ class HostGroup(Group):
         return subgroup
 
     def link(self, peer: int, name: str) -> Group:
-        """Return a pair over the network."""
+        """Return a link over the network."""
         return self._everyone.link(peer, name)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave once what was begun is done; with an `error`, at once."""
+        """Leave when all operations have ended; with an `error`, at once."""
         for duplicate in (*self._duplicates, *self._subgroups):
             duplicate.close(error)
         if error is not None:
@@ -264,11 +264,11 @@ class HostGroup(Group):
         return self._channel.submit(run, sequence)
 
     def _explain(self, error: CommunicationError, sequence: int, name: str) -> CommunicationError:
-        """Say it in ranks of all hosts, and let the others notice."""
+        """Return the error with all hosts' ranks in it, and close the connections so that the others notice."""
         where = f"operation {sequence} {name!r} on rank {self.names[self.rank]}"
         if isinstance(error, PeerTimeoutError):
             others = self._board.describe_others(sequence)
-            self._close_parts(error)  # only now: who began to wait a little later shall come to its own time-out
+            self._close_parts(error)  # only now, so that ranks that began later reach their own time-out
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._close_parts(error)
         return CommunicationError(f"{where} lost its peers: {self._board.describe_others(sequence)}")

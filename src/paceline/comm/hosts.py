@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""Ranks of a group by host."""
 
 from weakref import WeakKeyDictionary
 
@@ -9,7 +9,7 @@ _known: WeakKeyDictionary[Group, list[list[int]]] = WeakKeyDictionary()
 
 
 def find_hosts(group: Group) -> list[list[int]]:
-    """Return the ranks of each host, hosts by their first rank. All ranks call it the first time; then it is known."""
+    """Return the ranks of each host, hosts by their first rank. The first call is collective; the result is kept."""
     if group not in _known:
         keys = group.gather_documents(host_key(), name="hosts")
         _known[group] = [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]

@@ -39,21 +39,22 @@ def join(
 ) -> Group:
     """Join the other workers of this run, or make a world of one where no launcher started this process.
 
-    Replicas and loaders that are made afterwards belong to the group. As a context (``with paceline.join():``) the
-    worker leaves at its end: what belongs to the group is closed, and where SIGTERM, SIGINT or SIGHUP stopped the
-    loop the process ends with exit code 75, by which schedulers and `paceline train` know that it can go on.
+    Replicas and loaders made afterwards belong to the group. At the end of ``with paceline.join():`` the worker
+    leaves: the block closes everything that belongs to the group, and if SIGTERM, SIGINT or SIGHUP stopped the loop,
+    the process ends with exit code 75, which tells schedulers and `paceline train` that the run can be resumed.
 
     Args:
-        device: What this worker computes on; by default its own GPU where every worker of the host can have one
-            (``LOCAL_RANK``-th), else the CPU.
-        timeout_s: How long an operation may take before `PeerTimeoutError` says who is missing.
-        transport: How CPU tensors travel, the same on every worker. ``shared_memory`` inside a host, and between hosts
-            from leader to leader; ``network`` everywhere; ``auto`` takes shared memory where some host has several
-            workers and all can share it, and says in a warning why not. GPUs always use NCCL.
+        device: Device that this worker computes on; by default its own GPU (number ``LOCAL_RANK``) if the host has one
+            for each of its workers, else the CPU.
+        timeout_s: Longest time of an operation before `PeerTimeoutError` says who is missing.
+        transport: Transport of CPU tensors, the same on every worker. ``shared_memory``: shared memory inside a host,
+            and messages between the hosts' leaders. ``network``: messages everywhere. ``auto``: shared memory if some
+            host has several workers and all can share it, else the network; a warning says why they cannot share it.
+            GPUs always use NCCL.
 
     Raises:
-        SettingsError: The launcher's environment is incomplete, or `transport` cannot be had.
-        CommunicationError: The other workers did not come within `timeout_s`.
+        SettingsError: The launcher's environment is incomplete, or `transport` is not available.
+        CommunicationError: The other workers did not join within `timeout_s`.
     """
     chosen = torch.device(device) if device is not None else _default_device()
     if transport not in get_args(Transport):
@@ -64,13 +65,13 @@ def join(
 
 
 def find_group(device: torch.device | None = None) -> Group:
-    """Return the group that this process has joined, or a world of one where no launcher started others beside it.
+    """Return the group that this process has joined, or a world of one if no launcher started other workers.
 
     Args:
-        device: That of a world of one.
+        device: Device of a world of one.
 
     Raises:
-        SettingsError: A launcher started several workers, and `join` was not called.
+        SettingsError: A launcher started several workers, but this one has not called `join`.
     """
     group = joined_group()
     if group is not None:
@@ -111,12 +112,14 @@ def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group
 def _open_cpu_group(
     store: dist.Store, rank: int, size: int, *, timeout_s: float, epoch: int, transport: Transport
 ) -> Group:
-    """Return the group that all ranks can have, of the kind that they agree on."""
+    """Return the group for the transport that all ranks agree on."""
     mine = {"transport": transport, "host": host_key(), "obstacle": find_obstacle()}
     documents = exchange_documents(dist.PrefixStore("transport", store), rank, size, mine, timeout_s)
     asked = [document["transport"] for document in documents]
     if len(set(asked)) > 1:
-        raise SettingsError(f"transport must be the same on every worker, but got {asked} by rank; pass one to all")
+        raise SettingsError(
+            f"transport must be the same on every worker, but got {asked} by rank; pass the same to all"
+        )
     hosts = [document["host"] for document in documents]
     num_hosts = len(set(hosts))
     obstacles = [document["obstacle"] if hosts.count(document["host"]) > 1 else None for document in documents]
@@ -142,19 +145,19 @@ def _open_cpu_group(
 
 
 def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) -> int:
-    """Return a number that exactly the processes of this start of the run agree on.
+    """Return a number that only the processes of this start of the run agree on.
 
-    A launcher that restarts workers hands them the store of those that died, full of their addresses, and its own
+    A launcher that restarts workers gives them the store of the dead ones, full of old addresses, and its own
     restart count differs from host to host. So rank 0 opens a new generation, every other rank enters its
-    name into the newest one, and rank 0 confirms it once all are in. A rank whose entry an earlier process
-    of the same rank has taken waits for a newer generation. Starts of different sizes never meet.
+    name into the newest one, and rank 0 confirms it once all are in. If an earlier process of the same rank has
+    already entered, the rank waits for a newer generation. Starts of different sizes never share a generation.
     """
     deadline_s = time.monotonic() + timeout_s
     me = uuid.uuid4().hex
     if rank == 0:
         generation = int(store.add("generations", 1))
         while not store.check([f"{generation}/{size}/entry/{other}" for other in range(1, size)]):
-            _sleep_until(deadline_s, f"generation {generation} must have {size} workers, but some did not come")
+            _sleep_until(deadline_s, f"generation {generation} must have {size} workers, but some did not enter it")
         store.set(f"{generation}/{size}/confirmed", me)
         return generation
     generation = 0
@@ -164,13 +167,13 @@ def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) 
         if newest > generation:
             generation = newest
             entered = store.compare_set(f"{generation}/{size}/entry/{rank}", "", me) == me.encode()
-        _sleep_until(deadline_s, f"rank {rank} waited for rank 0, which did not come")
+        _sleep_until(deadline_s, f"rank {rank} waited for rank 0, which did not confirm one")
     return generation
 
 
 def _sleep_until(deadline_s: float, complaint: str) -> None:
     if time.monotonic() > deadline_s:
-        raise CommunicationError(f"{complaint} in time; see whether every worker was started")
+        raise CommunicationError(f"{complaint} in time; check that every worker was started")
     time.sleep(_POLL_S)
 
 
@@ -181,8 +184,8 @@ def _default_device() -> torch.device:
         return torch.device("cuda", local_rank)
     if num_gpus and local_rank == 0:
         warnings.warn(
-            f"training is on CPUs, since this host has {num_gpus} GPUs for {local_size} processes; start as many as "
-            "there are GPUs, servers with processes of their own among them",
+            f"training is on CPUs, since this host has {num_gpus} GPUs for {local_size} processes; start at most one "
+            "process for each GPU, servers included",
             stacklevel=3,
         )
     return torch.device("cpu")

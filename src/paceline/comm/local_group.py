@@ -25,18 +25,18 @@ class _Operation:
 
 @dataclass
 class _Message:
-    """One end of a message; the other end is `missing` until they meet."""
+    """One end of a message; `missing` is the rank of the other end until that has begun."""
 
     name: str
     tensor: Tensor
     missing: int
     finished: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
-    """Set when it is finished, or has failed."""
+    """Set when the message has ended or failed."""
 
 
 class _Room:
-    """What the threads of one group share; guarded by its condition."""
+    """State that the threads of one group share; its condition guards it."""
 
     def __init__(self, size: int, timeout_s: float, failure: str | None = None) -> None:
         self.size = size
@@ -46,10 +46,10 @@ class _Room:
         self.positions = ["has begun no operation"] * size
         self.failure = failure
         self.messages: dict[tuple[int, int, int, bool], deque[_Message]] = {}
-        """Ends that wait for their other end, by source, destination, tag and whether it is the sender's."""
+        """Ends without their other end, by source, destination, tag and whether it is the sender's."""
         self.duplicates: dict[tuple[int, str], _Room] = {}
         self.subgroups: dict[tuple[tuple[int, ...], str], _Room] = {}
-        """By their ranks here, and their names."""
+        """Subgroups by their ranks here and their names."""
         self.failed: set[int] = set()
         """Ranks that left with an error."""
 
@@ -57,8 +57,8 @@ class _Room:
 class LocalGroup(Group):
     """One of N ranks that are threads of this process.
 
-    Sums run in rank order, so that they are the same at every run. One thread's failure ends all. Threads
-    share torch's global random generator: workers that draw from it are not independent here.
+    Sums run in rank order, so that they are equal in every run. The failure of one thread ends all. Threads
+    share torch's global random generator: workers that use it do not draw independently.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LocalGroup(Group):
         """Run ``worker(group)`` in `size` threads and return what each returned, by rank.
 
         Raises:
-            BaseException: Whatever the first worker to fail raised.
+            BaseException: The error of the first worker that failed.
         """
         groups = cls.create(size, timeout_s=timeout_s)
         results: dict[int, T] = {}
@@ -94,7 +94,7 @@ class LocalGroup(Group):
         def run_one(group: LocalGroup) -> None:
             try:
                 results[group.rank] = worker(group)
-            except BaseException as error:  # handed on to the caller below
+            except BaseException as error:  # raised in the caller below
                 errors.append(error)
                 group.close(error)
 
@@ -122,29 +122,29 @@ class LocalGroup(Group):
         return self._post(name, (tensor,), copy)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Copy everybody's tensor to everybody."""
+        """Copy every rank's tensor to all ranks."""
         if self.size == 1:
             output[0].copy_(tensor)
             return DoneWork()
         return self._post(name, (output, tensor), _gather)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Copy everybody's rows to whom they are for."""
+        """Copy every rank's rows to their destinations."""
         if self.size == 1:
             output[0].copy_(tensor[0])
             return DoneWork()
         return self._post(name, (output, tensor), _swap_rows)
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
-        """Meet the receiver, and copy to it."""
-        return self._meet(tensor, destination, tag, name, is_send=True)
+        """Wait for the receiver, and copy to it."""
+        return self._post_message(tensor, destination, tag, name, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
-        """Meet the sender, and copy from it."""
-        return self._meet(tensor, source, tag, name, is_send=False)
+        """Wait for the sender, and copy from it."""
+        return self._post_message(tensor, source, tag, name, is_send=False)
 
     def duplicate(self, name: str) -> "LocalGroup":
-        """Return this rank's member of a new room, which fails when this one does."""
+        """Return this rank's member of a new group, which fails when this one does."""
         self._num_duplicates += 1
         with self._room.changed:
             room = self._room.duplicates.setdefault(
@@ -153,7 +153,7 @@ class LocalGroup(Group):
         return LocalGroup(self.rank, room, self.device, self.epoch, self.names)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "LocalGroup":
-        """Return this rank's member of a room, which fails when one of its own ranks does."""
+        """Return this rank's member of a subgroup, which fails when one of its own ranks does."""
         place = self.place_in(ranks)
         with self._room.changed:
             failure = self._room.failure if self._room.failed & set(ranks) else None
@@ -163,11 +163,11 @@ class LocalGroup(Group):
         return LocalGroup(place, room, self.device, self.epoch, self.names_of(ranks))
 
     def begin(self, name: str) -> None:
-        """Note it."""
+        """Record it."""
         self._room.positions[self.rank] = f"has begun {name!r}"
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave; with an `error`, make every operation of the others fail."""
+        """Leave; with an `error`, every operation of the other ranks fails."""
         with self._room.changed:
             if error is not None:
                 self._room.failed.add(self.rank)
@@ -186,7 +186,7 @@ class LocalGroup(Group):
         for ranks, room in rooms:
             LocalGroup(ranks.index(self.rank), room, self.device, self.epoch, self.names_of(ranks)).close(error)
 
-    def _meet(self, tensor: Tensor, peer: int, tag: int, name: str, *, is_send: bool) -> Work:
+    def _post_message(self, tensor: Tensor, peer: int, tag: int, name: str, *, is_send: bool) -> Work:
         self.check_message(peer, tag)
         source, destination = (self.rank, peer) if is_send else (peer, self.rank)
         room = self._room
@@ -219,7 +219,7 @@ class LocalGroup(Group):
         if not message.ended.wait(room.timeout_s):
             missing = self.names[message.missing]
             raise PeerTimeoutError(
-                f"message {message.name!r} on rank {self.names[self.rank]} must pass within {room.timeout_s:g} s, "
+                f"message {message.name!r} on rank {self.names[self.rank]} must arrive within {room.timeout_s:g} s, "
                 f"but rank {missing} did not begin it: rank {missing} {room.positions[message.missing]}"
             )
         if not message.finished:

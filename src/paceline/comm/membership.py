@@ -1,4 +1,4 @@
-"""What belongs to workers that train together, from joining to leaving: requests to stop, and what must be closed."""
+"""The part of training that lasts from joining to leaving: requests to stop, and objects to close."""
 
 import os
 import signal
@@ -12,53 +12,53 @@ from typing import Any
 from paceline.errors import SettingsError
 
 PREEMPTED = os.EX_TEMPFAIL
-"""Exit code (75) of a worker that a signal stopped: a new start goes on from the checkpoint."""
+"""Exit code (75) of a worker that a signal stopped: a new start resumes from the checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Membership:
-    """This worker's part in a group that trains together.
+    """This worker's membership in a group that trains together.
 
-    A group is immutable; when workers die or join there is a new one, and with it a new membership. What is made for a
-    group (replicas, loaders, savers) is closed with its membership; what outlives it (model, optimizer, log, store of
-    checkpoints) is not in it.
+    A group is immutable: when workers die or join there is a new group, with a new membership. Objects made for a group
+    (replicas, loaders, savers) are closed with its membership; objects that outlive it (model, optimizer, log,
+    checkpoint store) do not belong to it.
     """
 
     def __init__(self) -> None:
         self.stop_requested_by = ""
-        """What asked this worker to stop, such as SIGTERM; the other workers may not know yet."""
+        """Reason why this worker was asked to stop, such as SIGTERM; other workers may not know it yet."""
         self.is_stopping = False
         """Whether all workers have agreed to stop after the step that has just ended."""
         self.shards: list[Any] = []
-        """What `paceline.parallelize` has made of models."""
+        """Model shards that `paceline.parallelize` has made."""
         self.reading: tuple[Any, Any] | None = None
-        """In a layout, the ranks that read different samples, and what cuts this rank's part out of a batch."""
+        """In a layout: the data-parallel group, and the function that splits this rank's part out of a batch."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that read what a rank reads where there is no layout."""
+        """Loaders that were made without a layout."""
         self.dispatcher: Any = None
-        """What hands out samples, where workers go at their own pace."""
+        """Sample dispatcher, if workers go at their own pace."""
         self.save_every: int | None = None
-        """Steps after which those workers come together for a checkpoint, once a loop has said it."""
+        """Steps between checkpoints of such workers, once the loop has given it."""
         self.boundary_step: int | None = None
-        """While they are together, the number of steps done."""
+        """Number of steps done while such workers wait together for a checkpoint; otherwise None."""
         self.savers: dict[Any, Any] = {}
-        """What writes checkpoints, by folder."""
+        """Checkpoint savers, by folder."""
         self._num_listening = 0
         self._closers: list[Callable[[], None]] = []
 
     def request_stop(self, reason: str) -> None:
-        """Ask all workers to stop after a step; they agree on which."""
+        """Ask all workers to stop after a step that they agree on."""
         self.stop_requested_by = self.stop_requested_by or reason
 
     @contextmanager
     def stopping_on_signals(self, *, may_interrupt: bool = True) -> Iterator[None]:
-        """Inside, SIGTERM, SIGINT and SIGHUP are requests to stop.
+        """While active, SIGTERM, SIGINT and SIGHUP are requests to stop.
 
-        A signal that was ignored stays so, as SIGHUP is under `nohup`. Python handles signals in its main thread only:
-        elsewhere nothing changes.
+        A signal that was ignored stays ignored, as SIGHUP is under `nohup`. Python handles signals in its main thread
+        only: in other threads nothing changes.
 
         Args:
-            may_interrupt: Whether a second SIGINT interrupts as ever.
+            may_interrupt: Whether a second SIGINT raises KeyboardInterrupt as usual.
         """
 
         def handle(number: int, _: FrameType | None) -> None:
@@ -79,11 +79,11 @@ class Membership:
                     signal.signal(number, handler)
 
     def should_save(self, every: int, step: int | None) -> bool:
-        """Return whether it is time to save: each `every` steps, and once all workers stop.
+        """Return whether to save now: each `every` steps, and once all workers stop.
 
         Args:
-            every: Steps from one save to the next.
-            step: Steps that are done; None where workers at their own pace come together only at a boundary.
+            every: Number of steps from one save to the next.
+            step: Number of steps done; None if workers go at their own pace, and meet only at a boundary.
 
         Raises:
             SettingsError: `every` is not at least 1.
@@ -96,10 +96,10 @@ class Membership:
         return step is not None and (step % every == 0 or self.is_stopping)
 
     def close_with(self, close: Callable[[], None]) -> None:
-        """Call `close` when the worker leaves without an error, the last that was given first."""
+        """Call `close` when the worker leaves without an error; the last one registered runs first."""
         self._closers.append(close)
 
     def leave(self) -> None:
-        """Close what belongs to the membership."""
+        """Close all objects of the membership."""
         while self._closers:
             self._closers.pop()()

@@ -1,16 +1,16 @@
-"""What one rank does in a program, as messages in an order that keeps to the data and to nothing else.
+"""The messages of one rank in a program, in an order that depends on the data alone.
 
-A program's rounds say what depends on what; they are no barriers. A send waits for the receives of earlier rounds that
-write what it reads. What is received is written once the sends of its own and earlier rounds that read the same place
-have ended. All this is known beforehand, so that running it needs no bookkeeping.
+A program's rounds say what depends on what; they are not barriers. A send waits for those receives of earlier rounds
+that write its data. Received data are written once the sends of the same and earlier rounds that read the same
+elements have ended. All this is known beforehand, so running the messages needs no bookkeeping.
 
-Sends are paced. A rank whose data are there early would else begin the next round beside its last sends of this one, to
-another rank, and so keep that one and all who wait for it behind: links stand idle (halving-doubling took 1.3 times as
-long). So a send waits until the ones before it have likely left, but for the last few.
+Sends are paced. Otherwise a rank whose data are there early would begin the next round while its last sends of this
+one, to another rank, are under way, and so delay that rank and all that wait for it: links would stand idle
+(halving-doubling took 1.3 times as long). So a send waits until all but the last few before it have likely left.
 
-Nobody waits in a circle: a rank takes its receives round by round and posts them in that order; it begins the sends of
-a round at the latest when it has taken all receives of the rounds before, and waits for none of them earlier. So
-whoever waits for a message of some round waits for a rank that is in an earlier one, and the earliest can go on.
+There is no deadlock. A rank takes its receives round by round and posts them in that order. It begins the sends of
+a round no later than when it has taken all receives of the rounds before, and waits for none of them earlier. So
+a rank that waits for a message of some round waits for a rank in an earlier round, and the earliest can go on.
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ from paceline.programs.base import Integers, Program, Round
 
 @dataclass(frozen=True)
 class Places:
-    """Where each chunk lies in a buffer: arrays of shape ``(num_chunks,)``."""
+    """Position of each chunk in a buffer: arrays of shape ``(num_chunks,)``."""
 
     begins: Integers
     sizes: Integers
     is_sequence: bool
-    """Whether chunks lie one after another in one piece of memory, so that several can be one message."""
+    """Whether chunks follow each other in contiguous memory, so that several can be one message."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Messages:
         return Messages(*(getattr(self, column)[which] for column in self.__dataclass_fields__))
 
     def num_before(self, round_index: int) -> int:
-        """Return how many are of earlier rounds."""
+        """Return the number of messages of earlier rounds."""
         return int(np.searchsorted(self.rounds, round_index))
 
     def overlapping(self, begin: int, end: int, first: int, after: int) -> list[int]:
-        """Return those from `first` to `after` (exclusive) that touch elements from `begin` to `end`."""
+        """Return the messages from `first` to `after` (exclusive) that overlap elements `begin` to `end`."""
         touch = (self.begins[first:after] < end) & (self.ends[first:after] > begin)
         return (np.flatnonzero(touch) + first).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message that leaves."""
+    """An outgoing message."""
 
     peer: int
     begin: int
@@ -73,7 +73,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A message that comes in."""
+    """An incoming message."""
 
     peer: int
     begin: int
@@ -81,21 +81,21 @@ class Receive:
     tag: int
     adds: bool
     is_direct: bool
-    """Whether it is received where it belongs; else in scratch memory, as it is added or comes too early."""
+    """Whether it is received in place; else in scratch memory, because it is added or comes too early."""
     overwrites: tuple[int, ...]
-    """Sends that must have ended before its place is written to."""
+    """Sends that must have ended before the message is written."""
 
 
 @dataclass(frozen=True)
 class MessageStep:
-    """What is done when a receive has been taken."""
+    """Actions after a receive has been taken."""
 
     posts: list[int]
     """Receives to post at once."""
     sends: list[int]
     """Sends to begin."""
     late_posts: list[int]
-    """Receives to post when the sends that they overwrite have ended."""
+    """Receives to post once the sends that they overwrite have ended."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class MessageOrder:
     receives: list[Receive]
     steps: list[MessageStep]
     num_tags: int
-    """Tags that the messages of all ranks have together, from 0 on."""
+    """Number of tags of the messages of all ranks, from 0 on."""
     num_scratch: int
     """Elements of the largest receive that needs scratch memory."""
 
@@ -114,15 +114,15 @@ class MessageOrder:
 def order_messages(
     program: Program, rank: int, places: Places, *, segment: int, window: int, ahead: int
 ) -> MessageOrder:
-    """Return what `rank` does.
+    """Return the messages of `rank`, in order.
 
     Args:
         program: The program.
-        rank: Whose messages.
-        places: Where chunks lie.
-        segment: Elements of a message at most.
-        window: Receives that are posted ahead at most.
-        ahead: Elements that may be on their way when a send of a later round begins.
+        rank: Rank whose messages are ordered.
+        places: Positions of the chunks.
+        segment: Most elements of a message.
+        window: Most receives that are posted ahead.
+        ahead: Elements that may be under way when a send of a later round begins.
     """
     messages = list(_cut(program, places, segment))
     num_tags = sum(map(len, messages))
@@ -145,7 +145,7 @@ def order_messages(
 
 
 def _cut(program: Program, places: Places, segment: int) -> Iterator[Messages]:
-    """Yield the messages of each round, the first pieces of all transfers before the second ones."""
+    """Yield the messages of each round, the first segments of all transfers before the second ones."""
     sums = np.concatenate([[0], np.cumsum(places.sizes)])
     num_tags = 0
     for index, transfers in enumerate(program.rounds()):
@@ -153,18 +153,18 @@ def _cut(program: Program, places: Places, segment: int) -> Iterator[Messages]:
             transfers = _one_chunk_each(transfers)
         begins = places.begins[transfers.firsts]
         ends = begins + sums[transfers.firsts + transfers.counts] - sums[transfers.firsts]
-        num_pieces = -(-(ends - begins) // segment)
-        row = np.repeat(np.arange(len(transfers)), num_pieces)
-        piece = _count_up(num_pieces)
-        if not _meet_askew(transfers.destinations, begins, ends):
-            order = np.lexsort((row, piece))
-            row, piece = row[order], piece[order]
+        num_segments = -(-(ends - begins) // segment)
+        row = np.repeat(np.arange(len(transfers)), num_segments)
+        number = _count_up(num_segments)
+        if not _overlap_partially(transfers.destinations, begins, ends):
+            order = np.lexsort((row, number))
+            row, number = row[order], number[order]
         yield Messages(
             np.full(len(row), index),
             transfers.sources[row],
             transfers.destinations[row],
-            begins[row] + piece * segment,
-            np.minimum(begins[row] + (piece + 1) * segment, ends[row]),
+            begins[row] + number * segment,
+            np.minimum(begins[row] + (number + 1) * segment, ends[row]),
             num_tags + np.arange(len(row)),
             transfers.adds[row],
         )
@@ -182,10 +182,10 @@ def _count_up(lengths: Integers) -> Integers:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _meet_askew(destinations: Integers, begins: Integers, ends: Integers) -> bool:
-    """Return whether a rank receives two transfers that overlap without being of the same place.
+def _overlap_partially(destinations: Integers, begins: Integers, ends: Integers) -> bool:
+    """Return whether a rank receives two transfers that overlap without covering the same elements.
 
-    What is added to one place is added in the order of the transfers, so their pieces must not be mixed then.
+    Transfers that are added to the same elements are added in order, so their segments must not be mixed then.
     """
     order = np.lexsort((ends, begins, destinations))
     destinations, begins, ends = destinations[order], begins[order], ends[order]
@@ -201,9 +201,9 @@ def _join(parts: list[Messages]) -> Messages:
 
 
 def _ready_after(sends: Messages, receives: Messages, ahead: int) -> list[int]:
-    """Return the step at which each send begins: its data are there, and what was sent before it has likely left.
+    """Return the step at which each send begins: its data are there, and earlier sends have likely left.
 
-    No round before its own writes to its data later.
+    No earlier round writes to its data later.
     """
     sent = np.cumsum(sends.ends - sends.begins)
     last_gone = np.searchsorted(sent, sent - (sends.ends - sends.begins) - ahead, side="right") - 1
@@ -236,17 +236,17 @@ def _describe(index: int, sends: Messages, receives: Messages) -> Receive:
 
 
 def _posted_after(sends: Messages, receives: Messages, taken: list[Receive], window: int) -> list[int]:
-    """Return the step at which each receive is posted: `window` receives ahead, if its place is free by then."""
+    """Return the step at which each receive is posted: `window` receives ahead, if its elements are free by then."""
     rounds = receives.rounds.tolist()
-    # Where sends and receives of one round meet, ranks wait for each other's posts: all are there from the start.
-    met = {
+    # Where a send and a receive of one round overlap, ranks wait for each other's posts: post these from the start.
+    overlapping_rounds = {
         rounds[i] for i, receive in enumerate(taken) for send in receive.overwrites if sends.rounds[send] == rounds[i]
     }
     posted: list[int] = []
     for index, receive in enumerate(taken):
         begun = receives.num_before(rounds[index])
         step = max(index - window + 1, 0)
-        if rounds[index] in met:
+        if rounds[index] in overlapping_rounds:
             step = min(step, begun)
         if receive.is_direct:
             writers = receives.overlapping(receive.begin, receive.end, 0, begun)
@@ -258,9 +258,9 @@ def _posted_after(sends: Messages, receives: Messages, taken: list[Receive], win
 
 
 def _likely_ended(send: int, sends: Messages, receives: Messages) -> int:
-    """Return the step at which as large a part of its round is received as is sent with it: it has ended then.
+    """Return the step at which a send has likely ended: as large a part of its round is received as is sent with it.
 
-    It has begun by then in any case.
+    The send has begun by then in any case.
     """
     round_index = sends.rounds[send]
     first_send, after_send = sends.num_before(round_index), sends.num_before(round_index + 1)

@@ -15,19 +15,19 @@ from paceline.programs import Algorithm, Collective, Program, find_algorithm
 class ProgramGroup(Group):
     """Runs one algorithm's programs over another group, in order, in a thread of its own.
 
-    The programs run on a duplicate of the group, and never fall back to its collectives. What the algorithm cannot do
-    (see `Algorithm.collectives`), and everything in a world of one, is handed to the group itself; say in `needs` what
-    must not be. Messages and buffers are the group's own too. Its owner closes it: closing this one closes the
-    duplicate, and the group only where there is an error to tell.
+    The programs run on a duplicate of the group, and never use the group's own collectives. Collectives that the
+    algorithm lacks (see `Algorithm.collectives`), and everything in a world of one, run on the group itself; `needs`
+    lists those that must be programs. The group also sends messages and allocates buffers. The group's owner closes it:
+    closing a program group closes the duplicate, and the group itself only to report an error.
 
     Args:
-        group: Any group whose messages work; every rank makes its `ProgramGroup` at the same time.
+        group: Group that can send messages; every rank makes its `ProgramGroup` at the same time.
         algorithm: Settings of an algorithm, or its name.
         needs: Collectives that must be programs.
-        segment_bytes: See `execute`.
+        segment_bytes: Largest size of a message; see `execute`.
 
     Raises:
-        SettingsError: There is no such algorithm, or it cannot do what is in `needs` for that many ranks.
+        SettingsError: There is no such algorithm, or it lacks a collective of `needs` for that number of ranks.
     """
 
     def __init__(
@@ -53,35 +53,35 @@ class ProgramGroup(Group):
         self._channel = Channel(f"paceline-{self.algorithm.name}")
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
-        """Run the program, or hand it to the group."""
+        """Run the program, or the group's own collective."""
         if self._runs(Collective.ALL_REDUCE):
             return self._submit(Collective.ALL_REDUCE, tensor, None, name)
         return self._group.all_reduce(tensor, name=name)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
-        """Run the program, or hand it to the group."""
+        """Run the program, or the group's own collective."""
         if self._runs(Collective.BROADCAST):
             return self._submit(Collective.BROADCAST, tensor, None, name, root=source)
         return self._group.broadcast(tensor, source=source, name=name)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Run the program, or hand it to the group."""
+        """Run the program, or the group's own collective."""
         if self._runs(Collective.ALL_GATHER):
             return self._submit(Collective.ALL_GATHER, tensor, output, name)
         return self._group.all_gather(output, tensor, name=name)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Run the program, or hand it to the group."""
+        """Run the program, or the group's own collective."""
         if self._runs(Collective.ALL_TO_ALL):
             return self._submit(Collective.ALL_TO_ALL, tensor, output, name)
         return self._group.all_to_all(output, tensor, name=name)
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
-        """Send by the group."""
+        """Send over the group."""
         return self._group.send(tensor, destination, tag=tag, name=name)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
-        """Receive by the group."""
+        """Receive over the group."""
         return self._group.receive(tensor, source, tag=tag, name=name)
 
     def duplicate(self, name: str) -> "ProgramGroup":
@@ -101,15 +101,15 @@ class ProgramGroup(Group):
         return self._group.link(peer, name)
 
     def on_cpu(self) -> Group:
-        """Return this group, or the one that lies beside NCCL's."""
+        """Return this group if its device is the CPU, else the group's own `on_cpu`."""
         return self if self.device.type == "cpu" else self._group.on_cpu()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of the group's."""
+        """Return a buffer of the group."""
         return self._group.allocate(num_elements, dtype)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the channel and what was duplicated; with an `error`, the group itself."""
+        """Close the channel and the duplicate; with an `error`, also the group itself."""
         for owned in (*self._duplicates, *self._owned):
             owned.close(error)
         if error is not None:

@@ -1,8 +1,8 @@
-"""Requests and replies between a worker and whoever serves it: push, pull and swap, for workers with no common round.
+"""Remote procedure calls between a worker and a server: push, pull and swap, for workers without a common round.
 
-A request is a header of fixed size and a body of bytes, and so is its reply: pushing fills the first, pulling the
-second, swapping both. Clocks and versions are in the headers; what they mean is the service's affair. Each worker has a
-link and a thread of its own at each service, so that one that is slow, or dead, holds up nobody else.
+A request is a header of fixed size and a body of bytes, and so is its reply: a push fills the first, a pull the
+second, a swap both. Headers carry clocks and versions; the service defines their meaning. Each worker has its own
+link and thread at each service, so that a slow or dead one holds up no other.
 """
 
 import threading
@@ -20,46 +20,46 @@ from paceline.errors import CommunicationError
 __all__ = ["NOTHING", "RpcClient", "RpcEndpoint", "RpcHeader", "RpcReply", "RpcService"]
 
 Route = tuple[int, int]
-"""The ranks of a caller and of who serves it."""
+"""Ranks of the caller and of the server."""
 
 _GOODBYE, _ALIVE = -1, -2
 _ALIVE_INTERVAL_S = 1.0
 
 
 class RpcService(ABC):
-    """Answers the requests of workers; each worker's come one after another, those of several at once."""
+    """Answers the requests of workers: those of one worker in order, those of several at once."""
 
     def request_buffer(self, caller: int) -> Tensor:
-        """Return where a caller's bodies of the usual size are received, always the same: it is its until the reply."""
+        """Return the buffer that receives a caller's request bodies of the usual size: the caller's until the reply."""
         return NOTHING
 
     def set_reply_buffer(self, caller: int, outbox: Tensor) -> None:
-        """Note memory that a caller sees too: a reply's body that begins there need not be sent."""
+        """Record memory that a caller sees too: a reply body that begins there need not be sent."""
 
     @abstractmethod
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
-        """Take in a request, without waiting for anybody, and return what waits for its reply.
+        """Process a request without waiting for anyone, and return a function that waits for the reply.
 
-        A body that is replied must stay as it is until the reply to the caller's next request.
+        The body of a reply must stay unchanged until the reply to the caller's next request.
         """
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Note that a caller has left, or is lost with an `error`: nobody must wait for it from now on."""
+        """Record that a caller has left, or is lost with an `error`: from now on nothing may wait for it."""
 
     def fail(self, error: BaseException) -> None:
-        """Note that the service cannot go on: whoever waits for a reply must get the `error` now."""
+        """Record that the service cannot go on: everyone who waits for a reply must get the `error` now."""
 
 
 class RpcClient(ABC):
-    """A worker's way to one service: one request at a time, from any thread.
+    """A worker's connection to one service: one request at a time, from any thread.
 
     Args:
-        server: The rank that serves.
+        server: Rank of the server.
 
     Attributes:
-        outbox: Memory that the service sees too: a request's body that begins there need not be sent. Empty where
-            none is shared.
-        inbox: The same of replies: they may lie there, unlike what `finish` was told, until the next request.
+        outbox: Memory that the service sees too: a request body that begins there need not be sent. Empty if no memory
+            is shared.
+        inbox: Memory where reply bodies may lie until the next request, instead of the tensor given to `finish`.
     """
 
     outbox: Tensor = NOTHING
@@ -71,7 +71,7 @@ class RpcClient(ABC):
         """Held from a request to the end of its reply."""
 
     def begin(self, header: RpcHeader, body: Tensor = NOTHING) -> None:
-        """Send a request; its body is left alone until `finish`, which must follow.
+        """Send a request; its body must stay unchanged until `finish`, which must follow.
 
         Raises:
             CommunicationError: The service is lost.
@@ -87,7 +87,7 @@ class RpcClient(ABC):
         """Wait for the reply and return it.
 
         Args:
-            into: Where its body goes, if it is of that size: uint8, 1-dim.
+            into: Tensor for the reply body, if it has that size: uint8, 1-dim.
 
         Raises:
             CommunicationError: The service is lost; the message names its rank.
@@ -109,14 +109,14 @@ class RpcClient(ABC):
     def _finish(self, into: Tensor | None) -> RpcReply: ...
 
     def keep_alive(self) -> None:
-        """Let the service know that this worker lives, if it is not asking for something anyway."""
+        """Tell the service that this worker lives, unless a request is under way anyway."""
 
     def close(self) -> None:
         """Say goodbye."""
 
 
 class _LocalClient(RpcClient):
-    """To the service of one's own process."""
+    """Client of the service in the same process."""
 
     def __init__(self, server: int, service: RpcService) -> None:
         super().__init__(server)
@@ -137,7 +137,7 @@ class _LocalClient(RpcClient):
 
 
 class _RemoteClient(RpcClient):
-    """To the service of another process."""
+    """Client of a service in another process."""
 
     def __init__(self, server: int, connection: RpcConnection, name: str) -> None:
         super().__init__(server)
@@ -162,10 +162,10 @@ class _RemoteClient(RpcClient):
 
     def close(self) -> None:
         was_sent = self._notify(_GOODBYE)
-        self._connection.link.close(None if was_sent else CommunicationError("it left in the middle of a request"))
+        self._connection.link.close(None if was_sent else CommunicationError("it left during a request"))
 
     def _notify(self, kind: int) -> bool:
-        """Send a header that has no reply, unless a request is under way; return whether it went."""
+        """Send a header that has no reply, unless a request is under way; return whether it was sent."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -173,7 +173,7 @@ class _RemoteClient(RpcClient):
             self._connection.wait_until_sent()
             return True
         except CommunicationError:
-            return False  # whoever asks for something next hears of it
+            return False  # the next request raises the error
         finally:
             self._turn.release()
 
@@ -182,17 +182,17 @@ class _RemoteClient(RpcClient):
 
 
 class RpcEndpoint:
-    """The RPC clients of this rank, and the threads that serve others.
+    """RPC clients of this rank, and the threads that serve other ranks.
 
-    Every rank of the group makes it, with the same routes. A caller must ask at least once in the group's
-    time-out; a thread sees to that while the worker computes.
+    Every rank of the group makes it, with the same routes. A caller must send something at least once within the
+    group's time-out; a thread does so while the worker computes.
 
     Args:
-        group: Whose ranks talk.
-        routes: Pairs (caller, server) of ranks: who may ask whom.
-        service: What answers here; None on ranks that serve nobody.
-        name: What errors call it.
-        body_bytes: Size of requests' and of replies' bodies by server, where they should lie in memory that both ends
+        group: Group of the callers and servers.
+        routes: Pairs (caller, server) of ranks that may talk.
+        service: Service that answers here; None on ranks that are not servers.
+        name: Name of the endpoint in errors.
+        body_bytes: Sizes of request and reply bodies by server, for bodies that should lie in memory that both ends
             share, if they can.
     """
 
@@ -206,19 +206,19 @@ class RpcEndpoint:
     ) -> None:
         group = group.on_cpu()
         self.clients: dict[int, RpcClient] = {}
-        """By the rank that serves."""
+        """Clients by the rank of the server."""
         self._service = service
         self._connections: list[RpcConnection] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         self._boxes = _share_boxes(group, routes, body_bytes or {})
-        # In the same order everywhere, so that nobody waits in a ring.
+        # In the same order on all ranks, which avoids deadlock.
         for caller, server in sorted(routes, key=lambda route: (min(route), max(route), route)):
             if group.rank in (caller, server):
                 self._open(group, caller, server, f"{name} of rank {caller} at {server}")
         for thread in self._threads:
             thread.start()
-        # Threads know no more than they need, or an endpoint that was forgotten would live on in them.
+        # Threads refer only to what they need: they would keep a dropped endpoint alive otherwise.
         self._end = weakref.finalize(self, self._closed.set)
         self._end.atexit = False
         if any(isinstance(client, _RemoteClient) for client in self.clients.values()):
@@ -226,7 +226,7 @@ class RpcEndpoint:
             threading.Thread(target=_keep_alive, args=arguments, name="paceline-alive", daemon=True).start()
 
     def close(self) -> None:
-        """Say goodbye to who serves, and serve on until all callers have said so or are lost."""
+        """Say goodbye to the servers, and serve until all callers have said goodbye or are lost."""
         self._closed.set()
         for client in self.clients.values():
             client.close()
@@ -260,7 +260,7 @@ class RpcEndpoint:
 def _share_boxes(
     group: Group, routes: Collection[Route], body_bytes: Mapping[int, tuple[int, int]]
 ) -> dict[Route, tuple[Tensor, Tensor]]:
-    """Return where requests and replies lie, by route between two ranks that share memory."""
+    """Return the memory of requests and replies, by route between two ranks that share memory."""
     sizes = dict.fromkeys(group.host_ranks, 0)
     places: dict[Route, list[tuple[int, slice]]] = {}
     for route in sorted(routes):
@@ -292,13 +292,13 @@ def _serve(service: RpcService, connection: RpcConnection, caller: int, connecti
 def _drop(
     service: RpcService, caller: int, error: BaseException, connection: RpcConnection, connections: list[RpcConnection]
 ) -> None:
-    """Let go of a caller that is lost; if it is the service that cannot go on, of all."""
+    """Drop a lost caller; if the service itself cannot go on, drop all callers."""
     try:
         if isinstance(error, CommunicationError):
             service.drop_caller(caller, error)
-            connection.link.close(error)  # it may live, and wait for a reply of a service that has failed elsewhere
+            connection.link.close(error)  # the caller may live, and wait for the reply of a failed service
             return
-    except BaseException as other:  # others' requests came to their turn, and one of them failed
+    except BaseException as other:  # other callers' requests were processed, and one of them failed
         error = other
     service.fail(error)
     for connection in connections:

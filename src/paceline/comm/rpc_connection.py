@@ -1,4 +1,4 @@
-"""Headers and bodies over a link of two: how requests and replies travel."""
+"""Headers and bodies over a link of two ranks: the transport of requests and replies."""
 
 import struct
 from dataclasses import astuple, dataclass
@@ -9,20 +9,20 @@ from torch import Tensor
 from paceline.comm.group import MAX_TAG, Group, Work
 
 _FIELDS = struct.Struct("<6q2d")
-"""Kind, size of the body (negative where it is in shared memory), clock, version, start, stop; weight, value."""
+"""Kind, size of the body (negative if it is in shared memory), clock, version, start, stop; weight, value."""
 _HEADER_TAG = 0
 
 
 @dataclass(frozen=True)
 class RpcHeader:
-    """What a request or reply says beside its body.
+    """The part of a request or reply beside its body.
 
     Args:
-        kind: What is asked for: a number of the service's own, at least 0.
-        clock: Of whoever sends it.
-        version: Of what the body holds, or was made from.
-        start: First of a range.
-        stop: End of a range.
+        kind: Kind of the request: a number that the service defines, at least 0.
+        clock: Clock of the sender.
+        version: Version of the parameters that the body holds, or was computed from.
+        start: First index of a range.
+        stop: End of the range.
         weight: Number of samples, or tokens, that the body is a sum over.
         value: Any other number.
     """
@@ -42,33 +42,33 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class RpcConnection:
-    """Messages over a link of two, which take turns.
+    """Messages over a link of two ranks, which take turns.
 
-    Where both ends share memory, a body that lies in the `outbox` is read from there: only its header is sent. It must
-    stay as it is until the other end has sent its next message.
+    If both ends share memory, the other end reads a body in the `outbox` from there: only its header is sent. The body
+    must stay unchanged until the other end has sent its next message.
 
-    Whatever the other end says next, it has received what was sent to it before: so a send is waited for only
-    after the next one was begun, when that costs no time. A body of the usual size is awaited before its header has
-    come, so that the sender need not ask whether it may begin.
+    A message from the other end shows that it has received everything sent to it before. So the wait for a send comes
+    only after the next one has begun, when it costs no time. The receive of a body of the usual size is posted before
+    its header has come, so that the sender need not ask whether it may begin.
     """
 
     def __init__(self, link: Group, name: str, outbox: Tensor, inbox: Tensor) -> None:
         self.link = link
         self.outbox = outbox
-        """Memory of this end's bodies that the other end sees; empty where none is shared."""
+        """Memory for this end's bodies that the other end sees; empty if no memory is shared."""
         self.inbox = inbox
-        """The other end's outbox."""
+        """Outbox of the other end."""
         self._peer = 1 - link.rank
         self._name = name
         self._headers = [bytearray(_FIELDS.size), bytearray(_FIELDS.size)]
-        """What is sent, in turns: one may still be on its way."""
+        """Headers to send, in turns: one may still be under way."""
         self._received = bytearray(_FIELDS.size)
         self._works: list[Work] = []
         self._awaited: tuple[Tensor, Work] | None = None
-        """A body that was not sent yet."""
+        """Posted receive of a body that has not been sent yet."""
 
     def send(self, header: RpcHeader, body: Tensor) -> None:
-        """Begin to send; what was sent before has arrived."""
+        """Begin to send; the message before has arrived."""
         self._headers.reverse()
         kind, *fields = astuple(header)
         is_there = 0 < len(body) <= len(self.outbox) and body.data_ptr() == self.outbox.data_ptr()
@@ -82,13 +82,13 @@ class RpcConnection:
             work.wait()
 
     def wait_until_sent(self) -> None:
-        """Wait for the last."""
+        """Wait for the last message."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def receive(self, usual: Tensor) -> RpcReply:
-        """Return what is sent next; its body lies in `usual` if it is of that size, and not in the inbox."""
+        """Return the next message; its body lies in `usual` if it has that size and is not in the inbox."""
         received = torch.frombuffer(self._received, dtype=torch.uint8)
         work = self.link.receive(received, self._peer, tag=_HEADER_TAG, name=f"{self._name}: header")
         if len(usual) and not len(self.inbox) and self._awaited is None:
@@ -113,5 +113,5 @@ class RpcConnection:
 
 
 def _tag_of(body: Tensor) -> int:
-    """Return the tag of bodies of that size: one that is awaited is not mistaken for another."""
+    """Return the tag of bodies of that size, so that a posted receive takes no body of another size."""
     return _HEADER_TAG + 1 + len(body) % MAX_TAG

@@ -20,24 +20,24 @@ from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
-"""The tag of a message that nobody sends."""
+"""Tag that no message has."""
 _PROBE_INTERVAL_S = 1.0
 
 
 class TorchGroup(Group):
-    """Ranks that are processes, on one host or many. It never touches torch's global default group.
+    """Ranks that are processes, on one host or many. Torch's global default group is never used.
 
     An operation that fails closes this rank's connections, so that all others notice at once. On GPUs there are no
-    messages: NCCL knows no tags, and one that waits would hold up everything queued behind it. They go `on_cpu`.
+    messages: NCCL has no tags, and a waiting message would block everything queued after it. Use `on_cpu` for them.
 
     Args:
-        store: Where the ranks find each other; keys are this group's own (give it a prefix).
-        rank: This process's number.
+        store: Store by which the ranks find each other; all its keys belong to this group (give it a prefix).
+        rank: Rank of this process.
         size: Number of ranks.
-        device: A CPU takes gloo, a CUDA device NCCL.
-        timeout_s: How long an operation may take before `PeerTimeoutError`.
-        epoch: Number of the membership that this group is of.
-        names: What errors call each rank.
+        device: Device of the tensors: gloo for a CPU, NCCL for a CUDA device.
+        timeout_s: Longest time of an operation before `PeerTimeoutError`.
+        epoch: Number of the membership that the group belongs to.
+        names: Number of each rank in errors.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TorchGroup(Group):
         self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
         self._on_cpu: TorchGroup | None = None
         self._senders: Channel | None = None
-        # gloo gives up by itself after its own time-out, and then nobody can say who was late: ours comes first.
+        # gloo gives up after its own time-out without saying who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
@@ -98,18 +98,18 @@ class TorchGroup(Group):
         return self._start(where, lambda: self._backend.recv([tensor], source, tag))
 
     def duplicate(self, name: str) -> "TorchGroup":
-        """Return a group with connections of its own."""
+        """Return a group with its own connections."""
         self._num_duplicates += 1
         store = dist.PrefixStore(f"duplicate{self._num_duplicates} {name}", self.store)
         return self._open(store, range(self.size), self.device)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "TorchGroup":
-        """Return a group with connections of its own among `ranks`."""
+        """Return a group with its own connections among `ranks`."""
         store = dist.PrefixStore(self._name_subgroup(ranks, name), self.store)
         return self._open(store, ranks, self.device)
 
     def on_cpu(self) -> "TorchGroup":
-        """Return this group, or one of gloo beside NCCL's."""
+        """Return this group, or a gloo group beside NCCL's."""
         if self.device.type == "cpu":
             return self
         if self._on_cpu is None:
@@ -118,12 +118,12 @@ class TorchGroup(Group):
         return self._on_cpu
 
     def begin(self, name: str) -> None:
-        """Post it."""
+        """Post it to the heartbeat."""
         self._sequence += 1
         self._board.begin(self._sequence, name)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Post last words; connections close now if there is an `error`, else with the process group."""
+        """Post a last heartbeat; connections close now if there is an `error`, else with the process group."""
         for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
@@ -179,11 +179,11 @@ class TorchGroup(Group):
         self._board.wait_in(0)
 
     def _wait_for_send(self, work: dist.Work, destination: int) -> None:
-        """Wait for a send in a thread that can be left behind, and see that the receiver lives.
+        """Wait for a send in a thread that can be abandoned, and check that the receiver lives.
 
-        A receiver that dies in the middle of a message ends receives from it, but gloo forgets the send: it would wait
-        until its time is out. To begin a receive from there fails, though; that is tried when the receiver posts
-        nothing new, since it costs memory where it does not fail.
+        When a receiver dies in the middle of a message, gloo ends receives from it, but forgets the send, which would
+        wait until its time-out. To begin a receive from that rank fails, however; so that is tried when the receiver
+        has posted no new heartbeat, not more often, since a receive that does not fail costs memory.
         """
         if self._senders is None:
             self._senders = Channel("paceline-senders")
@@ -203,11 +203,11 @@ class TorchGroup(Group):
                 f"{where} must be one that the backend can do, but it says {_first_line(error)!r}; "
                 "use another dtype or device"
             )
-        # The backend's destructor would wait for the operation that failed, a minute and more: it is never run.
+        # The backend's destructor would wait for the failed operation, a minute and more: it never runs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
         if waited_s >= self.timeout_s:
             others = self._board.describe_others(sequence)
-            self._disconnect()  # only now: who began to wait a little later shall come to its own time-out
+            self._disconnect()  # only now, so that ranks that began later reach their own time-out
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._disconnect()
         others = self._board.describe_others(sequence)
@@ -216,7 +216,7 @@ class TorchGroup(Group):
     def _disconnect(self) -> None:
         """Close all connections, which ends every operation under way here and at the peers.
 
-        gloo has no call for that. But it does so when a message comes too late, as one that nobody sends must.
+        gloo has no call for that, but it does so when a message is late: here, one that is never sent.
         """
         if self.device.type != "cpu":
             return
@@ -239,12 +239,12 @@ class _TorchWork(Work):
         self._group._wait(self._work, self._where, self._sequence, self._sent_to)
 
 
-# Backends tell the loss of a peer from a call they cannot do by words alone.
+# Only the words of a backend's error tell a lost peer from a call that the backend cannot do.
 _NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether torch raised the error because a peer died or stopped answering."""
+    """Return whether torch raised the error because a peer died or stopped answering."""
     return any(word in str(error).lower() for word in _NETWORK_WORDS)
 
 
@@ -254,10 +254,10 @@ def _first_line(error: RuntimeError) -> str:
 
 @functools.cache
 def _gloo_devices(pid: int) -> list[Any]:
-    """Return what all connections of this process run on; found as torch does without options.
+    """Return the devices of all connections of this process, found as torch does without options.
 
-    A device has a thread that wakes a hundred times a second: torch makes one for each group, of which a worker with
-    servers has many. A forked child has not its parent's threads, so devices are a process's own.
+    A device has a thread that wakes a hundred times a second. Torch makes one device per group, and a worker with
+    servers has many groups. A forked child lacks its parent's threads, so each process has its own devices.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:

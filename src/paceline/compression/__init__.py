@@ -1,4 +1,4 @@
-"""Layer 4: codecs, which make what is exchanged smaller."""
+"""Layer 4: codecs, which compress the data that workers exchange."""
 
 from paceline.compression.codec import Codec
 from paceline.compression.dgc import DGC

@@ -1,12 +1,12 @@
-"""What a codec is: how a worker's part of a sum is made smaller for the wire, and what is sent in its place.
+"""The contract of a codec: how a worker's part of a sum is made smaller for the wire.
 
 A codec works on semantic blocks: one parameter's gradient, never a flat bucket, so that results do not depend on how
-parameters are bucketed. It never communicates: `Codec.exchange` is a generator that yields what must be exchanged
-(`AllReduce`, `AllGather`, `AllToAll`) and gets the result back, for as many rounds as it needs. Whoever runs it packs
+parameters are bucketed. It never communicates: `Codec.exchange` is a generator that yields requests
+(`AllReduce`, `AllGather`, `AllToAll`) and gets their results back, for as many rounds as it needs. The caller packs
 the requests of many blocks into one message.
 
 Error feedback belongs to the codec's state. It is transactional: `exchange` reads the state and returns a
-new one, which takes the old one's place only when the exchange has succeeded on all workers.
+new one, which replaces the old one only when the exchange has succeeded on all workers.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ from paceline.registry import Family
 
 
 class Algebra(StrEnum):
-    """What may be done to payloads on their way."""
+    """Operations that may run on payloads in transit."""
 
     LINEAR = "linear"
-    """Payloads add: any program of all-reduce will do."""
+    """Payloads can be added: any all-reduce program works."""
     REQUANTISE = "requantise"
     """Owners of a part decode, add and encode again: all-to-all, then all-gather."""
     GATHER = "gather"
-    """Everybody gets the payloads of all: all-gather."""
+    """Every worker gets all payloads: all-gather."""
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Ask for the sum of the payloads of all workers; the tensor sent is given up and may be what comes back.
+    """Request for the sum of all workers' payloads; the payload is given up and may be reused for the result.
 
     Args:
-        payload: 1-dim, of a dtype that can be added.
+        payload: Flat tensor (1-dim) of a dtype that can be added.
     """
 
     payload: Tensor
@@ -47,10 +47,10 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Ask for the payloads of all workers: uint8, shape ``(num_workers, num_bytes)``, by rank.
+    """Request for the payloads of all workers: uint8, shape ``(num_workers, num_bytes)``, by rank.
 
     Args:
-        payload: uint8, shape ``(num_bytes,)``, of the same size on every worker.
+        payload: This worker's bytes: uint8, shape ``(num_bytes,)``, of the same size on every worker.
     """
 
     payload: Tensor
@@ -58,10 +58,10 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Ask for the row that each worker has for this one: uint8, shape ``(num_workers, num_bytes)``, by sender.
+    """Request for the row of each worker that is for this one: uint8, shape ``(num_workers, num_bytes)``, by sender.
 
     Args:
-        payload: uint8, shape ``(num_workers, num_bytes)``: row r is for worker r.
+        payload: Rows to send: uint8, shape ``(num_workers, num_bytes)``; row r is for worker r.
     """
 
     payload: Tensor
@@ -69,10 +69,11 @@ class AllToAll:
 
 Request = AllReduce | AllGather | AllToAll
 State = Mapping[str, Tensor]
-"""What a codec keeps of one block, by site. Empty at first.
+"""State that a codec keeps of one block, by site. Empty at first.
 
-``worker``: what this worker has not sent yet; ``owner``: what it has not handed on as the owner of a part. These
-are residuals. They add up over workers, and so does ``momentum``. Anything else (a warm start) is the same on all.
+``worker``: values that this worker has not sent yet; ``owner``: values that it has not passed on as the owner of a
+part. These are residuals. They add up over workers, and so does ``momentum``. Any other tensor (a warm start) is the
+same on all.
 """
 RESIDUALS = frozenset(("worker", "owner"))
 ADDED = RESIDUALS | {"momentum"}
@@ -80,19 +81,19 @@ ADDED = RESIDUALS | {"momentum"}
 
 
 class FeedbackDroppedWarning(UserWarning):
-    """Codecs had held back what cannot be used here."""
+    """Codecs had held back gradients that cannot be used here."""
 
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What tells one encoding from another: block, step, rank and seed.
+    """Identity of one encoding: block, step, rank and seed.
 
     Args:
-        block: The parameter's name; with `step` and `seed` it seeds what is random.
-        step: Updates done before.
-        rank: This worker.
-        num_workers: All of them.
-        seed: Of the run.
+        block: Name of the parameter; with `step` and `seed` it seeds random numbers.
+        step: Number of updates done before.
+        rank: Rank of this worker.
+        num_workers: Number of workers.
+        seed: Seed of the run.
     """
 
     block: str
@@ -104,14 +105,14 @@ class CodecContext:
 
 @dataclass
 class Exchanged:
-    """What came of the exchange of one block.
+    """Result of the exchange of one block.
 
     Args:
-        total: The sum over workers of what each really sent, in the shape of the value; bitwise the same on every
-            worker.
-        state: The state after it, to be kept if the exchange succeeds everywhere.
-        is_finite: Whether this worker's value was finite, with what it kept; False too if a sum that it computed for
-            all is too large. If it is False on any worker, nothing of `total` and `state` may be used on any.
+        total: Sum over workers of the values that each really sent, in the shape of the block; bitwise equal on all
+            workers.
+        state: State after the exchange, to be kept if the exchange succeeds on all workers.
+        is_finite: Whether this worker's value, with its residual, was finite; False too if a sum that it computed for
+            all is too large. If it is False on any worker, no worker may use any of `total` and `state`.
     """
 
     total: Tensor
@@ -126,13 +127,13 @@ class Codec(Family):
     """Settings of a codec.
 
     Attributes:
-        algebra: What may be done to its payloads.
-        bucket_bytes: Size of what is best exchanged together; None where the device's default is.
-        max_in_flight: Buckets that are best under way at a time: while one is encoded, or waits for a round's last
-            byte, others keep the wire busy.
-        is_exact: Whether sums are what they would be without it.
-        conserves: Whether, with error feedback, what was sent and what is kept add up to what came in (up to
-            rounding). Momentum inside a codec breaks it.
+        algebra: Operations that may run on its payloads.
+        bucket_bytes: Best size of a bucket; None for the device's default.
+        max_in_flight: Best number of buckets under way at a time: while one is encoded, or waits for the last byte of a
+            round, others keep the wire busy.
+        is_exact: Whether sums are the same as without the codec.
+        conserves: Whether, with error feedback, sent values and residuals add up to the inputs (up to rounding).
+            Momentum inside a codec breaks this.
     """
 
     family = "codec"
@@ -143,11 +144,11 @@ class Codec(Family):
     conserves: ClassVar[bool] = True
 
     dense_below: int = Field(default=2048, ge=0)
-    """Blocks of fewer elements (biases, norms) are summed as they are: they cost little and suffer most."""
+    """Blocks of fewer elements (biases, norms) are summed uncompressed: they cost little and suffer most."""
 
     @property
     def carries_momentum(self) -> bool:
-        """Whether what it sends has momentum already, so that the optimizer must have none."""
+        """Whether the codec applies momentum itself, so that the optimizer must have none."""
         return False
 
     @abstractmethod
@@ -155,26 +156,26 @@ class Codec(Family):
         """Exchange one block.
 
         Args:
-            value: This worker's part of the sum: fp32, contiguous, any shape, on any device; left as it is.
-            state: What was kept of the block; empty at first.
+            value: This worker's part of the sum: fp32, contiguous, any shape, on any device; not changed.
+            state: State of the block; empty at first.
             context: Block, step, rank and seed of the exchange.
         """
 
     @abstractmethod
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
-        """Return the rounds of a block's exchange: what is asked for, and how many bytes.
+        """Return the rounds of a block's exchange: the kind of request, and its bytes.
 
-        Those of an `AllToAll` are of all its rows. A test holds this to the payloads really yielded.
+        The bytes of an `AllToAll` are those of all its rows. A test compares them with the payloads really yielded.
         """
 
     def held_back(self, states: Sequence[State], shape: Size) -> Tensor | None:
-        """Return the sum of what all workers, also as owners, have not sent of a block; None if they keep nothing."""
+        """Return the sum of all residuals of a block, of workers and of owners; None if there are none."""
         return merge_states(states, shape).get("worker")
 
     def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
-        """Return a worker's state from those that all workers saved, whose number may have been another.
+        """Return a worker's state from the states that all workers saved, also if their number was another.
 
-        Then what they held back is shared out evenly: no gradient is lost or counted twice.
+        If the number has changed, the residuals are divided evenly: no gradient is lost or counted twice.
         """
         if len(saved) == num_workers:
             return saved[rank]
@@ -182,22 +183,22 @@ class Codec(Family):
         return {site: tensor / num_workers if site in ADDED else tensor for site, tensor in merged.items()}
 
     def wire_bytes(self, shape: Size, num_workers: int) -> int:
-        """Return the bytes a worker sends for a block of `shape`, by collectives that send as little as can be."""
+        """Return the bytes that a worker sends for a block of `shape`, with collectives that send the least."""
         copies = {AllReduce: 2 / num_workers, AllGather: 1, AllToAll: 1 / num_workers}
         others = num_workers - 1
         return round(sum(others * copies[kind] * size for kind, size in self.payloads(shape, num_workers)))
 
     def is_dense(self, shape: Size) -> bool:
-        """Whether a block of `shape` is summed as it is (`exchange_dense`); an empty one always is."""
+        """Whether a block of `shape` is summed uncompressed (`exchange_dense`); an empty one always is."""
         return shape.numel() < max(self.dense_below, 1)
 
 
 def merge_states(states: Sequence[State], shape: Size) -> State:
-    """Return the state of one worker that keeps of a block what all do: none of it is lost or counted twice.
+    """Return the state with which one worker keeps all workers' residuals: none is lost or counted twice.
 
     Args:
-        states: Those of all workers, by rank.
-        shape: The block's.
+        states: States of all workers, by rank.
+        shape: Shape of the block.
     """
     merged = {site: tensor for state in reversed(states) for site, tensor in state.items() if site not in ADDED}
     parts = [state["worker"].reshape(shape) for state in states if "worker" in state]
@@ -210,7 +211,7 @@ def merge_states(states: Sequence[State], shape: Size) -> State:
 
 
 def exchange_dense(value: Tensor) -> Exchange:
-    """Exchange a block as it is."""
+    """Exchange a block uncompressed."""
     finite = is_finite(value)
     total = yield AllReduce(value.flatten().clone())
     return Exchanged(total.reshape(value.shape), is_finite=finite)
@@ -223,15 +224,16 @@ def dense_payloads(shape: Size) -> list[tuple[type[Request], int]]:
 
 def is_finite(value: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    # One pass that only reads: the sum of what is not finite never is. That of large numbers may overflow as well.
+    # One pass that only reads: a sum with a non-finite term is never finite. A sum of large numbers may overflow as
+    # well.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def shared_generator(context: CodecContext) -> torch.Generator:
-    """Return a CPU generator that all workers seed alike: with the run's seed, the step and the block.
+    """Return a CPU generator that all workers seed equally: with the run's seed, the step and the block.
 
-    torch's global generator is neither read nor changed. It is the CPU's for a block on a GPU too: the two kinds
-    draw different numbers from one seed.
+    torch's global generator is neither read nor changed. The generator is on the CPU for a block on a GPU too: the two
+    kinds draw different numbers from one seed.
     """
     key = f"{context.seed} {context.step} {context.block}".encode()
     return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))

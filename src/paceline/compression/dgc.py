@@ -1,4 +1,4 @@
-"""Deep gradient compression: top-k of what momentum makes of the gradient."""
+"""Deep gradient compression: top-k of the momentum-corrected gradient."""
 
 import math
 from typing import Self
@@ -26,23 +26,23 @@ from paceline.registry import register
 
 @register("dgc")
 class DGC(Codec):
-    """Deep gradient compression (Lin et al. 2018): sparse sums that keep what momentum would have done.
+    """Deep gradient compression (Lin et al. 2018): sparse sums that preserve the effect of momentum.
 
-    It replaces the optimizer's momentum: **use an optimizer without**, such as SGD with momentum 0, or momentum is
-    applied twice. Each worker keeps momentum u and unsent velocity v of its own gradient g,
+    It replaces the optimizer's momentum: **use an optimizer without momentum**, such as SGD with momentum 0, or
+    momentum is applied twice. Each worker keeps momentum u and unsent velocity v of its own gradient g,
 
         u <- momentum * u + g;   v <- v + u;   send the largest of v;   v, u <- 0 where sent,
 
-    so that an element that waits has its momentum too once it is sent (correction), and none that is stale afterwards
-    (`masking`). `clip_norm` bounds g before it is accumulated: what was accumulated is the sum of many steps, and
+    so that an element that waits carries its momentum when it is sent (correction), and no stale momentum remains
+    (`masking`). `clip_norm` bounds g before it is accumulated: the accumulated velocity is the sum of many steps, and
     clipping that would undo it. The density falls exponentially over `warmup_steps`, as young networks change fast.
 
     With momentum 0 and no clipping it is `TopK`; at density 1 without masking, SGD with momentum; at density 1 with
-    it, plain SGD. The paper clips the norm over all parameters and lowers the density once an epoch; here it is a
-    block's norm, as blocks are encoded while others are still being computed, and the density falls at every step.
-    Small blocks send u, all of it, at every step.
+    masking, plain SGD. The paper clips the norm over all parameters and lowers the density once an epoch; here the norm
+    is that of a block, since blocks are encoded while others are still being computed, and the density falls at every
+    step. Small blocks send all of u at every step.
 
-    On the wire: that of `TopK` at the step's density.
+    On the wire: the cost of `TopK` at the density of the step.
     """
 
     algebra = Algebra.GATHER
@@ -52,9 +52,9 @@ class DGC(Codec):
     """Share of the elements that are sent, after the warm-up."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     masking: bool = True
-    """Whether momentum starts anew where an element was sent."""
+    """Whether momentum restarts at zero where an element was sent."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Largest norm of a block of the sum over workers (before it is divided by their weight, where that is not 1). Each
+    """Largest norm of a block of the sum over workers (before its division by the total weight). Each
     of n workers clips its part to this over sqrt(n): independent parts add up to it. None for no clipping."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps until the density is reached."""
@@ -72,18 +72,18 @@ class DGC(Codec):
 
     @property
     def carries_momentum(self) -> bool:
-        """Unless momentum is 0."""
+        """Whether momentum is not 0."""
         return self.momentum > 0
 
     def density_at(self, step: int) -> float:
-        """Return the share of the elements that is sent at a step."""
+        """Return the share of the elements that are sent at a step."""
         if step >= self.warmup_steps:
             return self.density
         fall = self.density / self.first_density
         return float(self.first_density * fall ** (step / self.warmup_steps))
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
-        """Gather everybody's largest velocities; each worker adds them up, by rank."""
+        """Gather the largest velocities of all workers; each worker adds them up, by rank."""
         momentum = self._accumulate(self._clip(value, context.num_workers), state)
         kept = {"momentum": momentum} if self.momentum else {}
         if self.is_dense(value.shape):
@@ -96,7 +96,7 @@ class DGC(Codec):
         return Exchanged(sent.total, {"worker": sent.remainder, **kept}, sent.is_finite)
 
     def payloads(self, shape: Size, num_workers: int, step: int | None = None) -> list[tuple[type[Request], int]]:
-        """One round; its size depends on `step` during the warm-up. None: after it."""
+        """One round; its size depends on `step` during the warm-up. None: after the warm-up."""
         if self.is_dense(shape):
             return dense_payloads(shape)
         density = self.density if step is None else self.density_at(step)
@@ -106,13 +106,13 @@ class DGC(Codec):
         if self.clip_norm is None:
             return value
         limit = self.clip_norm / math.sqrt(num_workers)
-        # In double precision: squares of large numbers overflow, and a norm of infinity would clip to zero.
+        # In double precision: squares of large numbers overflow, and an infinite norm would clip to zero.
         norm = torch.linalg.vector_norm(value, dtype=torch.float64)
         factor: Tensor = (limit / norm).clamp(max=1).float()
         return value * factor
 
     def _accumulate(self, value: Tensor, state: State) -> Tensor:
-        """Return the new momentum, in memory of its own if it is kept."""
+        """Return the new momentum, in its own memory if it is kept."""
         if self.momentum == 0:
             return value
         return torch.add(value, state["momentum"], alpha=self.momentum) if "momentum" in state else value.clone()

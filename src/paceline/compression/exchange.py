@@ -1,4 +1,4 @@
-"""Many blocks' exchanges run together over a group: the requests of one round share one message."""
+"""Exchanges of many blocks over a group: the requests of one round share one message."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -30,16 +30,16 @@ def exchange_blocks(
     seed: int = 0,
     name: str,
 ) -> dict[str, Exchanged]:
-    """Exchange blocks with the other workers and return what came of each; every rank calls it with the same blocks.
+    """Exchange blocks with the other workers and return the results; every rank calls it with the same blocks.
 
     Args:
-        codec: How they are encoded.
+        codec: Codec of all blocks.
         values: This worker's parts of the sums, by block.
-        states: What was kept of each block; a block may be missing.
-        group: The workers. Nobody else may use it meanwhile.
-        step: Updates done before.
-        seed: Of the run.
-        name: What errors call it.
+        states: State of each block; a block may be missing.
+        group: Group of the workers. Nothing else may use it meanwhile.
+        step: Number of updates done before.
+        seed: Seed of the run.
+        name: Name of the exchange in errors.
     """
     under_way: dict[str, Exchange] = {}
     requests: dict[str, Request] = {}

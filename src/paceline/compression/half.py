@@ -1,4 +1,4 @@
-"""Two bytes an element: fp16 and bf16, added as such on their way."""
+"""Two bytes an element: fp16 and bf16, added in that precision."""
 
 import math
 from typing import ClassVar
@@ -21,15 +21,15 @@ from paceline.compression.codec import (
 )
 from paceline.registry import register
 
-_PIECE = 1 << 17
-"""Elements rounded at a time on a CPU: several passes over them run in its cache."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Number of elements rounded at a time on a CPU, so that several passes over them stay in its cache."""
 
 
 class _Half(Codec):
-    """Rounds to nearest, and lets the wire add what is rounded.
+    """Rounds to nearest; the all-reduce adds the rounded values.
 
-    On the wire: one all-reduce of 2 bytes an element. Error feedback keeps what this worker's rounding took; what the
-    additions on the way round off, once each, is lost. A sum cannot overflow: each worker sends at most its share of
+    On the wire: one all-reduce of 2 bytes an element. Error feedback keeps this worker's rounding errors; the rounding
+    errors of the additions, one each, are lost. A sum cannot overflow: each worker sends at most its share of
     the range, the largest power of two of which `num_workers` add up, and with feedback keeps the rest for later.
     """
 
@@ -39,7 +39,7 @@ class _Half(Codec):
     dtype: ClassVar[torch.dtype]
 
     error_feedback: bool = True
-    """Whether what rounding takes is added to the next gradient."""
+    """Whether the rounding error is added to the next gradient."""
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Round, sum, and widen again."""
@@ -81,19 +81,19 @@ def largest_payload(dtype: torch.dtype, num_workers: int) -> float:
 def round_to_half(
     value: Tensor, residual: Tensor | None, limit: float, payload: Tensor, new_residual: Tensor | None
 ) -> bool:
-    """Round ``value + residual`` to `payload`, and keep in `new_residual` what that changed.
+    """Round ``value + residual`` to `payload`, and write the rounding error to `new_residual`.
 
     Args:
-        value: fp32.
-        residual: Of the shape of `value`, or None for zero.
-        limit: Larger magnitudes are cut to it.
-        payload: Filled; flat.
-        new_residual: Filled, if given; of the shape of `value`.
+        value: Value to round: fp32.
+        residual: Residual in the shape of `value`, or None for zero.
+        limit: Largest magnitude; larger values are clipped to it.
+        payload: Flat output of the rounded values.
+        new_residual: Output of the rounding errors, in the shape of `value`; None to drop them.
 
     Returns:
-        Whether all that was rounded is finite.
+        Whether all rounded values are finite.
     """
-    size = _PIECE if value.device.type == "cpu" else max(value.numel(), 1)
+    size = _CHUNK_ELEMENTS if value.device.type == "cpu" else max(value.numel(), 1)
     finite = True
     for first in range(0, value.numel(), size):
         piece = slice(first, first + size)

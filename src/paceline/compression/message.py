@@ -1,7 +1,7 @@
-"""What a codec puts on the wire between two: one worker's blocks on their way to another, or to a server.
+"""The message of a codec from one sender to one receiver: one worker's blocks for another worker, or for a server.
 
-A codec says how a sum of many workers is exchanged. A message is the exchange of a world of one, written down by who
-sends it: whoever has the payloads gets the same total out of them, whatever its own value would have been.
+A codec describes how a sum of many workers is exchanged. A message is the exchange of a world of one, written down by
+the sender: a receiver of the payloads gets the same total from them, whatever its own value is.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from paceline.compression.codec import AllReduce, AllToAll, Codec, CodecContext,
 def encode_blocks(
     codec: Codec, values: Mapping[str, Tensor], states: Mapping[str, State], *, step: int, seed: int = 0
 ) -> tuple[Tensor, dict[str, Exchanged]]:
-    """Return a message of blocks, and what came of each: its total is what whoever gets the message decodes.
+    """Return a message of blocks, and the result of each: its total is what the receiver decodes.
 
     Args:
-        codec: How they are encoded.
-        values: The blocks: fp32, of any shape.
-        states: What was kept of each; a block may be missing.
-        step: Distinguishes messages of one sender; with `seed` it seeds what is random.
-        seed: Of the run.
+        codec: Codec of all blocks.
+        values: Blocks to send: fp32, of any shape.
+        states: State of each block; a block may be missing.
+        step: Number that differs between messages of one sender; with `seed` it seeds random numbers.
+        seed: Seed of the run.
 
     Returns:
-        The message, uint8, 1-dim, of `message_bytes` elements; and the new states, to be kept once it was delivered.
+        Message of `message_bytes` elements (uint8, 1-dim), and the new states, to be kept once it was delivered.
     """
     payloads: list[Tensor] = []
     done = {}
@@ -41,11 +41,11 @@ def decode_blocks(
     """Return the blocks of a message.
 
     Args:
-        codec: The sender's.
-        message: What `encode_blocks` made of blocks of those shapes, in the same order, with the same step and seed.
-        shapes: By block.
-        step: The sender's.
-        seed: The sender's.
+        codec: Codec of the sender.
+        message: Message of `encode_blocks` for blocks of those shapes, in the same order, with the same step and seed.
+        shapes: Shape of each block.
+        step: Step of the sender.
+        seed: Seed of the sender.
     """
     sizes = [size for shape in shapes.values() for size in _sent_bytes(codec, shape)]
     payloads = list(message.split(sizes))
@@ -78,7 +78,7 @@ def _run(exchange: Exchange, sent: list[Tensor], received: list[Tensor] | None) 
 
 def _answer(request: Request, sent: list[Tensor], received: list[Tensor] | None) -> Tensor:
     payload = request.payload
-    if isinstance(request, AllToAll):  # what an owner makes of these parts is encoded again: only that is sent
+    if isinstance(request, AllToAll):  # the owner's encoding of the parts follows: only that is sent
         return payload
     if received is None:
         sent.append(payload.clone().view(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""No compression: sums as they are."""
+"""No compression: sums of uncompressed values."""
 
 from torch import Size, Tensor
 
@@ -17,7 +17,7 @@ from paceline.registry import register
 
 @register("none")
 class NoCodec(Codec):
-    """The identity: what every other codec degenerates to where it loses nothing.
+    """The identity, which every other codec degenerates to where it loses nothing.
 
     On the wire: one all-reduce of fp32, 4 bytes an element.
     """
@@ -26,7 +26,7 @@ class NoCodec(Codec):
     is_exact = True
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
-        """Sum as it is."""
+        """Sum the uncompressed value."""
         return exchange_dense(value)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:

@@ -13,9 +13,9 @@ class OneBit(Requantise):
     It needs error feedback: ||x - Q(x)||^2 = (1 - delta) ||x||^2 with delta = ||x||_1^2 / (d ||x||_2^2), at least
     1/d, and 0.64 for normal gradients. Zero counts as positive. Equal magnitudes in a tile lose nothing.
 
-    It differs from the paper in that d is a tile of 2,048 elements, not the block: each tile's scale is the best for
-    it, so that the error is never larger than with one scale for all; a tile is encoded while it is in the cache; and
-    many owners encode a sum as one would. For this 1.6% more is sent.
+    It differs from the paper in that d is a tile of 2,048 elements, not the block: each tile has its own best scale,
+    so that the error is never larger than with one scale for all; a tile is encoded while it is in the cache; and
+    many owners encode a sum as one would. This costs 1.6% more bytes.
 
     On the wire: 1 bit an element and 4 bytes a tile, 31.5 times less than fp32, twice (see `Requantise`).
     """

@@ -1,7 +1,7 @@
 """PowerSGD: a matrix is sent as the product of two thin ones.
 
-Shapes: N rows, M columns, R low rank. Q is kept as ``(R, M)``, and P is computed by columns: as ``(M, R)`` and by rows
-the products take up to six times as long on a CPU.
+Shapes: N rows, M columns, R low rank. Q is stored as ``(R, M)``, and P is computed by columns: as ``(M, R)`` and by
+rows the products take up to six times as long on a CPU.
 """
 
 from collections.abc import Iterator
@@ -26,35 +26,35 @@ from paceline.compression.codec import (
 )
 from paceline.registry import register
 
-_PIECE = 1 << 17
-"""Elements of a product computed at a time on a CPU."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Number of elements of a product computed at a time on a CPU."""
 _ROUNDING = 1e-6
-"""What is left of a column that depends on others, as a part of it: some units of fp32's precision."""
+"""Remaining part of a column that depends on others: some units of fp32's precision."""
 
 
 @register("power_sgd")
 class PowerSGD(Codec):
-    """One step of subspace iteration a step, warm-started from the last (Vogels, Karimireddy, Jaggi 2019).
+    """One step of subspace iteration per training step, warm-started from the last (Vogels, Karimireddy, Jaggi 2019).
 
     A block of shape ``(N, ...)`` is a matrix of N rows and M columns. Workers sum P = X_i Q, orthonormalise it, sum
     Q = X_i^T P, and take P Q^T for the sum of their X_i. A worker's residual is X_i - P (X_i^T P)^T, from its own
-    product: with that of the sum it would grow without bound where workers see different data. Where the sum's rank
-    is at most `low_rank`, it is exact.
+    product: with the product of the sum it would grow without bound if workers see different data. If the sum's rank
+    is at most `low_rank`, the result is exact.
 
-    Unlike the paper's, columns of Q are scaled to length 1 before use. One that has become zero is drawn anew, and so
-    is one of P that depends on the others: else a block whose gradients were zero, or cancelled out, for a while
-    might send nothing for ever.
+    Unlike in the paper, columns of Q are scaled to length 1 before use. A column of Q that has become zero is drawn
+    again, and so is a column of P that depends on the others: otherwise a block whose gradients were zero, or cancelled
+    out, for a while might never send anything again.
 
     On the wire: two all-reduces of R * N and R * M values, 4 bytes each. Vectors, and matrices that this would not
-    make smaller, are summed as they are.
+    make smaller, are summed uncompressed.
     """
 
     algebra = Algebra.LINEAR
 
     low_rank: int = Field(default=4, ge=1)
-    """Columns of P and Q."""
+    """Number of columns of P and Q."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next step's value."""
+    """Whether the error is added to the next step's value."""
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Sum P, then Q."""
@@ -81,12 +81,12 @@ class PowerSGD(Codec):
         return [(AllReduce, 4 * self.low_rank * size) for size in _matrix_shape(shape)]
 
     def is_dense(self, shape: Size) -> bool:
-        """Whether P and Q would be no smaller than a block of `shape`, or it is small."""
+        """Whether a block of `shape` is small, or P and Q would be no smaller."""
         num_rows, num_columns = _matrix_shape(shape)
         return super().is_dense(shape) or self.low_rank * (num_rows + num_columns) >= num_rows * num_columns
 
     def _start(self, x_NM: Tensor, state: State, context: CodecContext) -> Tensor:
-        """Return what Q was after the last step, with columns of length 1; random ones for those that are zero."""
+        """Return Q of the last step, with columns of length 1; random columns in place of zero ones."""
         if "q" not in state or len(state["q"]) != self.low_rank:
             return self._draw(x_NM, context)
         lengths = _measure(state["q"], 1).unsqueeze(1)
@@ -104,10 +104,10 @@ def _matrix_shape(shape: Size) -> tuple[int, int]:
 
 
 def _own(summed: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a sum, outside the message that it came in.
+    """Return a copy of a sum, outside the message that contains it.
 
-    The state shall not hold the whole message. And linear algebra may round by a buffer's alignment, which is the same
-    for all of torch's own, so that all workers get the same bits.
+    The state must not keep the whole message alive. And linear algebra may round by a buffer's alignment, which is the
+    same for all buffers that torch allocates, so that all workers get the same bits.
     """
     return summed.clone().view_as(like)
 
@@ -118,7 +118,7 @@ def _measure(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _orthonormalise(p_NR: Tensor, context: CodecContext) -> Tensor:
-    """Return orthonormal columns that span those of `p_NR`; random ones for those that depend on others before them."""
+    """Return orthonormal columns that span those of `p_NR`; random ones for columns that depend on earlier ones."""
     columns, factors_RR = torch.linalg.qr(p_NR)
     dependent = factors_RR.diagonal().abs() <= _ROUNDING * _measure(factors_RR, 0)
     if dependent.any():
@@ -128,18 +128,18 @@ def _orthonormalise(p_NR: Tensor, context: CodecContext) -> Tensor:
 
 
 def _subtract_product(x_NM: Tensor, p_NR: Tensor, q_RM: Tensor) -> None:
-    for x, p in _pieces(x_NM, p_NR):
+    for x, p in _row_chunks(x_NM, p_NR):
         x.addmm_(p, q_RM, alpha=-1)
 
 
 def _multiply(p_NR: Tensor, q_RM: Tensor) -> Tensor:
     product_NM = p_NR.new_empty(len(p_NR), q_RM.shape[1])
-    for x, p in _pieces(product_NM, p_NR):
+    for x, p in _row_chunks(product_NM, p_NR):
         torch.mm(p, q_RM, out=x)
     return product_NM
 
 
-def _pieces(x_NM: Tensor, p_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return rows of both that belong together: on a CPU few at a time, for the whole product leaves its cache."""
-    rows = len(x_NM) if x_NM.is_cuda else max(_PIECE // x_NM.shape[1], 1)
+def _row_chunks(x_NM: Tensor, p_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return matching rows of both: on a CPU few at a time, since the whole product leaves its cache."""
+    rows = len(x_NM) if x_NM.is_cuda else max(_CHUNK_ELEMENTS // x_NM.shape[1], 1)
     return zip(x_NM.split(rows), p_NR.split(rows), strict=True)

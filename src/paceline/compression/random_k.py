@@ -1,4 +1,4 @@
-"""Random-k: all workers send the same elements, drawn anew at every step."""
+"""Random-k: all workers send the same elements, drawn again at every step."""
 
 from typing import Self
 
@@ -27,14 +27,14 @@ from paceline.registry import register
 
 @register("random_k")
 class RandomK(Codec):
-    """Elements at places that all workers draw from one seed (Stich et al. 2018; Konecny et al. 2016).
+    """Elements at indices that all workers draw from one seed (Stich et al. 2018; Konecny et al. 2016).
 
     Of d elements k = ceil(`density` * d), at least 1, are sent, without replacement. With error feedback they are
-    sent as they are, and the rest is the residual: the error is (1 - k/d) of the squared norm, on average. Without
-    it they may be `scaled` by d / k, so that the sum is right on average, though its variance is d / k times as
+    sent unscaled, and the rest is the residual: the error is (1 - k/d) of the squared norm, on average. Without
+    feedback they may be `scaled` by d / k, so that the sum is right on average, though its variance is d / k times as
     large. Density 1 is the exact sum.
 
-    On the wire: one all-reduce of k values, 4 bytes each; everybody knows the indices.
+    On the wire: one all-reduce of k values, 4 bytes each; every worker knows the indices.
     """
 
     algebra = Algebra.LINEAR
@@ -42,7 +42,7 @@ class RandomK(Codec):
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of the elements that are sent."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next step's value."""
+    """Whether unsent elements are added to the next step's value."""
     scaled: bool = False
     """Whether the sum is multiplied by d / k, which makes it unbiased; only without error feedback."""
 
@@ -78,9 +78,9 @@ class RandomK(Codec):
 
 
 def draw_indices(num_elements: int, num_drawn: int, generator: torch.Generator) -> Tensor:
-    """Draw `num_drawn` different numbers below `num_elements`, every set of them as likely as any other.
+    """Draw `num_drawn` different numbers below `num_elements`; every set of them is equally likely.
 
-    It costs time in proportion to `num_drawn`, not to `num_elements`.
+    The time is proportional to `num_drawn`, not to `num_elements`.
     """
     if 4 * num_drawn > num_elements:
         return torch.randperm(num_elements, generator=generator)[:num_drawn].sort().values
@@ -89,5 +89,5 @@ def draw_indices(num_elements: int, num_drawn: int, generator: torch.Generator) 
         missing = num_drawn - len(drawn)
         more = torch.randint(num_elements, (missing + missing // 4 + 8,), generator=generator)
         drawn = torch.cat([drawn, more]).unique()
-    # Too many by now, and sorted: those that are dropped must be drawn as well.
+    # Too many by now, and sorted: those that are dropped must be random as well.
     return drawn[torch.randperm(len(drawn), generator=generator)[:num_drawn]].sort().values

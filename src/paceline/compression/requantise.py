@@ -1,4 +1,4 @@
-"""How codecs whose payloads cannot be added sum all the same: owners of a part decode, add and encode again."""
+"""Sums with codecs whose payloads cannot be added: owners of a part decode, add and encode again."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -25,15 +25,15 @@ from paceline.errors import SettingsError
 
 
 class Requantise(Codec):
-    """Base of codecs that encode tiles, each with a scale of its own.
+    """Base of codecs that encode tiles, each with its own scale.
 
     Each worker owns a row of whole tiles. It gets that row from all, decodes and adds in fp32 in the order of ranks,
     encodes the sum, and all workers decode the same rows: two roundings whatever the number of workers, where a ring
-    would round at each hop. Both sites are lossy and have residuals: the workers', of the size of the block, and the
-    owners', of the size of a row. Since tiles stay where they are, the number of owners changes only who computes.
+    would round at each hop. Both sites are lossy and have residuals: the workers' have the size of the block, and the
+    owners' that of a row. Since tiles stay where they are, the number of owners changes only who computes.
 
-    On the wire: an all-to-all and an all-gather of the payload, in sum 2(n-1)/n of its size, as an all-reduce sends.
-    Rows are of one size, so blocks of few tiles fill them badly.
+    On the wire: an all-to-all and an all-gather of the payload, together 2(n-1)/n of its size, like an all-reduce.
+    All rows have one size, so blocks of few tiles fill them badly.
     """
 
     algebra = Algebra.REQUANTISE
@@ -41,10 +41,10 @@ class Requantise(Codec):
     bits: ClassVar[int]
 
     error_feedback: bool = True
-    """Whether what encoding leaves out, at workers and at owners, is added to what they encode next."""
+    """Whether encoding errors, of workers and owners, are added to the values that they encode next."""
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
-        """Scatter rows, sum the one owned, gather the sums."""
+        """Scatter rows, sum the own one, gather the sums."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         rows = self._rows(value.shape, context.num_workers)
@@ -63,12 +63,12 @@ class Requantise(Codec):
         summed = torch.empty_like(value)
         kernels.decode(gathered, rows, summed.view(-1))
         if not is_sum_finite and bool(_scales(received, rows).isfinite().all()):
-            is_finite = False  # no worker sent anything that was not finite: the sum is too large
+            is_finite = False  # every worker's value was finite, so the sum is too large
         kept = {"worker": worker.view(value.shape), "owner": owner} if self.error_feedback else {}
         return Exchanged(summed, kept, is_finite)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
-        """All rows, then the sum of one."""
+        """All rows, then one row of sums."""
         if self.is_dense(shape):
             return dense_payloads(shape)
         row_bytes = self._rows(shape, num_workers).row_bytes
@@ -76,7 +76,7 @@ class Requantise(Codec):
 
     @abstractmethod
     def _options(self, site: str, rows: RowLayout, context: CodecContext) -> dict[str, int | None]:
-        """Return what this codec's `encode` wants to know besides."""
+        """Return further arguments of this codec's `encode`."""
 
     def _rows(self, shape: Size, num_workers: int) -> RowLayout:
         return RowLayout(shape.numel(), num_workers, self.tile, self.bits)
@@ -84,7 +84,7 @@ class Requantise(Codec):
     def _encode(
         self, value: Tensor, residual: Tensor | None, rows: RowLayout, site: str, context: CodecContext
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return the payload, what it leaves out (not filled without feedback), and whether the value was finite."""
+        """Return the payload, the encoding error (not filled without feedback), and whether the value was finite."""
         payload = rows.new_payload(value.device, 1 if site == "owner" else rows.num_rows)
         new_residual = torch.empty_like(value)
         old: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Top-k: each worker sends its largest elements, and where they are."""
+"""Top-k: each worker sends its largest elements and their indices."""
 
 import math
 from collections.abc import Generator
@@ -24,19 +24,19 @@ from paceline.compression.kernels import find_kernels
 from paceline.registry import register
 
 INT64_ELEMENTS = 2**31
-"""Blocks of as many have indices of 8 bytes."""
+"""Blocks of this size or more have indices of 8 bytes."""
 
 
 @register("top_k")
 class TopK(Codec):
     """The largest elements of value and residual, by magnitude (Aji and Heafield 2017; Stich et al. 2018).
 
-    Of d elements a worker sends exactly k = ceil(`density` * d), at least 1, as they are; of equal magnitudes the
-    first. What it did not send is its residual, to the bit. The error of one block is at most (1 - k/d) of its
+    Of d elements a worker sends exactly k = ceil(`density` * d), at least 1, unrounded; of equal magnitudes the
+    first. The unsent elements are its residual, to the bit. The error of one block is at most (1 - k/d) of its
     squared norm. Density 1 is the exact sum.
 
-    On the wire: one all-gather of k values and k indices, 8 bytes each element sent (12 in blocks of 2**31
-    elements or more). Workers choose different elements, so what a worker receives grows with their number: from
+    On the wire: one all-gather of k values and k indices, 8 bytes for each sent element (12 in blocks of 2**31
+    elements or more). Workers choose different elements, so the received bytes grow with their number: from
     1 / `density` workers on, a dense all-reduce is cheaper.
     """
 
@@ -45,10 +45,10 @@ class TopK(Codec):
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of the elements that are sent."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next step's value."""
+    """Whether unsent elements are added to the next step's value."""
 
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
-        """Gather everybody's largest elements; each worker adds them up, by rank."""
+        """Gather the largest elements of all workers; each worker adds them up, by rank."""
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         num_kept = count_kept(value.shape, self.density)
@@ -65,13 +65,13 @@ class TopK(Codec):
 
 @dataclass(frozen=True)
 class Largest:
-    """What came of exchanging the largest elements.
+    """Result of exchanging the largest elements.
 
     Args:
-        total: The sum of all workers' payloads, in the shape of the value.
-        remainder: What this worker did not send, in the shape of the value.
-        indices: Where what it sent was, in the flat value.
-        is_finite: Whether value and residual were.
+        total: Sum of all workers' payloads, in the shape of the value.
+        remainder: Elements that this worker did not send, in the shape of the value.
+        indices: Indices in the flat value of the elements that this worker sent.
+        is_finite: Whether value and residual were finite.
     """
 
     total: Tensor
@@ -93,7 +93,7 @@ def exchange_largest(value: Tensor, residual: Tensor | None, num_kept: int) -> G
 
 
 def count_kept(shape: Size, density: float) -> int:
-    """Return how many elements of a block are sent."""
+    """Return the number of elements of a block that are sent."""
     # Rounded first: 0.07 * 100 is 7.000000000000001, and 8 would be kept.
     return max(math.ceil(round(density * shape.numel(), 6)), 1)
 
@@ -108,7 +108,7 @@ def _index_dtype(shape: Size) -> torch.dtype:
 
 
 def _sum_largest(gathered: Tensor, value: Tensor, num_kept: int) -> Tensor:
-    """Return the sum of all payloads: by rank, so that it has the same bits everywhere."""
+    """Return the sum of all payloads: by rank, so that it is bitwise equal on all workers."""
     dtype = _index_dtype(value.shape)
     parts = gathered.split([num_kept * dtype.itemsize, num_kept * 4], dim=1)
     indices, values = (

@@ -1,4 +1,4 @@
-"""Layer 6: memory that training needs: estimated, counted, and saved by recomputing or offloading."""
+"""Layer 6: memory of training: estimated, measured, and saved by recomputing or offloading."""
 
 from paceline.memory.available import available_bytes, guess_device
 from paceline.memory.budget import plan

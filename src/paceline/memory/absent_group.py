@@ -1,4 +1,4 @@
-"""A group in which nobody else is there: for rehearsals, in which nothing is computed either."""
+"""A group whose other ranks do not exist, for rehearsals without any computation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,22 +9,22 @@ from paceline.comm.group import DoneWork, Group, Work
 
 
 class AbsentGroup(Group):
-    """Rank 0 of a group of any size, whose operations do nothing; what others would say is what this rank says."""
+    """Rank 0 of a group of any size, whose operations do nothing; every other rank counts as equal to this one."""
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return DoneWork()
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return DoneWork()
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Leave `output` as it is."""
+        """Leave `output` unchanged."""
         return DoneWork()
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Leave `output` as it is."""
+        """Leave `output` unchanged."""
         return DoneWork()
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
@@ -32,15 +32,15 @@ class AbsentGroup(Group):
         return DoneWork()
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
-        """Leave `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return DoneWork()
 
     def duplicate(self, name: str) -> "AbsentGroup":
-        """Return another one."""
+        """Return another absent group."""
         return AbsentGroup(self.rank, self.size, self.device)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "AbsentGroup":
-        """Return another one, of as many ranks."""
+        """Return another absent group, with that number of ranks."""
         return AbsentGroup(self.place_in(ranks), len(ranks), self.device)
 
     def gather_documents(self, document: Any, *, name: str) -> list[Any]:

@@ -1,18 +1,18 @@
-"""How much memory a rank has on this machine."""
+"""Memory available to a rank on this machine."""
 
 from pathlib import Path
 
 import torch
 
 PROCESS_BYTES = 400 * 10**6
-"""What a worker's process takes before its first tensor: Python, torch and what they load. Measured: 404 MB on CPUs."""
+"""Memory of a worker's process before its first tensor: Python, torch and their libraries. Measured: 404 MB on CPUs."""
 _GPU_RESERVE_BYTES = 1 << 30
-"""Of a GPU, for the CUDA context, NCCL and workspaces of kernels."""
+"""Memory of a GPU for the CUDA context, NCCL and workspaces of kernels."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def guess_device(num_processes: int) -> torch.device:
-    """Return the kind of device that as many processes here will train on, as `paceline.join` chooses it."""
+    """Return the kind of device that `num_processes` processes train on here, as `paceline.join` chooses it."""
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_processes
     return torch.device("cuda" if has_gpus else "cpu")
 
@@ -20,8 +20,8 @@ def guess_device(num_processes: int) -> torch.device:
 def available_bytes(device: torch.device, num_processes: int) -> int:
     """Return the bytes of tensors that each of `num_processes` processes here may have on `device`.
 
-    Of a GPU each has one of its own; of a CPU's memory, what is free for new processes (``MemAvailable``, and the limit
-    of this process's control group) is divided among them.
+    Each process has its own GPU. CPU memory is divided among the processes: as much as is free for new processes
+    (``MemAvailable``, and the limit of this process's control group).
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) - _GPU_RESERVE_BYTES
@@ -37,7 +37,7 @@ def _free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _limit_bytes(root: Path = _CGROUP) -> int:
-    """Return what the control group leaves; a group inside it may leave less, which is not looked for."""
+    """Return the memory left in the control group; a nested group may have less, which is ignored."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

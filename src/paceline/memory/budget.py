@@ -1,9 +1,9 @@
-"""Which blocks to recompute, so that activations stay within a budget and as little as can be is computed twice.
+"""Choice of blocks to recompute, so that activations stay within a budget and recomputing costs the least.
 
-Rematerialisation under a budget, as DTR (Kirisame 2021) does it, but chosen before training rather than as memory runs
-out: blocks run in one order, each keeps all, what selective recomputation keeps, or its input, and the best choice of
-all is found exactly. With a budget that everything fits into nothing is recomputed; with the least possible one every
-block is, in full.
+Rematerialisation under a budget, as in DTR (Kirisame 2021), but chosen before training rather than when memory runs
+out: blocks run in a fixed order, each keeps all activations, those of selective recomputation, or its input, and the
+best choice is found exactly. If the budget fits everything, nothing is recomputed; with the smallest possible budget
+every block is, in full.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,19 @@ from paceline.memory.rehearsal import StepDescription, rehearse
 from paceline.memory.settings import Recompute
 
 _STEPS = 2048
-"""Parts that a budget is counted in; bytes are rounded up to one."""
+"""Number of units of a budget; bytes are rounded up to one unit."""
 _NUM_TRIES = 4
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one block costs, in the order in which blocks run."""
+    """Costs of one block; blocks are in the order of execution."""
 
     name: str
     kept: Mapping[Recompute, int]
-    """Bytes that stay after its forward, by what is recomputed."""
+    """Bytes that stay after its forward, by recomputation."""
     cost: Mapping[Recompute, float]
-    """What recomputing costs, in floating-point operations; 0 for none."""
+    """Cost of recomputing, in floating-point operations; 0 for none."""
 
 
 class _Best(NamedTuple):
@@ -37,19 +37,19 @@ class _Best(NamedTuple):
 
 
 def choose(blocks: Sequence[Block], budget_bytes: int, before_bytes: int = 0, after_bytes: int = 0) -> list[Recompute]:
-    """Return what to recompute of each block; of all choices that fit, one with the least cost.
+    """Return the recomputation of each block; of all choices that fit, one with the least cost.
 
-    Bytes add up as blocks run forward. When backward comes to a block that is recomputed, all its activations are there
-    at once, beside what the blocks before it kept.
+    Bytes add up as blocks run forward. When backward reaches a recomputed block, all its activations exist
+    at once, beside those that earlier blocks kept.
 
     Args:
-        blocks: In the order in which they run.
+        blocks: Blocks in the order of execution.
         budget_bytes: Most bytes of activations at any time.
-        before_bytes: What is kept before the first block.
-        after_bytes: What is there after the last one, until backward comes to it.
+        before_bytes: Activations kept before the first block.
+        after_bytes: Activations after the last block, until backward reaches it.
 
     Returns:
-        As many as there are blocks; empty where nothing fits, and where there are none.
+        As many choices as there are blocks; empty if nothing fits, or there are no blocks.
     """
     unit = max(budget_bytes / _STEPS, 1.0)
     best: dict[int, _Best] = {-int(-before_bytes // unit): _Best(0.0, ())}
@@ -71,13 +71,13 @@ def choose(blocks: Sequence[Block], budget_bytes: int, before_bytes: int = 0, af
 
 
 def plan(step: StepDescription, names: Sequence[str], budget_bytes: int) -> dict[str, Choice]:
-    """Return what to recompute of which blocks of a model, so that its activations stay within a budget.
+    """Return the blocks of a model to recompute, so that its activations stay within a budget.
 
-    Costs are measured on tensors without contents, and so is the choice: where it needs more than was reckoned, the
-    next is given that much less.
+    Costs are measured on tensors without contents, and so is the choice: if it needs more than was computed, the
+    next try gets that much less.
 
     Raises:
-        SettingsError: Not even recomputing all in full fits; the message says how much does.
+        SettingsError: Even recomputing all blocks in full does not fit; the message says which budget does.
     """
     everything: dict[str, Choice] = dict.fromkeys(names, "full")
     plain = rehearse(step, watched=names)

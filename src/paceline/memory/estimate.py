@@ -1,4 +1,4 @@
-"""How much memory each rank needs for a step, before anything is allocated."""
+"""Memory that each rank needs for a step, estimated before anything is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from paceline.sync.synchroniser import LocalStep, WorkerContext
 from paceline.topology.layout import Layout
 
 _LARGEST_PROBE = 1 << 16
-"""Elements of a block that codecs are tried on; what they keep of larger ones is in proportion."""
+"""Elements of a block that codecs are tried on; the state of larger ones is in proportion."""
 _STEPS_TRIED = 4096
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of tensors that one rank needs at its worst moment."""
+    """Bytes of tensors of one rank at the peak."""
 
     bytes_of: Mapping[Category, int]
-    """By what they are for, on the device."""
+    """Bytes on the device, by purpose."""
     host_bytes: int = 0
-    """What is offloaded to CPU memory, where the device is a GPU."""
+    """Bytes offloaded to CPU memory, if the device is a GPU."""
 
     @property
     def peak_bytes(self) -> int:
-        """All of them on the device."""
+        """Bytes of all purposes on the device."""
         return sum(self.bytes_of.values())
 
 
@@ -43,17 +43,17 @@ def estimate_step(
 ) -> Estimate:
     """Return the memory that a step needs on a worker with a whole model.
 
-    The step is rehearsed on tensors without contents: parameters, gradients in their buckets, optimizer state, and what
-    forward and backward make, each until it is let go of. What the synchronisation rule and its codec keep is added.
-    It is what a tracker of tensors counts in the real step; of what it does not see (Python and its libraries,
-    workspaces of kernels, batches read ahead, a checkpoint being written) nothing is in it.
+    The step is rehearsed on tensors without contents: parameters, gradients in their buckets, optimizer state, and the
+    tensors of forward and backward, each until it is freed. The state of the synchronisation rule and its codec is
+    added. The result is what a tracker of tensors counts in the real step. It leaves out what such a tracker cannot
+    see: Python and its libraries, workspaces of kernels, batches read ahead, a checkpoint being written.
 
     Args:
         step: The step.
         choices: Recomputation of its blocks, by name.
         rule: Synchronisation rule of the workers.
         num_workers: Number of workers.
-        num_steps: Steps of the run; the first exchange after them is counted.
+        num_steps: Number of steps of the run; the first exchange after them is counted.
     """
     rehearsed = rehearse(step, choices)
     bytes_of = dict(rehearsed.peak)
@@ -64,13 +64,14 @@ def estimate_step(
 
 
 def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estimate:
-    """Return what a rank needs of a model that a layout shares, from what a whole one needs.
+    """Return the memory of a rank of a layout, from that of a worker with a whole model.
 
-    Reckoned from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
+    Computed from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
     activations; the context axis activations; of the sharded axis stage 1 divides optimizer state, stage 2 gradients
-    too where no micro-batches add them up whole, stage 3 parameters too. A stage of a pipeline holds as many
-    micro-batches' activations as there are stages, or as there are micro-batches. What is whole on every rank (norms,
-    embeddings of another stage), and a block's parameters gathered from the sharded axis, are not in it: it may be a
+    too unless micro-batches add them up in full, stage 3 parameters too. A stage of a pipeline holds the activations of
+    as many micro-batches as there are stages, or of all if they are fewer. Tensors that are whole on every rank (norms,
+    embeddings of another stage), and a block's parameters gathered from the sharded axis, are left out: the result may
+    be a fifth too low.
     fifth too low.
     """
     model = layout.tensor * layout.pipeline
@@ -90,9 +91,9 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
 
 
 def _count_rule(rule: Rule, step: StepDescription, num_workers: int, num_steps: int) -> int:
-    """Return the bytes that a rule which does more than to sum gradients keeps, in a sync step."""
+    """Return the bytes that the rule's state needs in a sync step, beside summed gradients."""
     if rule.is_asynchronous or rule.num_server_processes:
-        # A worker keeps what it pulled and what it pushes; a server in its process the shared state.
+        # A worker keeps the pulled and the pushed values; a server keeps the shared state in its process.
         return 2 * sum(4 * prod(shape) for shape in _shapes(step).values())
     group = AbsentGroup(0, num_workers, step.device)
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
@@ -117,7 +118,7 @@ def _count_rule(rule: Rule, step: StepDescription, num_workers: int, num_steps: 
 
 
 def _count_codec(rule: Rule, step: StepDescription, num_workers: int) -> int:
-    """Return the bytes that a codec keeps of all blocks, while it makes those that will replace them."""
+    """Return the bytes of a codec's state of all blocks, while it makes the next state."""
     if not isinstance(rule, EveryStep | PeriodicRule):
         return 0
     codec = rule.codec

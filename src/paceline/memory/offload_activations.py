@@ -9,30 +9,30 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 SMALLEST_BYTES = 1 << 20
-"""Smaller tensors stay: to send one costs more time than its memory is worth."""
+"""Size below which tensors stay: sending one costs more time than its memory is worth."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor that waits elsewhere."""
+    """A tensor that waits in another device's memory."""
 
     device: torch.device
-    """Where it came from."""
+    """Original device."""
     copy: Tensor
 
 
 class ActivationOffload:
-    """Sends what forward saves for backward to another device's memory, and brings it back when backward asks.
+    """Sends the tensors that forward saves for backward to another device's memory, and brings them back for backward.
 
-    Parameters and tensors below `smallest_bytes` stay, and what is saved twice is sent once. Together with
-    recomputation, the inputs of recomputed blocks are what is sent. What the loss itself saves stays, for it is needed
-    first. Each tensor crosses the bus twice a step; copies are queued on the stream that computes, as those of
-    `torch.autograd.graph.save_on_cpu` are.
+    Parameters and tensors below `smallest_bytes` stay, and a tensor saved twice is sent once. Together with
+    recomputation, the inputs of recomputed blocks are sent. Tensors saved by the loss itself stay, since they are
+    needed first. Each tensor crosses the bus twice a step; copies are queued on the computing stream, like those of
+    `torch.autograd.graph.save_on_cpu`.
 
     Args:
-        module: What is run forward; hooks on it begin and end.
-        device: Where activations wait.
-        smallest_bytes: What is worth sending.
+        module: Module that runs forward; its hooks begin and end the offloading.
+        device: Device where activations wait.
+        smallest_bytes: Size from which tensors are sent.
     """
 
     def __init__(self, module: nn.Module, device: str = "cpu", smallest_bytes: int = SMALLEST_BYTES) -> None:
@@ -42,12 +42,12 @@ class ActivationOffload:
         self._open: list[Any] = []
         self._sent = WeakIdKeyDictionary()
         self.num_sent = 0
-        """Tensors sent so far."""
+        """Number of tensors sent so far."""
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
-        # Anew each time: a parameter may get another storage between steps.
+        # On every call: a parameter may get another storage between steps.
         self._resident = {_storage(parameter)._cdata for parameter in module.parameters()}
         hooks = torch.autograd.graph.saved_tensors_hooks(self._send, _bring_back)
         hooks.__enter__()

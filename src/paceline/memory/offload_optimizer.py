@@ -1,4 +1,4 @@
-"""Optimizer state that lives in CPU memory, where the CPU updates the parameters (ZeRO-Offload, Ren et al. 2021)."""
+"""Optimizer state in CPU memory, where the CPU updates the parameters (ZeRO-Offload, Ren et al. 2021)."""
 
 from typing import Any
 
@@ -10,23 +10,23 @@ from paceline.errors import SettingsError
 
 
 class OffloadedOptimizer:
-    """Lets an optimizer take its steps on copies of parameters and gradients in another device's memory.
+    """Makes an optimizer take its steps on copies of parameters and gradients in another device's memory.
 
-    The optimizer stays what it is: its groups hold the model's parameters, its learning rates may change from step to
-    step, its state is saved under the parameters' names and loads into a run without offloading. Only while a step runs
-    do copies stand in the parameters' places, so all it makes for them is where they are.
+    The optimizer does not change: its groups hold the model's parameters, its learning rates may change from step to
+    step, its state is saved under the parameters' names and loads into a run without offloading. Only during a step
+    copies replace the parameters, so the state that it makes for them is on their device.
 
-    It frees the state's bytes on the device, and needs there none; on the host it takes state, parameters and
-    gradients. A step sends each parameter's gradient and the parameter over and the parameter back: 12 bytes an element
-    in fp32. Parameters go over because whatever else changes them (a checkpoint, an average of workers) does so on the
-    device.
+    It frees the state's bytes on the device, and needs no others there; on the host it takes state, parameters and
+    gradients. A step sends each parameter and its gradient over and the parameter back: 12 bytes an element
+    in fp32. Parameters are sent because everything else that changes them (a checkpoint, an average of workers) does so
+    on the device.
 
     Args:
-        optimizer: One that has not stepped yet, or has just been loaded.
-        device: Where state lives.
+        optimizer: Optimizer that has not stepped yet, or has just been loaded.
+        device: Device of the state.
 
     Raises:
-        SettingsError: A parameter is shared by ranks.
+        SettingsError: Ranks share a parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
@@ -45,14 +45,14 @@ class OffloadedOptimizer:
             )
         self._moved_out: list[list[Tensor]] = []
         self._handles = [
-            optimizer.register_step_pre_hook(self._stand_in),
-            optimizer.register_step_post_hook(self._stand_back),
+            optimizer.register_step_pre_hook(self._use_copies),
+            optimizer.register_step_post_hook(self._restore_parameters),
             optimizer.register_load_state_dict_post_hook(self._move_state),
         ]
 
     @torch.no_grad()
-    def _stand_in(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Put copies in the places of parameters; what has no gradient is not updated, so it is not copied."""
+    def _use_copies(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Replace parameters by copies, except those without a gradient, which are not updated."""
         self._moved_out = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._copies[parameter] for parameter in group["params"]]
@@ -64,7 +64,7 @@ class OffloadedOptimizer:
                 optimizer.state[copy] = optimizer.state.pop(parameter)
 
     @torch.no_grad()
-    def _stand_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _restore_parameters(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group, parameters in zip(optimizer.param_groups, self._moved_out, strict=True):
             group["params"] = parameters
         for parameter, copy in self._copies.items():
@@ -75,7 +75,7 @@ class OffloadedOptimizer:
                 copy.grad = None
 
     def _move_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move state that was loaded, which torch puts beside the parameters."""
+        """Move loaded state, which torch puts beside the parameters, to the state's device."""
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):

@@ -1,10 +1,10 @@
-"""Recomputation of blocks (activation checkpointing): backward computes again what forward did not keep.
+"""Recomputation of blocks (activation checkpointing): backward computes again the activations that were not kept.
 
 Chen et al. 2016. A block that is recomputed in full keeps its input only; its forward runs a second time in backward,
-which makes a step of which all blocks are recomputed about a third longer. A block that is recomputed selectively
-(Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again what lies
-between them, which costs little. Losses and gradients are those without it: random numbers are drawn again as they
-were, and BatchNorm's running statistics count a batch once. Nothing on the wire changes, nor does any parameter's name.
+which makes a step about a third longer if all blocks are recomputed. A block that is recomputed selectively
+(Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again the cheap
+operations between them. Losses and gradients do not change: random numbers are the same in the second run, and
+BatchNorm's running statistics count a batch once. Nothing on the wire changes, nor does any parameter's name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_recomputable(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name, in their order in it.
+    """Return the blocks of a model by name, in the model's order.
 
     A block is a child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` that has children of its own and is
     none of these containers; or an `nn.Sequential` in one of them, none of whose children has any. So a transformer's
@@ -72,14 +72,14 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
-    """Let blocks of `module` be recomputed in backward, in place.
+    """Make backward recompute blocks of `module`, in place.
 
-    Hooks do it (torch's composable checkpoint), so that the model's structure and names stay as they are. It comes
+    Hooks do it (torch's composable checkpoint), so that the model's structure and names do not change. Call it
     before a model is sharded or compiled.
 
     Args:
         module: The model.
-        choices: How, by the block's name; blocks that are left out keep all.
+        choices: Recomputation by the block's name; blocks that are left out keep all activations.
     """
     for name, choice in choices.items():
         block = module.get_submodule(name)
@@ -87,7 +87,7 @@ def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
 
 
 def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts that a block runs in, in forward and when it is computed again."""
+    """Return the contexts of a block: for forward, and for the computation in backward."""
     if choice == "full":
         return nullcontext(), _keeping_statistics(block, nullcontext())
     forward, again = create_selective_checkpoint_contexts(_policy)
@@ -96,8 +96,8 @@ def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextMan
 
 @contextmanager
 def _keeping_statistics(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `context`, and leave BatchNorm's running statistics afterwards as they were."""
-    # As data: what backward needs of the block may have been saved beside them, and must not seem to have changed.
+    """Enter `context`, and restore BatchNorm's running statistics afterwards."""
+    # Through `data`: autograd may have saved these buffers for backward, and must not see them change.
     buffers = [buffer.data for layer in find_statistics(block).values() for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:

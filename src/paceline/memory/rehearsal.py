@@ -16,7 +16,7 @@ from paceline.memory.recompute import KEPT, Choice
 from paceline.memory.tracker import Category, StorageTracker, counting
 
 _ELEMENT_FLOPS = 16
-"""What an element that is written costs, in the arithmetic that a device does meanwhile: where only bytes move."""
+"""Cost of a written element, as the arithmetic that a device could do in that time, for operations that move bytes."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class StepDescription:
     """Description of one step of a worker, to be rehearsed.
 
     Args:
-        build: Makes the module, on whichever device is the default, with the blocks given recomputed in backward; and
+        build: Function that makes the module, on the default device, with the given blocks recomputed in backward; and
             its optimizer.
-        loss: Returns the loss of one micro-batch.
-        device: Where it is trained.
-        num_micro_batches: In a step.
-        is_exchanged: Whether gradients go to other workers, from flat buffers of their own.
+        loss: Function that returns the loss of one micro-batch.
+        device: Device of the training.
+        num_micro_batches: Number of micro-batches in a step.
+        is_exchanged: Whether gradients go to other workers, from their own flat buffers.
         clip_norm: Largest gradient norm; None for no clipping.
     """
 
@@ -43,46 +43,46 @@ class StepDescription:
 
 @dataclass
 class BlockCost:
-    """What a block's forward needed, in all its calls."""
+    """Costs of a block's forward, over all its calls."""
 
     kept_bytes: int = 0
-    """Activations that it left behind."""
+    """Bytes of activations that it keeps."""
     cost: float = 0.0
-    """Floating-point operations of its forward; moving bytes counts as such."""
+    """Floating-point operations of its forward; moved bytes count as such."""
     cost_of_kept: float = 0.0
-    """Those of operations whose results selective recomputation keeps."""
+    """Part of `cost` in operations whose results selective recomputation keeps."""
 
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """What a rehearsed step needed."""
+    """Memory of a rehearsed step."""
 
     peak: Mapping[Category, int]
-    """At the moment of most bytes on the device, by what they were for."""
+    """Bytes at the peak of the device, by purpose."""
     host: Mapping[Category, int]
-    """The same of the host's memory, where the device is not the host."""
+    """Bytes at the peak of the host's memory, by purpose, if the device is not the host."""
     peak_activation_bytes: int
-    """Most bytes of activations at once."""
+    """Peak of activations, which need not be at the peak of all bytes."""
     blocks: Mapping[str, BlockCost] = field(default_factory=dict)
-    """Of the blocks that were watched, in the order in which they ran."""
+    """Costs of the watched blocks, in the order of execution."""
     before_bytes: int = 0
     """Activations when the first block began."""
     after_bytes: int = 0
-    """Most activations beyond those when the last block ended."""
+    """Peak of activations beyond those when the last block ended."""
 
 
 def rehearse(
     step: StepDescription, choices: Mapping[str, Choice] | None = None, watched: Sequence[str] = ()
 ) -> RehearsalResult:
-    """Run a step that others came before on tensors without contents (torch's `FakeTensorMode`).
+    """Run a later step of training on tensors without contents (torch's `FakeTensorMode`).
 
-    It allocates nothing, and takes a millisecond for a few operations of the model, whatever their size. Where the
-    model asks for a value, which nobody knows, it is 1.
+    It allocates nothing, and takes a millisecond for a few operations of the model, whatever their size. Any value that
+    the model reads from a tensor is 1.
 
     Args:
         step: The step.
-        choices: What is recomputed of which blocks.
-        watched: Blocks whose forward is measured.
+        choices: Recomputation by the block's name.
+        watched: Names of the blocks whose forward is measured.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
         with step.device:
@@ -99,7 +99,7 @@ def rehearse(
             tracker.label("gradients", views)
             tracker.reset_peak()
             watch = _Watch(tracker, {name: module.get_submodule(name) for name in watched})
-            for _ in range(min(step.num_micro_batches, 2)):  # the second finds gradients there, as all later ones do
+            for _ in range(min(step.num_micro_batches, 2)):  # the second adds to gradients, like all later ones
                 with watch.forward():
                     loss = step.loss(module)
                 loss.backward()
@@ -118,7 +118,7 @@ def rehearse(
 
 
 class UnknownValues(TorchDispatchMode):
-    """Inside it, a value that is read from a tensor without contents is 1."""
+    """While active, any value that is read from a tensor without contents is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -127,7 +127,7 @@ class UnknownValues(TorchDispatchMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Measures the forward of blocks: what they leave behind, and what they compute."""
+    """Measures the forward of blocks: the activations that they keep, and their operations."""
 
     def __init__(self, tracker: StorageTracker, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, a micro-batch runs forward; the first is measured."""
+        """Context in which a micro-batch runs forward; the first one is measured."""
         if self._is_done:
             yield
             return
@@ -187,7 +187,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Let the optimizer have the state that it has after a step."""
+    """Give the optimizer the state that it has after a step."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
@@ -210,7 +210,7 @@ def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _attach(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Let gradients go into their places in the buffers as backward makes them, as a replica does."""
+    """Let backward write gradients into their views of the buffers, as a replica does."""
     places = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
 
     def move(parameter: Tensor) -> None:

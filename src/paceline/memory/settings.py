@@ -1,4 +1,4 @@
-"""What a person chooses about memory."""
+"""Settings of memory."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,8 @@ from paceline.registry import Settings
 from paceline.topology import parse_size
 
 Recompute = Literal["none", "full", "selective"]
-"""How much of a block's activations is computed again in backward: nothing, all but its input, or all but what matrix
-products, convolutions and attention make."""
+"""Activations of a block that backward computes again: none, all but its input, or all but the results of matrix
+products, convolutions and attention."""
 
 
 def _parse_budget(value: Any) -> Any:
@@ -23,20 +23,20 @@ def _parse_budget(value: Any) -> Any:
 
 
 Budget = Annotated[int, Field(gt=0), BeforeValidator(_parse_budget)]
-"""Bytes; as text it has a unit."""
+"""Number of bytes; as text with a unit."""
 
 
 class Memory(Settings):
-    """How memory is saved, and whether it is checked that a run fits before it starts."""
+    """How memory is saved, and whether a run is checked to fit before it starts."""
 
     recompute: Recompute | Budget = "none"
     """Activations that backward computes again: none; full, of every block; selective, all but the results of matrix
-    products, convolutions and attention; or a budget in bytes (500MB), within which as little as can be is."""
+    products, convolutions and attention; or a budget in bytes (500MB), which is met with the least recomputation."""
     offload: Literal["none", "activations", "optimizer", "both"] = "none"
-    """What waits in CPU memory until it is needed: activations, from forward to backward; optimizer state, which the
-    CPU then updates. For GPUs."""
+    """State that waits in CPU memory until it is needed: activations, from forward to backward; optimizer state, which
+    the CPU then updates. For GPUs."""
     check: bool = True
-    """Whether a run that needs more memory than there is gets refused before it starts."""
+    """Whether a run that needs more memory than available is refused before it starts."""
 
     @property
     def offloads_activations(self) -> bool:

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, and remembers what they were for when they were most."""
+"""A count of the bytes of living tensors, and their purposes at the peak."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,20 +13,20 @@ from torch.utils._pytree import tree_leaves
 Category = Literal["parameters", "gradients", "optimizer", "activations", "communication", "temporary"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 _CUDA_ROUNDING = 512
-"""What torch's allocator of GPU memory rounds sizes up to."""
+"""Unit that torch's allocator of GPU memory rounds sizes up to."""
 
 
 class StorageTracker(TorchDispatchMode):
-    """Inside it, every tensor that an operation makes is counted until it is let go of.
+    """Context in which every tensor that an operation makes is counted until it is freed.
 
-    It counts bytes of storages, so views cost nothing, on real tensors and on those of torch's `FakeTensorMode` alike.
-    It sees what `torch.distributed._tools.mem_tracker.MemTracker` sees, and tests hold the one to the other; that one
-    goes through all modules at every operation, which takes minutes for a large model, and knows one forward a step.
-    What kernels allocate for themselves (workspaces of cuBLAS and cuDNN, buffers of a backend) no tracker of tensors
-    sees.
+    It counts bytes of storages, so views cost nothing, for real tensors and for those of torch's `FakeTensorMode`. It
+    sees what `torch.distributed._tools.mem_tracker.MemTracker` sees, and tests compare the two; the latter goes through
+    all modules at every operation, which takes minutes for a large model, and supports one forward a step. No tracker
+    of tensors sees the memory that kernels allocate for themselves (workspaces of cuBLAS and cuDNN, buffers of a
+    backend).
 
     Args:
-        device: Kind of device whose tensors count.
+        device: Type of the device whose tensors count.
     """
 
     def __init__(self, device: str) -> None:
@@ -36,47 +36,47 @@ class StorageTracker(TorchDispatchMode):
         self._now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._now_bytes = self.peak_bytes = 0
         self.peak_activation_bytes = 0
-        """The most bytes of activations alive at once, which need not be at the peak of all."""
+        """Peak of activations, which need not be at the peak of all bytes."""
         self._peak = dict(self._now)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import all of it: a second
+        return False  # to skip Dynamo, torch would import it first, which takes a second
 
     @property
     def now(self) -> Mapping[Category, int]:
-        """What is alive, by what it is for."""
+        """Bytes of living tensors, by purpose."""
         return self._now
 
     @property
     def peak(self) -> Mapping[Category, int]:
-        """What was alive at the moment when it was most, by what it was for; in sum `peak_bytes`."""
+        """Bytes of living tensors at the peak, by purpose; their sum is `peak_bytes`."""
         return dict(self._peak)
 
     def label(self, category: Category, tensors: Iterable[Tensor], *, is_part: bool = False) -> None:
-        """Say what tensors are for; those not known yet count from now on.
+        """Set the purpose of tensors; tensors not known yet count from now on.
 
         Args:
-            category: What for.
-            tensors: Each with its whole storage.
-            is_part: Whether a tensor's own bytes count instead: where it is a small view of what is there anyway.
+            category: Purpose of the tensors.
+            tensors: Tensors, each with its whole storage.
+            is_part: Whether only a tensor's own bytes count: for a small view of a storage that exists anyway.
         """
         for tensor in tensors:
             self._note(tensor, category, is_certain=True, num_bytes=tensor.nbytes if is_part else None)
 
     def reset_peak(self) -> None:
-        """Forget the most so far."""
+        """Restart the peak at the present bytes."""
         self.peak_bytes, self._peak = self._now_bytes, dict(self._now)
         self.peak_activation_bytes = self._now["activations"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what it made."""
+        """Run the operation, and count the tensors that it made."""
         result = func(*args, **(kwargs or {}))
-        # Forward records what it does, also where backward runs it again; backward and optimizers do not.
+        # Forward records a graph, also when backward runs it again; backward and optimizers do not.
         category: Category = "activations" if torch.is_grad_enabled() else "temporary"
         made = [leaf for leaf in tree_leaves(result) if self._is_new(leaf)]
         if made:
-            # A view of what was there before the tracker (a file, memory shared with others) is nothing new.
+            # A view of a storage that existed before the tracker (a file, memory shared with others) does not count.
             given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
             for leaf in made:
                 if _key(leaf) not in given:
@@ -120,15 +120,15 @@ class StorageTracker(TorchDispatchMode):
 def counting(
     module: nn.Module, optimizer: torch.optim.Optimizer, device: str, tracker: StorageTracker | None = None
 ) -> Iterator[StorageTracker]:
-    """Inside, count what training `module` makes; gradients and optimizer state are told apart as they come.
+    """Count the tensors of training `module`; gradients and optimizer state are labelled as they are made.
 
-    Hooks on parameters that make views of their gradients must have been registered before.
+    Register hooks that make gradients views of buffers before this.
 
     Args:
-        module: What is trained.
-        optimizer: Over its parameters.
-        device: Kind of device whose tensors count.
-        tracker: Counts on from where it was; a new one without it.
+        module: Module to train.
+        optimizer: Optimizer of its parameters.
+        device: Type of the device whose tensors count.
+        tracker: Tracker to continue; None for a new one.
     """
     is_new = tracker is None
     tracker = tracker or StorageTracker(device)

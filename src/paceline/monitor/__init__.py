@@ -1,4 +1,4 @@
-"""Layer 2: what a run says: typed events, the log they are written to, and what reads it."""
+"""Layer 2: typed events of a run, the log that they are written to, and its readers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:  # these import rich and more, which a worker that only writes never needs
+    if name in _HOMES:  # these import rich and more, which a worker never needs
         return getattr(import_module(f"paceline.monitor.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'paceline.monitor' has no attribute {name!r}; it has: {', '.join(__all__)}")

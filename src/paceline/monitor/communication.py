@@ -1,4 +1,4 @@
-"""What a report says of communication: how long it took, what of it was hidden, and what went over the wire."""
+"""The report's section on communication: its time, the hidden part of it, and the bytes on the wire."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from paceline.monitor.timeline import TimedStep
 
 
 def describe_step(step: TimedStep) -> str:
-    """Return where the time of a step went, as two sentences."""
+    """Return where the time of a step went, in two sentences."""
     whole_s, exposed_s = step.times.duration_s, step.times.waited_s
     exposed = f" ({share(exposed_s / whole_s)})" if whole_s > 0 else ""
     hidden = f" ({share(step.hidden_share)})" if step.hidden_share is not None else ""
     return (
         f"A typical step of rank {step.rank} takes {duration(whole_s)}: {duration(step.computing_s)} computing, "
-        f"and {duration(exposed_s)}{exposed} standing still for the exchange. The exchange takes "
+        f"and {duration(exposed_s)}{exposed} waiting for the exchange. The exchange takes "
         f"{duration(step.exchange_s)}, of which {duration(step.hidden_s)}{hidden} are hidden behind computing."
     )
 
@@ -24,8 +24,8 @@ def render_communication(typical: Sequence[TimedStep], gantt: Pictures) -> str:
     """Return the section of a report's page.
 
     Args:
-        typical: A step for each rank, with medians for times.
-        gantt: The first of them in time.
+        typical: One step per rank, with medians for times.
+        gantt: Timeline picture of the first of them.
     """
     first = typical[0]
     shown = "A step in time: computing, and below it the exchange of each bucket"

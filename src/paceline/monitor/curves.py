@@ -1,24 +1,24 @@
-"""The numbers behind the picture of a report: smoothing and thinning of long, noisy, broken series."""
+"""The data of a report's curves: smoothing and thinning of long, noisy, interrupted series."""
 
 import numpy as np
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 LARGEST = 1e30
-"""A value beyond it is treated as not finite: no axis could show it beside the others."""
+"""Largest magnitude of a value; beyond it a value counts as not finite, since no axis could show it."""
 
 
 def as_floats(values: list[float | None]) -> Floats:
-    """Return `values` with NaN for what is missing or not finite."""
+    """Return `values` with NaN for missing or non-finite ones."""
     floats = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     floats[~(np.abs(floats) < LARGEST)] = np.nan
     return floats
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """Return the moving mean over `window` values, NaN left out, without lag.
+    """Return the moving mean over `window` values, without NaN, and without lag.
 
-    At the start the window shrinks on both sides, so that a steep fall is not cut; at the end on one side
+    At the start the window shrinks on both sides, so that a steep fall is not cut; at the end it shrinks on one side
     only, so that the last value is a mean too.
     """
     num_values = len(values)
@@ -33,7 +33,7 @@ def smooth(values: Floats, window: int) -> Floats:
 
 
 def thin(steps: Floats, values: Floats, max_bins: int = 2000) -> tuple[Floats, Floats]:
-    """Return the lowest and highest value of each of `max_bins` bins: a noisy line keeps its look."""
+    """Return the lowest and highest value of each of `max_bins` bins, which preserves the look of a noisy line."""
     if len(values) <= 2 * max_bins:
         return steps, values
     kept = []
@@ -47,7 +47,7 @@ def thin(steps: Floats, values: Floats, max_bins: int = 2000) -> tuple[Floats, F
 
 
 def ratio_in_bins(steps: Floats, part: Floats, whole: Floats, max_bins: int = 150) -> tuple[Floats, Floats]:
-    """Return the first step and sum(part) / sum(whole) of each bin, NaN where that is not known."""
+    """Return the first step and sum(part) / sum(whole) of each bin, NaN where that is unknown."""
     starts = np.unique(np.linspace(0, len(steps), min(max_bins, len(steps)), endpoint=False).astype(np.int64))
     known = np.isfinite(part) & np.isfinite(whole)
     parts = np.add.reduceat(np.where(known, part, 0.0), starts)

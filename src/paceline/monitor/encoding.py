@@ -1,10 +1,10 @@
 """Records as lines of strict JSON, and back.
 
 A line is ``{"kind": ..., "run": ..., "rank": ..., "epoch": ..., "step": ..., "time_s": ..., "unix_s": ...,
-"event": {...}}``: the envelope says who spoke and when, ``event`` holds the fields of the kind. JSON has
+"event": {...}}``: the envelope says who wrote it and when, ``event`` holds the fields of the kind. JSON has
 no NaN and no infinities: they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, and a field of
 type float turns these back. Inside ``RunStarted.settings``, which has no types, they stay strings; pydantic
-reads those as floats. A line is ASCII and holds no line break, whatever the texts in it.
+reads those as floats. A line is ASCII and contains no line break, whatever its texts contain.
 """
 
 import json
@@ -20,7 +20,7 @@ def to_json(record: Record) -> str:
     """Return `record` as one line of strict JSON, without the line break.
 
     Raises:
-        EventError: Its settings hold something JSON cannot.
+        EventError: The record's settings hold a value that JSON cannot represent.
     """
     event: Any = record.event
     line = {
@@ -35,11 +35,11 @@ def to_json(record: Record) -> str:
     }
     try:
         return _ENCODER.encode(line)
-    except (ValueError, TypeError, RecursionError):  # most often a NaN, which is looked for only now: it is rare
+    except (ValueError, TypeError, RecursionError):  # most often a NaN: rare, so the search starts only now
         try:
             return _ENCODER.encode(_name_non_finite(line))
         except (ValueError, TypeError, RecursionError) as error:
-            raise EventError(f"{event.kind} must hold what JSON can, but: {error}") from error
+            raise EventError(f"{event.kind} must hold JSON values only, but: {error}") from error
 
 
 def from_json(line: str) -> Record:
@@ -59,8 +59,8 @@ def from_json(line: str) -> Record:
         raise EventError(f"{cls.kind} must be a JSON object, but got {reprlib.repr(fields)}")
     try:
         return Record(event=cls(**fields), **content)
-    except TypeError as error:  # a name that Python itself refuses
-        raise EventError(f"{cls.kind} must have just its fields, but: {error}") from error
+    except TypeError as error:  # a name that is no Python argument
+        raise EventError(f"{cls.kind} must have exactly its fields, but: {error}") from error
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))

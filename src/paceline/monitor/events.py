@@ -1,4 +1,4 @@
-"""What a run says, as typed events."""
+"""The typed events of a run."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def _read_non_finite(value: Any) -> Any:
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer of 64 bits."""
 Float = Annotated[float, BeforeValidator(_read_non_finite)]
-"""A float, or its name where JSON has none: nan, inf or -inf."""
+"""A float, or its name if JSON has none for it: nan, inf or -inf."""
 
 
 class EventError(PacelineError, ValueError):
@@ -30,11 +30,11 @@ class EventError(PacelineError, ValueError):
 
 
 class Event:
-    """Something that happened in a run: the payload, without who and when."""
+    """Something that happened in a run: the payload, without rank and time."""
 
     __slots__ = ()
     kind: ClassVar[str]
-    """The name the class is registered under, and that a line of the log carries."""
+    """Name that the class is registered under; the `kind` of a line in the log."""
 
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ E_co = TypeVar("E_co", bound=Event, covariant=True, default=Event)
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _checked(fields_only: type[T]) -> type[T]:
-    """Make a dataclass that checks its fields, and raises an `EventError` where one is wrong."""
+    """Make a dataclass that checks its fields, and raises an `EventError` for a wrong one."""
     config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
     cls: Any = dataclass(frozen=True, slots=True, kw_only=True, config=config)(fields_only)
     check = cls.__init__
@@ -61,17 +61,17 @@ def _checked(fields_only: type[T]) -> type[T]:
 
 @_checked
 class Record(Generic[E_co]):
-    """An event in its envelope: which run, rank and membership epoch said it, and when."""
+    """An event in its envelope: run, rank and membership epoch that wrote it, and the time."""
 
     run: str
     rank: Int
-    """-1 for the launcher, which is none of the workers."""
+    """Rank of the worker; -1 for the launcher."""
     epoch: Int
-    """Of the membership: it counts the groups that trained, not passes over the data."""
+    """Number of the membership, which counts groups of workers, not passes over the data."""
     step: Int
-    """-1 where no step is known."""
+    """Number of the step; -1 if there is none."""
     time_s: Float
-    """Monotonic; comparable only within one process."""
+    """Monotonic time; comparable within one process only."""
     unix_s: Float
     event: E_co
 
@@ -91,20 +91,20 @@ def _event(kind: str) -> Callable[[type[E_co]], type[E_co]]:
 
 
 def list_fields(cls: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a kind of event, by name."""
+    """Return the annotations of an event class's fields, by name."""
     return {field.name: field.type for field in fields(cls)}
 
 
 def list_kinds() -> dict[str, type[Event]]:
-    """Return the classes of events by their kind."""
+    """Return the event classes by kind."""
     return dict(_KINDS)
 
 
 def find_kind(kind: str) -> type[Event]:
-    """Return the class of events of that kind.
+    """Return the event class of a kind.
 
     Raises:
-        EventError: There is none; it may be of another version.
+        EventError: There is no such kind; the log may be of another version.
     """
     if kind not in _KINDS:
         raise EventError(str(unknown_name("the kind of an event", kind, _KINDS)))
@@ -113,26 +113,26 @@ def find_kind(kind: str) -> type[Event]:
 
 @_event("run_started")
 class RunStarted(Event):
-    """The workers are ready; each attempt after a restart or resume says it again."""
+    """The workers are ready; written again by each attempt after a restart or resume."""
 
     recipe: str
     settings: dict[str, Any]
-    """The resolved run, as JSON."""
+    """Resolved run, as JSON."""
     num_workers: Int
     device: str
     num_parameters: Int
     start_step: Int
-    """Steps that were done before this attempt."""
+    """Number of steps done before this attempt."""
     total_steps: Int
     global_batch: Int
     samples_per_epoch: Int
     resumed_from: str | None = None
-    """The checkpoint this attempt goes on from."""
+    """Checkpoint that this attempt resumes from."""
 
 
 @_event("step_finished")
 class StepFinished(Event):
-    """One optimizer update was made."""
+    """One optimizer update is done."""
 
     loss: Float
     weight: Float
@@ -141,85 +141,85 @@ class StepFinished(Event):
     learning_rate: Float
     duration_s: Float
     communication_s: Float
-    """Time the worker waited for the exchange, not hidden behind computing."""
+    """Time that the worker waited for the exchange, not hidden behind computing."""
     position: Int
-    """Samples used since the start of training."""
+    """Number of samples used since the start of training."""
     gradient_norm: Float | None = None
     loss_scale: Float | None = None
     wire_bytes: Int | None = None
-    """What this worker put on the wire for the step; None where it was not counted."""
+    """Bytes that this worker sent for the step; None if not counted."""
 
 
 @_event("bucket_exchanged")
 class BucketExchanged(Event):
-    """How the exchange of one bucket went that landed in a step that was sampled, on the worker that says it.
+    """Times of one bucket's exchange in a sampled step, on the worker that wrote the event.
 
-    Each worker says it for each of its buckets, and then `StepTimed` once. Moments count from the begin of the
-    step's forward; where gradients land in the next forward, those of the step before are below 0.
+    Each worker writes one for each of its buckets, and then `StepTimed` once. Times count from the beginning of the
+    step's forward; if gradients land in the next forward, those of the step before are below 0.
     """
 
     bucket: Int
-    """Its number, in the order in which buckets leave."""
+    """Number of the bucket, in launch order."""
     first_parameter: str
     num_parameters: Int
     num_bytes: Int
-    """Of its gradients, before any codec."""
+    """Size of its gradients, before any codec."""
     wire_bytes: Int
-    """What this worker put on the wire for it."""
+    """Bytes that this worker sent for it."""
     ready_s: Float
-    """Its last gradient was there."""
+    """Time when its last gradient was ready."""
     began_s: Float
-    """Its exchange began; before that it stood in the queue."""
+    """Time when its exchange began; before that it was queued."""
     ended_s: Float
-    """Its exchange was done; where that cannot be seen, the moment at which waiting for it ended."""
+    """Time when its exchange ended; if that is unknown, when the wait for it ended."""
     landed_s: Float
-    """It was waited for and handed to the optimizer."""
+    """Time when its gradients were handed to the optimizer."""
     waited_s: Float
-    """How long the worker stood still for it."""
+    """How long the worker waited for it."""
 
 
 @_event("step_timed")
 class StepTimed(Event):
-    """Where the time of a step that was sampled went, on the worker that says it, after its buckets.
+    """Times of a sampled step, on the worker that wrote the event, after its buckets.
 
-    Moments count from the begin of forward, on the host's clock. With gradient accumulation forward and backward
-    are those of the last micro-batch, and all before it counts as forward.
+    Times count from the beginning of forward, on the host's clock. With gradient accumulation forward and backward
+    are those of the last micro-batch, and everything before counts as forward.
     """
 
     began_unix_s: Float
-    """The time of day at the begin of forward: it lines up the workers."""
+    """Time of day at the beginning of forward, by which the workers are aligned."""
     forward_ended_s: Float
     backward_began_s: Float
     backward_ended_s: Float
     duration_s: Float
-    """Until the end of the update."""
+    """Duration until the end of the update."""
     waited_s: Float
-    """How long the worker stood still for the exchange of all buckets, and of the step's weight."""
+    """How long the worker waited for the exchange of all buckets, and of the step's weight."""
     optimizer_began_s: Float | None = None
-    """None where parameters were updated bucket by bucket, as these landed."""
+    """Time when the optimizer began; None if it updated parameters bucket by bucket, on arrival."""
     optimizer_ended_s: Float | None = None
 
 
 @_event("pipeline_measured")
 class PipelineMeasured(Event):
-    """What one rank of a pipeline computed in a step that was sampled; each rank says it for itself.
+    """Work of one pipeline rank in a sampled step; each rank writes its own.
 
-    The lists have one item for each piece of work, in the order in which they were done.
+    The lists have one item for each operation, in the order of execution.
     """
 
     order: str
-    """In which the ranks work."""
+    """Name of the pipeline order."""
     ranks: list[Int]
-    """Those of the pipeline, from the first stage's on."""
+    """Ranks of the pipeline, from the first stage's on."""
     num_micro_batches: Int
     stages_per_rank: Int
     formula: Float | None
-    """Idle part of the step by the order's own formula, for stages and passes of equal cost; None where none is
-    known."""
+    """Idle share of the step by the order's own formula, for stages and passes of equal cost; None if there is no
+    formula."""
     began_unix_s: Float
-    """The time of day at the begin of the first: it lines up the ranks. Moments count from it."""
+    """Time of day at the beginning of the first operation, by which the ranks are aligned. Times count from it."""
     works: list[str]
-    """forward; backward; or where that is parted, inputs and weights."""
+    """Kind of each operation: forward, backward, or, if backward is split, inputs and weights."""
     stages: list[Int]
     micro_batches: list[Int]
     began_s: list[Float]
@@ -228,72 +228,72 @@ class PipelineMeasured(Event):
 
 @_event("memory_estimated")
 class MemoryEstimated(Event):
-    """What a step needs on each rank, by a rehearsal before the run started; not said where it fits by far."""
+    """Memory of a step on each rank, from a rehearsal before the run started; omitted if there is plenty of memory."""
 
     peak_bytes: Int
-    """Of tensors, at the worst moment."""
+    """Peak size of tensors."""
     bytes_of: dict[str, Float]
-    """By what they are for."""
+    """Size by purpose of the tensors."""
     available_bytes: Int
-    """What a rank may have."""
+    """Memory available to a rank."""
 
 
 @_event("memory_measured")
 class MemoryMeasured(Event):
-    """What a step needed on rank 0."""
+    """Memory of a step, measured on rank 0."""
 
     peak_bytes: Int
-    """Of tensors, at the worst moment."""
+    """Peak size of tensors."""
     bytes_of: dict[str, Float]
-    """By what they are for; empty where torch's allocator counted, which does not know it."""
+    """Size by purpose of the tensors; empty if torch's allocator measured, which does not know it."""
 
 
 @_event("slow_worker")
 class SlowWorker(Event):
-    """A worker computes much slower than the others; of each worker that is found slow it is said once a start."""
+    """A worker computes much slower than the others; written once per start for each slow worker."""
 
     slow_rank: Int
     factor: Float
-    """How many times longer it computes for a sample than the median of the others."""
+    """Ratio of its computing time per sample to the median of the others."""
     samples_per_s: Float
-    """While it computes: waiting is not in it."""
+    """Speed while it computes, without waiting."""
     others_samples_per_s: Float
 
 
 @_event("shares_changed")
 class SharesChanged(Event):
-    """The parts of a global batch that workers take follow their speed from a position on."""
+    """The workers' shares of a global batch follow their speed from a position on."""
 
     shares: list[Int]
     """Samples of a whole global batch, by rank."""
     start: Int
-    """Samples used since the start of training, at which they come into force."""
+    """Number of samples used since the start of training at which they take effect."""
     samples_per_s: list[Float]
-    """By rank, while they compute; NaN of one that computed nothing."""
+    """Speed of each rank while it computes; NaN for one that computed nothing."""
 
 
 @_event("gradient_noise_measured")
 class GradientNoiseMeasured(Event):
-    """How noisy gradients are: moving averages of what single steps say."""
+    """Noise of the gradients: moving averages over steps."""
 
     noise_scale: Float | None
-    """Samples at which a step's gradient is as much signal as noise; None where it is too large to be told."""
+    """Samples at which a step's gradient has as much signal as noise; None if it is too large to be measured."""
     trace: Float
     """Variance of a single sample's gradient, summed over all parameters."""
     squared_norm: Float
-    """Of the true gradient; an estimate, so that it may be negative where noise is all there is."""
+    """Squared norm of the true gradient; an estimate, which may be negative if noise dominates."""
     num_steps: Int
-    """Since the measurement before."""
+    """Number of steps since the last measurement."""
 
 
 @_event("batch_changed")
 class BatchChanged(Event):
-    """Steps take another number of samples from here on."""
+    """Steps have another number of samples from here on."""
 
     global_batch: Int
-    """Over all workers."""
+    """Samples over all workers."""
     start: Int
-    """Samples used since the start of training, at which it comes into force."""
+    """Number of samples used since the start of training at which it takes effect."""
 
 
 @_event("model_grown")
@@ -303,24 +303,24 @@ class ModelGrown(Event):
     num_layers: Int
     num_parameters: Int
     method: str
-    """What the new layers begin with."""
+    """Initialisation of the new layers."""
 
 
 @_event("staleness_measured")
 class StalenessMeasured(Event):
-    """How old the parameters were that workers computed their pushes from, since the run began."""
+    """Age of the parameters that workers computed their pushes from, since the run began."""
 
     delays: list[Int]
-    """In updates of others between a worker's pull and its push."""
+    """Delays, in updates of others between a worker's pull and its push."""
     counts: list[Int]
-    """Pushes with each of these delays."""
+    """Number of pushes with each of these delays."""
     num_dropped: Int
-    """Pushes that came too late to count."""
+    """Number of pushes that came too late to count."""
 
 
 @_event("evaluated")
 class Evaluated(Event):
-    """The model was judged on the held-out data."""
+    """The model was evaluated on the held-out data."""
 
     loss: Float
     metrics: dict[str, Float]
@@ -334,7 +334,7 @@ class Evaluated(Event):
 
 @_event("checkpoint_saved")
 class CheckpointSaved(Event):
-    """A checkpoint is whole on disk."""
+    """A checkpoint is complete on disk."""
 
     path: str
     num_bytes: Int
@@ -343,7 +343,7 @@ class CheckpointSaved(Event):
 
 @_event("checkpoint_skipped")
 class CheckpointSkipped(Event):
-    """A checkpoint was found that could not be used."""
+    """A checkpoint could not be used."""
 
     path: str
     reason: str
@@ -358,14 +358,14 @@ class UnusedParameters(Event):
 
 @_event("warned")
 class Warned(Event):
-    """Something a person should know, though training goes on."""
+    """A problem that does not stop training."""
 
     message: str
 
 
 @_event("preempted")
 class Preempted(Event):
-    """The run was asked to stop, and saved where it was."""
+    """The run was asked to stop, and saved a checkpoint."""
 
     checkpoint: str
     signal: str
@@ -395,19 +395,19 @@ class Failed(Event):
     message: str
     traceback: str
     place: str = ""
-    """Innermost line of the user's own code that the exception came through, as ``file:line``; empty where none is."""
+    """Innermost line of the user's own code that the exception came through, as ``file:line``; empty if none."""
 
 
 @_event("showcased")
 class Showcased(Event):
-    """What the trained model can do, as a text. It is the model's own output: trust nothing in it."""
+    """Sample output of the trained model, as text. The model wrote it: do not trust it."""
 
     text: str
 
 
 @_event("run_finished")
 class RunFinished(Event):
-    """All steps were made."""
+    """All steps are done."""
 
     held_out_loss: Float | None
     metrics: dict[str, Float]

@@ -1,4 +1,4 @@
-"""Events, numbers, and text that nobody vouches for, formatted for people."""
+"""Events, numbers and untrusted text, formatted for people."""
 
 import math
 import unicodedata
@@ -26,7 +26,7 @@ _KEPT = "\n\u200c\u200d"  # a line break, and the two invisible joiners that Ind
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """Return `text` with all that could steer a terminal, or that `encoding` lacks, written as escapes."""
+    """Return `text` with control characters, and characters that `encoding` lacks, written as escapes."""
     text = text.replace("\r\n", "\n").expandtabs(4)
     shown = "".join(char if _is_harmless(char) else _escape(char) for char in text)
     return shown.encode(encoding, errors="backslashreplace").decode(encoding)
@@ -39,7 +39,7 @@ def one_line(text: str, max_length: int = 500) -> str:
 
 
 def number(value: float) -> str:
-    """Return `value` with four digits that count: ``1.234``, ``0.0001235``, ``12,346``."""
+    """Return `value` with four significant digits: ``1.234``, ``0.0001235``, ``12,346``."""
     if not math.isfinite(value):
         return str(float(value))
     if abs(value) >= 1000:
@@ -48,7 +48,7 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Return a part of one as percent."""
+    """Return a fraction of one as percent."""
     return f"{100 * value:.{1 if abs(value) < 0.1 else 0}f}%" if math.isfinite(value) else "?"
 
 
@@ -76,12 +76,12 @@ def size(num_bytes: float) -> str:
 
 
 def workers(start: RunStarted) -> str:
-    """Return who trains: ``2 workers on cpu``."""
+    """Return number and device of the workers: ``2 workers on cpu``."""
     return f"{'1 worker' if start.num_workers == 1 else f'{start.num_workers:,} workers'} on {start.device}"
 
 
 def describe(record: Record) -> str | None:
-    """Return the line a person should see for `record`, or None if it deserves none."""
+    """Return the line of output for `record`, or None if it needs none."""
     match record.event:
         case RunStarted() as event:
             return _describe_start(event)
@@ -99,13 +99,13 @@ def describe(record: Record) -> str | None:
         case ModelGrown(num_layers=layers, num_parameters=parameters):
             return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
         case CheckpointSkipped(path=path, reason=reason):
-            return f"checkpoint {path} is passed over: {reason}"
+            return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):
             return f"parameters that no rank used: {', '.join(names)}"
         case Warned(message=message):
             return f"warning: {message}"
         case Preempted(checkpoint=checkpoint, signal=signal):
-            return f"stopped by {signal} at step {record.step:,}; it goes on from {checkpoint}"
+            return f"stopped by {signal} at step {record.step:,}; a new start resumes from {checkpoint}"
         case StoppedEarly(reason=reason):
             return f"ended after step {record.step:,}: {reason}"
         case Restarted(attempt=attempt, reason=reason):
@@ -120,14 +120,14 @@ def describe(record: Record) -> str | None:
 
 
 def describe_failure(event: Failed, ranks: Sequence[int], step: int) -> str:
-    """Return where and how `ranks` failed with one and the same error; -1 is the launcher, or no step."""
+    """Return where and how `ranks` failed with the same error; -1 is the launcher, or no step."""
     who = f"rank {', '.join(map(str, ranks))} failed" if min(ranks) >= 0 else "failed"
     when = f" at step {step:,}" if step >= 0 else ""
     return f"{f'{event.place}: ' if event.place else ''}{who}{when} with {event.error}: {event.message}"
 
 
 def describe_slow(event: SlowWorker) -> str:
-    """Return who is slow, and by how much."""
+    """Return which rank is slow, and by how much."""
     speeds = (
         f"{number(event.samples_per_s)} samples/s while it computes, the others {number(event.others_samples_per_s)}"
     )

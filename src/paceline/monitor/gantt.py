@@ -1,4 +1,4 @@
-"""The picture of one step: what its worker computed, beside the exchange of each bucket."""
+"""The picture of one step: the worker's computing, and the exchange of each bucket."""
 
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_LABELS = 24
-"""More buckets than that are not all named."""
+"""Largest number of buckets that are all labelled."""
 
 
 def draw_gantt(step: TimedStep, palette: Palette) -> bytes:
-    """Return a PNG: a row for computing, and below it one a bucket, in the order in which they leave.
+    """Return a PNG: a row for computing, and below it one row per bucket, in launch order.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -40,7 +40,7 @@ def _draw_computing(axes: "Axes", step: TimedStep, palette: Palette, height: flo
         ([(0.0, times.forward_ended_s)], palette.train, 0.45, "forward"),
         ([(times.backward_began_s, times.backward_ended_s)], palette.train, 0.9, "backward"),
         (step.optimizer_spans, palette.muted, 0.9, "optimizer"),
-        (waits, palette.bad, 1.0, "standing still"),
+        (waits, palette.bad, 1.0, "waiting"),
     ):
         _draw(axes, spans, -0.9 * height, 0.8 * height, color, alpha, label)
 

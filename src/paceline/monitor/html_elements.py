@@ -1,4 +1,4 @@
-"""HTML elements of a report's page. Every text is escaped here: none of it can become markup."""
+"""HTML elements of a report's page. Every text is escaped here, so that none can become markup."""
 
 import base64
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from paceline.monitor.formatting import printable
 
 
 class Pictures(NamedTuple):
-    """The same picture as two PNGs: on a light ground, and on a dark one."""
+    """The same picture as two PNGs: on a light background, and on a dark one."""
 
     light: bytes
     dark: bytes
 
 
 def safe(text: str) -> str:
-    """Return `text` as HTML that shows just it."""
+    """Return `text` escaped as HTML."""
     return escape(printable(text), quote=True)
 
 
@@ -48,7 +48,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_numeric
 
 
 def picture(pictures: Pictures, shown: str) -> str:
-    """Return the picture that fits the reader's ground; `shown` says in words what is on it."""
+    """Return the picture that fits the reader's colour scheme; `shown` describes it in words."""
     light_url, dark_url = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pictures)
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark_url}">'

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that asks nothing of the network and takes no markup from any text."""
+"""The page of a report: one HTML file that loads nothing from the network, and escapes every text."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -41,11 +41,11 @@ def render_page(
     """Return the page.
 
     Args:
-        summary: What the log says.
-        num_skipped: Lines of the log that could not be read.
-        curves: Loss and speed against the step.
-        gantt: A step in time, if any was sampled.
-        pipeline: A step of a pipeline in time, if any was sampled.
+        summary: Summary of the log.
+        num_skipped: Number of lines of the log that could not be read.
+        curves: Picture of loss and speed by step.
+        gantt: Timeline picture of a sampled step, if any.
+        pipeline: Timeline picture of a sampled pipeline step, if any.
     """
     parts = [
         _header(summary),
@@ -73,7 +73,7 @@ def render_page(
 def _header(summary: RunSummary) -> str:
     state = f'<span class="state {summary.state}">{summary.state}</span>'
     if not summary.starts:
-        return f"<header><h1>A run {state}</h1><p class=facts>It has not said that it started.</p></header>"
+        return f"<header><h1>A run {state}</h1><p class=facts>The log has no start.</p></header>"
     first, last = summary.starts[0], summary.starts[-1].event
     facts = [
         f"run {first.run}",
@@ -194,7 +194,7 @@ def _checkpoints(summary: RunSummary) -> str:
         for one in summary.checkpoints
     ]
     rows += [
-        (one.unix_s, [f"{one.step:,}", "–", "–", f"{one.event.path} was passed over: {one.event.reason}"])
+        (one.unix_s, [f"{one.step:,}", "–", "–", f"{one.event.path} was skipped: {one.event.reason}"])
         for one in summary.skipped_checkpoints
     ]
     cells = [row for _, row in sorted(rows, reverse=True)]

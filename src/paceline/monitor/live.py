@@ -49,10 +49,10 @@ _STYLES: dict[type[Event], str] = {
 
 
 class LiveView:
-    """Shows records as they come: a bar that is kept up to date in a terminal, and a line for what matters.
+    """Shows records as they come: a progress bar in a terminal, and a line for each important event.
 
-    Where output is no terminal (a file, a pipe, a dumb terminal) there are only the lines. Texts from the run
-    are shown as they are, never as rich's markup, and with control characters escaped.
+    If the output is not a terminal (a file, a pipe, a dumb terminal) there are only the lines. Texts from the run
+    are shown literally, never as rich's markup, and with control characters escaped.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -64,14 +64,14 @@ class LiveView:
 
     def run(self, path: str | os.PathLike[str], stop: threading.Event, offset: int = 0) -> None:
         """Show the log at `path` from byte `offset` on as it grows, until `stop` is set."""
-        with contextlib.suppress(OSError):  # the terminal was closed, or whoever read the pipe is gone
+        with contextlib.suppress(OSError):  # the terminal was closed, or the reader of the pipe is gone
             for record in follow(path, stop, offset=offset, on_pause=self._show_failures_if_due):
                 self.show(record)
             self.close()
 
     @contextlib.contextmanager
     def following(self, path: Path) -> Iterator[None]:
-        """Inside, show from a thread what is added to the log at `path`; what it held before is not shown again."""
+        """While active, show additions to the log at `path` from a thread, without its earlier contents."""
         path.touch()
         stop = threading.Event()
         thread = threading.Thread(target=self.run, args=(path, stop, path.stat().st_size), daemon=True)
@@ -101,7 +101,7 @@ class LiveView:
         self._show_showcase(event)
 
     def close(self) -> None:
-        """Show what is still held back, and take the bar away; lines that were printed stay."""
+        """Show held failures, and remove the bar; printed lines stay."""
         self._drop_bar()
         self._show_failures()
 
@@ -128,7 +128,7 @@ class LiveView:
             self._live.start()
 
     def _show_showcase(self, event: Event) -> None:
-        """Show the showcase when the run is over, whichever of the two was said first."""
+        """Show the showcase when the run is over, whichever of the two came first."""
         if isinstance(event, RunStarted):
             self._showcase = None
         elif isinstance(event, Showcased):
@@ -144,7 +144,7 @@ class LiveView:
 
 
 class _Failures:
-    """Failures of workers, held back for a moment: an error that all have is then shown once, with who has it."""
+    """Failures of workers, held back for a moment: an error of several workers is then shown once, with their ranks."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], tuple[Failed, list[int], int]] = {}
@@ -152,7 +152,7 @@ class _Failures:
         self._due_s = 0.0
 
     def take(self, event: Failed, rank: int, step: int) -> None:
-        """Hold a failure, unless its like was shown already."""
+        """Hold a failure, unless an equal one was shown already."""
         key = (event.error, event.message, event.place)
         if not self._held:
             self._due_s = time.monotonic() + 1.0
@@ -161,22 +161,22 @@ class _Failures:
 
     @property
     def are_due(self) -> bool:
-        """Whether the first has been held for long enough."""
+        """Whether the first failure has been held for long enough."""
         return bool(self._held) and time.monotonic() >= self._due_s
 
     def release(self) -> list[str]:
-        """Return a line for each that is held, and hold none."""
+        """Return a line for each held failure, and hold none."""
         held, self._held = self._held, {}
         self._shown |= held.keys()
         return [describe_failure(event, sorted(ranks), step) for event, ranks, step in held.values()]
 
     def forget(self) -> None:
-        """Let what was shown be shown again: the workers have started again."""
+        """Forget the failures that were shown: the workers have started again."""
         self._shown.clear()
 
 
 class _Status:
-    """The two lines that are kept up to date: a bar, and the latest numbers."""
+    """The two live lines: a progress bar, and the latest numbers."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -187,7 +187,7 @@ class _Status:
         self._recent: deque[tuple[float, StepFinished]] = deque(maxlen=100)  # (time_s, step)
 
     def take(self, record: Record) -> None:
-        """Learn from a record."""
+        """Update the numbers from a record."""
         match record.event:
             case RunStarted() as event:
                 self.finished = False
@@ -245,7 +245,7 @@ class _Status:
 
 
 def _smooth(previous: float | None, loss: float, keep: float = 0.9) -> float:
-    """Return the moving average; a loss that is not finite is shown at once, and forgotten with the next."""
+    """Return the moving average; a non-finite loss is shown at once, and forgotten with the next."""
     if previous is None or not isfinite(previous) or not isfinite(loss):
         return loss
     return keep * previous + (1 - keep) * loss

@@ -21,21 +21,21 @@ class EventLog:
     """An open log that one rank writes its events to. Threads may share it, and other processes the file.
 
     Each line is appended by a single write, under a lock on the file. A line that a killed writer left unfinished is
-    closed first, so that nothing is glued to it; without the lock, one that is still being written looks the same.
-    A process that was forked has the log too, and a lock of its own.
+    ended first, so that the new one starts a line; without the lock, a line that is still being written looks the same.
+    A forked process has the log too, with its own lock.
 
-    A full disk does not end the training: what cannot be written is lost and counted in `num_lost`, one
+    A full disk does not end the training: events that cannot be written are lost and counted in `num_lost`, one
     warning says so, and once writing works again the log itself says how many events are missing.
-    `os.devnull` is a path for those who want no log.
+    Give `os.devnull` as path for no log.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
     num_lost: int = 0
-    """Events that could not be written."""
+    """Number of events that could not be written."""
     epoch: int
-    """The membership epoch that events are stamped with; it may be set when the membership changes."""
+    """Membership epoch of the events; it may be set when the membership changes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EventLog:
         self.rank = rank
         self.epoch = epoch
         self._clock = clock
-        self._lock = threading.RLock()  # a signal's handler may write while its own thread is inside `write`
+        self._lock = threading.RLock()  # a signal handler may write while its thread is inside `write`
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._num_unreported = 0
         _LOGS.add(self)
@@ -60,11 +60,11 @@ class EventLog:
         """Append `event`, which happened at `step`.
 
         Raises:
-            EventError: The log is closed, or the event holds something JSON cannot.
+            EventError: The log is closed, or the event holds a value that JSON cannot represent.
         """
         with self._lock:
             if self._fd is None:
-                raise EventError(f"a log must be open to be written to, but {self.path} is closed; keep it open longer")
+                raise EventError(f"a log must be open to be written to, but {self.path} is closed; close it later")
             if self._num_unreported:
                 message = f"{self._num_unreported} events are missing here: the log could not be written"
                 if self._append(self._fd, Warned(message=message), step) is None:
@@ -109,10 +109,10 @@ class EventLog:
         return None if num_written == len(line) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _renew(self) -> None:
-        """Open the file again in a forked process: the parent's lock is of no use to it, and may be held for ever."""
+        """Reopen the file in a forked process, where the parent's lock is useless, and may be held for ever."""
         self._lock = threading.RLock()
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # it was moved: the parent's is used
+            with contextlib.suppress(OSError):  # it was moved: the parent's descriptor is used
                 opened = os.open(self.path, os.O_RDWR | os.O_APPEND)
                 os.dup2(opened, self._fd, inheritable=False)
                 os.close(opened)
@@ -123,19 +123,19 @@ class EventLog:
         if self.num_lost == 1:
             warnings.warn(
                 f"{self.path} must be writable, but got: {error.strerror}; training goes on, and events are"
-                " lost until it is (free space there, or give another directory)",
+                " lost until it is (free space there, or choose another directory)",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
 
 _LOCK_TIMEOUT_S = 1.0
-"""How long a writer waits for another, which may be frozen: an empty line is better than to be frozen too."""
+"""How long a writer waits for another, which may be frozen: an empty line is better than freezing too."""
 
 
 @contextlib.contextmanager
 def _locked(fd: int) -> Iterator[None]:
-    """Keep other writers out, where the file system has locks and their holder lets go in time."""
+    """Keep other writers out, if the file system has locks and their holder releases them in time."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:

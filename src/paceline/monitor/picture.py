@@ -40,7 +40,7 @@ def _write_title(figure: "Figure", summary: RunSummary, palette: Palette) -> Non
         (0.945, 15, "bold", palette.ink, title),
         (0.908, 10, "normal", palette.muted, "  ·  ".join(details)),
     ):
-        plain = one_line(printable(text), 70).encode("latin-1", "replace").decode("latin-1")  # what the font has
+        plain = one_line(printable(text), 70).encode("latin-1", "replace").decode("latin-1")  # within the font
         figure.text(0.055, y, plain, size=size, weight=weight, color=color, parse_math=False)
 
 
@@ -76,7 +76,7 @@ def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: f
 
 
 def _resumes(summary: RunSummary) -> list[int]:
-    """Return the steps at which training went on from a checkpoint, or began again."""
+    """Return the steps at which training resumed from a checkpoint, or restarted."""
     later = {start.event.start_step for start in summary.starts[1:]}
     return sorted(later | {start.event.start_step for start in summary.starts if start.event.resumed_from})
 
@@ -136,7 +136,7 @@ def _draw_held_out(axes: "Axes", summary: RunSummary, palette: Palette) -> None:
 
 
 def _fit(axes: "Axes", raw: Floats, shown: Floats) -> None:
-    """Choose the range of the loss so that one spike does not flatten all else."""
+    """Choose the range of the loss so that one spike does not flatten everything else."""
     shown, raw = shown[np.isfinite(shown)], raw[np.isfinite(raw)]
     if not len(shown):
         axes.set_yticks([])

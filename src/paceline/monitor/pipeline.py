@@ -1,4 +1,4 @@
-"""What a report says of a pipeline: how long its ranks stood idle, beside what the order of work must cost."""
+"""The report's section on a pipeline: how long its ranks were idle, beside the formula of its order."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,47 +10,47 @@ from paceline.monitor.html_elements import Pictures, picture, safe, section, tab
 from paceline.monitor.timeline import covered_s
 
 _LARGEST_S = 1e12
-"""A moment beyond it is none: no axis could hold it."""
+"""Largest time that counts as valid: no axis could hold more."""
 _WORKS = ("forward", "backward", "inputs", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
-    """One sampled step of one pipeline, as all of its ranks told it."""
+    """One sampled step of one pipeline, from the events of all its ranks."""
 
     epoch: int
     step: int
     events: tuple[PipelineMeasured, ...]
-    """By place on the pipeline."""
+    """Events by position on the pipeline."""
 
     @property
     def began_unix_s(self) -> float:
-        """When the first rank began to work."""
+        """Time when the first rank began to work."""
         return min(event.began_unix_s + event.began_s[0] for event in self.events)
 
     @property
     def duration_s(self) -> float:
-        """Until the last rank had no more to do."""
+        """Duration until the last rank had finished."""
         return max(event.began_unix_s + max(event.ended_s) for event in self.events) - self.began_unix_s
 
     @property
     def busy_s(self) -> list[float]:
-        """How long each rank worked."""
+        """Working time of each rank."""
         return [covered_s(zip(event.began_s, event.ended_s, strict=True)) for event in self.events]
 
     @property
     def bubble(self) -> float:
-        """Idle part of the step, over all ranks."""
+        """Idle share of the step, over all ranks."""
         return 1 - sum(self.busy_s) / (len(self.events) * self.duration_s)
 
     @property
     def formula(self) -> float | None:
-        """What the order's own formula says of stages and passes of equal cost."""
+        """Idle share by the order's own formula, for stages and passes of equal cost."""
         return self.events[0].formula
 
     @property
     def description(self) -> str:
-        """In a few words."""
+        """Short description of the pipeline."""
         event = self.events[0]
         stages = f"{event.stages_per_rank} stages each, " if event.stages_per_rank > 1 else ""
         batches = "1 micro-batch" if event.num_micro_batches == 1 else f"{event.num_micro_batches} micro-batches"
@@ -58,9 +58,9 @@ class PipelineStep:
 
 
 def find_pipeline_steps(records: Iterable[Record]) -> Iterator[PipelineStep]:
-    """Yield the sampled steps that all ranks of a pipeline have told of, as their records come.
+    """Yield the sampled steps that all ranks of a pipeline have reported, as their records come.
 
-    A step with a rank missing, or with moments that are none, is left out.
+    A step that lacks a rank, or has invalid times, is left out.
     """
     told: dict[tuple[int, int, tuple[int, ...]], dict[int, PipelineMeasured]] = {}
     for record in records:
@@ -77,7 +77,7 @@ def find_pipeline_steps(records: Iterable[Record]) -> Iterator[PipelineStep]:
 
 
 def typical_pipeline_step(steps: Sequence[PipelineStep]) -> PipelineStep | None:
-    """Return the step whose bubble is the median of those that ran as the newest did; None where none was sampled."""
+    """Return the step with the median bubble among those like the newest; None if no step was sampled."""
     if not steps:
         return None
     last = steps[-1]
@@ -86,7 +86,7 @@ def typical_pipeline_step(steps: Sequence[PipelineStep]) -> PipelineStep | None:
 
 
 def describe_pipeline(steps: Sequence[PipelineStep]) -> str:
-    """Return the bubble of a typical step beside theory, as a sentence; nothing where none was sampled."""
+    """Return the bubble of a typical step beside the formula, as a sentence; empty if no step was sampled."""
     step = typical_pipeline_step(steps)
     if step is None:
         return ""
@@ -95,17 +95,17 @@ def describe_pipeline(steps: Sequence[PipelineStep]) -> str:
     else:
         theory = f"{share(step.formula)} by the formula for equal stages"
     return (
-        f"Pipeline of {step.description}: ranks stand idle for {share(step.bubble)} of a typical step of "
+        f"Pipeline of {step.description}: ranks are idle for {share(step.bubble)} of a typical step of "
         f"{duration(step.duration_s)} ({theory})."
     )
 
 
 def render_pipeline(steps: Sequence[PipelineStep], gantt: Pictures | None) -> str:
-    """Return the section of a report's page; nothing where no step was sampled.
+    """Return the section of a report's page; empty if no step was sampled.
 
     Args:
-        steps: Those that were sampled.
-        gantt: The typical one in time.
+        steps: Sampled steps.
+        gantt: Timeline picture of the typical one.
     """
     step = typical_pipeline_step(steps)
     if step is None or gantt is None:
@@ -113,7 +113,7 @@ def render_pipeline(steps: Sequence[PipelineStep], gantt: Pictures | None) -> st
     sampled = "1 step was sampled" if len(steps) == 1 else f"{len(steps):,} steps were sampled"
     parts = [
         f"<p>{safe(describe_pipeline(steps))} ({sampled}; the median is shown.)</p>",
-        picture(gantt, "A step in time: what each rank of the pipeline computed, and when it stood idle"),
+        picture(gantt, "A step in time: when each rank of the pipeline computed, and when it was idle"),
         _render_ranks(step),
     ]
     return section("Pipeline", "".join(parts))
@@ -136,7 +136,7 @@ def _render_ranks(step: PipelineStep) -> str:
 
 
 def _typical_ms(event: PipelineMeasured, work: str) -> str:
-    """Return how long a piece of that work takes, in the middle."""
+    """Return the median duration of an operation of that kind."""
     spans = zip(event.works, event.began_s, event.ended_s, strict=True)
     times_s = [ended_s - began_s for kind, began_s, ended_s in spans if kind == work]
     return f"{1e3 * median(times_s):,.2f}" if times_s else "–"

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_NUMBERED = 120
-"""More bars than that on a rank are too narrow for numbers."""
+"""Largest number of bars on a rank that are wide enough for numbers."""
 
 
 def draw_pipeline(step: PipelineStep, palette: Palette) -> bytes:
-    """Return a PNG: time to the right, the first stage's rank on top; what is left empty is the bubble.
+    """Return a PNG: time to the right, the first stage's rank on top; empty areas are the bubble.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

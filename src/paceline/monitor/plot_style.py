@@ -1,4 +1,4 @@
-"""The style that all pictures share: colours, figures and axes."""
+"""The common style of all pictures: colours, figures and axes."""
 
 import io
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ DARK = Palette(
 
 
 def make_figure(width: float, height: float, palette: Palette) -> "Figure":
-    """Return an empty figure, in inches; it is of its own and touches no global state of matplotlib.
+    """Return an empty figure, in inches, that touches no global state of matplotlib.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -65,7 +65,7 @@ def to_png(figure: "Figure") -> bytes:
 
 
 def dress(axes: "Axes", title: str, palette: Palette, *, grid: Literal["x", "y"] = "y") -> None:
-    """Give axes their title and colours, and lines to read values of the axis `grid` by."""
+    """Give axes their title and colours, and grid lines for the axis `grid`."""
     axes.set_facecolor(palette.paper)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=palette.ink, pad=9)
     axes.grid(axis=grid, color=palette.grid, linewidth=0.9)
@@ -77,7 +77,7 @@ def dress(axes: "Axes", title: str, palette: Palette, *, grid: Literal["x", "y"]
 
 
 def place_legend(axes: "Axes", palette: Palette, num_columns: int) -> None:
-    """Put the legend beside the title, where no curve can run through it."""
+    """Put the legend beside the title, where no curve can cross it."""
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 0.985),

@@ -1,4 +1,4 @@
-"""Reading a log: all of it, as it grows, and in summary."""
+"""Reading a log: completely, as it grows, and in summary."""
 
 import contextlib
 import os
@@ -42,17 +42,17 @@ E = TypeVar("E", bound=Event)
 
 
 class Records(list[Record]):
-    """The records of a log, in the order they were written."""
+    """The records of a log, in the order of writing."""
 
     num_skipped: int = 0
-    """Lines that are no event: torn by a killed writer, or of a kind this version does not know."""
+    """Number of lines that are not events: torn by a killed writer, or of a kind that this version does not know."""
 
 
 def read_log(path: str | os.PathLike[str]) -> Records:
-    """Return what the log at `path` says so far; a last line that is not whole (yet) is left out.
+    """Return the records of the log at `path`; an incomplete last line is left out.
 
     Raises:
-        EventError: There is no such file.
+        EventError: The file does not exist.
     """
     if not Path(path).is_file():
         raise EventError(f"a log must be a file, but got {os.fspath(path)}; give the directory of a run")
@@ -77,9 +77,9 @@ def follow(
 ) -> Iterator[Record]:
     """Yield the records of the log at `path` as they come, waiting for the file if there is none yet.
 
-    It begins at byte `offset`, such as the size of a log whose former attempts are of no interest, and ends
-    once `stop` is set and what was written before that is read. Lines that are no event are passed over
-    (`read_log` counts them). Whenever it has read all there is it calls `on_pause`.
+    Reading begins at byte `offset`, such as the size of a log whose earlier attempts do not matter, and ends
+    once `stop` is set and everything written before is read. Lines that are not events are skipped
+    (`read_log` counts them). `on_pause` is called whenever the end of the file is reached.
     """
     path = Path(path)
     while not path.is_file():
@@ -90,7 +90,7 @@ def follow(
         file.seek(offset)
         rest = b""
         while True:
-            stopping = stop.is_set()  # asked before reading, so that the end of the file is not missed
+            stopping = stop.is_set()  # before reading, so that the end of the file is not missed
             for piece in file:
                 rest += piece
                 if rest.endswith(b"\n"):
@@ -104,7 +104,7 @@ def follow(
 
 
 def select(records: Iterable[Record], kind: type[E]) -> list[Record[E]]:
-    """Return those of `records` whose event is of class `kind`."""
+    """Return the records whose event is of class `kind`."""
     return [cast("Record[E]", record) for record in records if isinstance(record.event, kind)]
 
 
@@ -113,20 +113,20 @@ State = Literal["empty", "unfinished", "finished", "failed", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a log says about its run, all attempts taken together.
+    """Summary of a run's log, over all attempts.
 
-    An attempt that starts at an earlier step undoes the steps, evaluations and shares after it; of a step that was
-    made again the last one counts. Nothing here says whether a process is still alive: a run that was killed
-    without a word is ``"unfinished"``, as one that is still training.
+    An attempt that starts at an earlier step undoes the steps, evaluations and shares after it; if a step was
+    repeated the last one counts. The summary does not say whether a process is still alive: a run that was killed
+    silently is ``"unfinished"``, like one that is still training.
     """
 
     state: State
     starts: list[Record[RunStarted]]
-    """One an attempt."""
+    """Start of each attempt."""
     steps: list[Record[StepFinished]]
-    """Those that count, in order."""
+    """Steps that count, in order."""
     evaluations: list[Record[Evaluated]]
-    """Those that count, in order."""
+    """Evaluations that count, in order."""
     checkpoints: list[Record[CheckpointSaved]]
     skipped_checkpoints: list[Record[CheckpointSkipped]]
     restarts: list[Record[Restarted]]
@@ -137,66 +137,66 @@ class RunSummary:
     memory_measured: list[Record[MemoryMeasured]]
     slow_workers: list[Record[SlowWorker]]
     share_changes: list[Record[SharesChanged]]
-    """Those that count, in order."""
+    """Changes that count, in order."""
     changes: list[Record]
-    """Those of batch and model that count, and how noisy gradients were, in order."""
+    """Changes of batch and model that count, and measurements of gradient noise, in order."""
     unused_parameters: list[str]
     timed_steps: list[TimedStep]
-    """Those that were sampled, of all workers."""
+    """Sampled steps of all workers."""
     pipeline_steps: list[PipelineStep]
-    """Those that were sampled, of all pipelines."""
+    """Sampled steps of all pipelines."""
     showcase: Record[Showcased] | None
     finish: Record[RunFinished] | None
     num_lost_steps: int
-    """Steps that were made, and then undone by a restart."""
+    """Number of steps that were undone by a restart."""
     elapsed_s: float
     """Wall time of all attempts, without the gaps between them."""
 
     @property
     def held_out_loss(self) -> float | None:
-        """The final held-out loss, or the latest there is."""
+        """The final held-out loss, or else the latest."""
         if self.finish is not None and self.finish.event.held_out_loss is not None:
             return self.finish.event.held_out_loss
         return self.evaluations[-1].event.loss if self.evaluations else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Median over steps: what the run does while it trains."""
+        """Median over steps: the speed while it trains."""
         rates = [step.event.num_samples / step.event.duration_s for step in self.steps if step.event.duration_s > 0]
         return median(rates) if rates else None
 
     @property
     def samples_per_s_overall(self) -> float | None:
-        """Samples that count over all the time spent, with evaluations, checkpoints and undone steps."""
+        """Samples that count, divided by all the time spent, with evaluations, checkpoints and undone steps."""
         num_samples = sum(step.event.num_samples for step in self.steps)
         return num_samples / self.elapsed_s if self.elapsed_s > 0 else None
 
     @property
     def communication_share(self) -> float | None:
-        """Part of the steps' time that went into waiting for the exchange."""
+        """Share of the steps' time spent waiting for the exchange."""
         duration_s = sum(step.event.duration_s for step in self.steps)
         return sum(step.event.communication_s for step in self.steps) / duration_s if duration_s > 0 else None
 
     @property
     def wire_bytes(self) -> int | None:
-        """What the worker that tells of steps (rank 0) has sent in all; None where no step says."""
+        """Bytes that rank 0 has sent in total; None if no step has them."""
         sent = [step.event.wire_bytes for step in self.steps if step.event.wire_bytes is not None]
         return sum(sent) if sent else None
 
     @property
     def wire_bytes_per_s(self) -> float | None:
-        """`wire_bytes` over the time of the steps that say."""
+        """`wire_bytes` divided by the time of the steps that have them."""
         duration_s = sum(step.event.duration_s for step in self.steps if step.event.wire_bytes is not None)
         return self.wire_bytes / duration_s if self.wire_bytes is not None and duration_s > 0 else None
 
     @property
     def typical_steps(self) -> list[TimedStep]:
-        """One step a rank, whose times are medians; none where none was sampled."""
+        """One step per rank, whose times are medians; empty if no step was sampled."""
         return typical_steps(self.timed_steps)
 
 
 def summarise(records: Iterable[Record]) -> RunSummary:
-    """Return what `records`, in the order they were written, say about their run."""
+    """Return the summary of `records`, which are in the order of writing."""
     records = list(records)
     counting = _without_undone(records)
     steps = select(counting, StepFinished)
@@ -229,7 +229,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
 
 def _parse(line: bytes) -> list[Record]:
     text = line.decode("utf-8", errors="replace").strip()
-    return [from_json(text)] if text else []  # a writer that closed another's torn line may leave an empty one
+    return [from_json(text)] if text else []  # a writer that ended another's torn line may leave an empty one
 
 
 _CHANGES = (BatchChanged, ModelGrown, GradientNoiseMeasured)
@@ -270,7 +270,7 @@ def _state(records: list[Record]) -> State:
 def _elapsed_s(records: list[Record]) -> float:
     elapsed_s = 0.0
     start: Record | None = None
-    last_s = 0.0  # since that start
+    last_s = 0.0  # time since that start
     for record in records:
         if isinstance(record.event, RunStarted):
             elapsed_s, start, last_s = elapsed_s + last_s, record, 0.0
@@ -282,7 +282,7 @@ def _elapsed_s(records: list[Record]) -> float:
 def last_traceback(path: str | os.PathLike[str]) -> str:
     """Return the traceback of the first failure in the newest start of the run whose log is at `path`.
 
-    Paceline's own errors, whose messages say all, have none; it is empty where there are no others.
+    Paceline's own errors have none, since their messages are enough; empty if there are no others.
     """
     failures = select(read_log(path), Failed)
     newest = [failure.event for failure in failures if failure.epoch == failures[-1].epoch]

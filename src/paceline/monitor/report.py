@@ -1,4 +1,4 @@
-"""The report of a run: a picture of its curves, and a page that needs nothing but itself."""
+"""The report of a run: a picture of its curves, and a self-contained page."""
 
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ from paceline.monitor.reader import read_log, summarise
 def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write ``report.png`` and ``report.html`` into `run_dir` from the log there, and return their paths.
 
-    They are made anew each time, and each appears whole or not at all. A run of which little is known yet
-    gives a report that says so. Where steps were sampled, ``timeline.png`` shows one of them in time,
-    and ``pipeline.png`` the ranks of a pipeline in one.
+    They are rewritten each time, and each is replaced atomically. A run with little data yet
+    gives a report that says so. If steps were sampled, ``timeline.png`` shows the timeline of one of them,
+    and ``pipeline.png`` that of a pipeline's ranks.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Sections of a report: memory; slow workers, and the shares that workers took; batches and models that changed."""
+"""Sections of a report: memory; slow workers, and their shares; changes of batch and model."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _MAX_ROWS = 20
 
 
 def render_memory(summary: RunSummary) -> str:
-    """Return the section on memory, estimated and measured; nothing where memory was neither estimated nor measured."""
+    """Return the section on memory; empty if memory was neither estimated nor measured."""
     estimated = summary.memory_estimates[-1].event if summary.memory_estimates else None
     measured = summary.memory_measured[-1].event if summary.memory_measured else None
     columns = [event for event in (estimated, measured) if event is not None]
@@ -21,13 +21,13 @@ def render_memory(summary: RunSummary) -> str:
     rows = [[name, *(size(event.bytes_of[name]) if event.bytes_of else "–" for event in columns)] for name in names]
     rows.append(["in all", *(size(event.peak_bytes) for event in columns)])
     if estimated is not None:
-        rows.append(["there is", size(estimated.available_bytes), *[""] * (len(columns) - 1)])
+        rows.append(["available", size(estimated.available_bytes), *[""] * (len(columns) - 1)])
     headings = ["tensors of a rank", *["estimated"] * (estimated is not None), *["measured"] * (measured is not None)]
     return section("Memory", table(headings, rows))
 
 
 def describe_stragglers(summary: RunSummary) -> Iterator[str]:
-    """Yield a sentence for each worker that was found slow; the newest of each rank counts."""
+    """Yield a sentence for each slow worker; the newest record of each rank counts."""
     is_following = bool(summary.starts) and summary.starts[-1].event.settings.get("shares") == "measured"
     for record in {one.event.slow_rank: one for one in summary.slow_workers}.values():
         cure = "its share follows its speed" if is_following else "--shares measured would give it fewer samples"
@@ -35,7 +35,7 @@ def describe_stragglers(summary: RunSummary) -> Iterator[str]:
 
 
 def render_stragglers(summary: RunSummary) -> str:
-    """Return the section on workers; nothing where no worker was slow and no share changed."""
+    """Return the section on workers; empty if no worker was slow and no share changed."""
     parts = [f"<p>{safe(sentence)}</p>" for sentence in describe_stragglers(summary)]
     changes = summary.share_changes
     if changes:
@@ -57,7 +57,7 @@ def render_stragglers(summary: RunSummary) -> str:
 
 
 def render_changes(summary: RunSummary) -> str:
-    """Return the section on batch and model; nothing where nothing changed or was measured."""
+    """Return the section on batch and model; empty if nothing changed or was measured."""
     if not summary.changes:
         return ""
     shown = summary.changes[-_MAX_ROWS:]
@@ -68,14 +68,14 @@ def render_changes(summary: RunSummary) -> str:
 
 
 def _describe_change(event: Event) -> str:
-    """Return what changed, or was measured, as part of a sentence."""
+    """Return the change or measurement as part of a sentence."""
     match event:
         case BatchChanged(global_batch=batch, start=start):
             return f"{batch:,} samples a step, from sample {start:,} on"
         case ModelGrown(num_layers=layers, num_parameters=parameters, method=method):
             return f"{layers:,} layers with {parameters:,} parameters, by {method}"
         case GradientNoiseMeasured(noise_scale=None):
-            return "gradient noise scale too large to be told"
+            return "gradient noise scale too large to be measured"
         case GradientNoiseMeasured(noise_scale=scale):
             assert scale is not None
             return f"gradient noise scale {number(scale)} samples"

@@ -17,8 +17,8 @@ _SUFFIX = ".paceline"
 def export_tensorboard(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> int:
     """Write the run in `run_dir` to `out_dir` as a TensorBoard event file; return how many scalars it has.
 
-    Of steps that were made again after a restart only the last counts, as everywhere. An event file that an
-    earlier export left in `out_dir` is replaced; those of others stay.
+    If steps were repeated after a restart only the last ones count, as everywhere. An event file that an
+    earlier export left in `out_dir` is replaced; other event files stay.
 
     Raises:
         MissingExtraError: The package tensorboard is not installed.
@@ -81,7 +81,7 @@ def _texts(summary: RunSummary) -> Iterator[tuple[Record, str, str]]:
 
 
 def _text_value(tag: str, text: str) -> dict[str, Any]:
-    """Return a value for TensorBoard's text plugin, set as code: the plugin would read it as Markdown."""
+    """Return a value for TensorBoard's text plugin, formatted as code: the plugin would read it as Markdown."""
     code = "\n".join(f"    {line}" for line in text.split("\n"))
     return {
         "tag": tag,

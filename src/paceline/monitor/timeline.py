@@ -1,4 +1,4 @@
-"""Where the time of sampled steps went: computing, exchanging, and how much of that was hidden behind computing."""
+"""Times of sampled steps: computing, exchanging, and how much of the exchange was hidden behind computing."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from paceline.monitor.events import BucketExchanged, Event, Float, Int, Record, 
 
 E = TypeVar("E", bound=Event)
 Span = tuple[float, float]
-"""From a moment to a later one, in seconds."""
+"""Begin and end of an interval, in seconds."""
 
 _TIMES = (Float, Float | None)
 _LARGEST_S = 1e12
-"""A time beyond it is not one: no axis and no trace could hold it."""
+"""Largest time that counts as valid: no axis and no trace could hold more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +26,18 @@ class TimedStep:
     step: int
     times: StepTimed
     buckets: tuple[BucketExchanged, ...]
-    """By number."""
+    """Buckets by number."""
     num_steps: int = 1
-    """How many steps it is the median of."""
+    """Number of steps that it is the median of."""
 
     @property
     def computing_s(self) -> float:
-        """Its time without what the worker stood still."""
+        """Duration of the step without the time that the worker waited."""
         return max(0.0, self.times.duration_s - self.times.waited_s)
 
     @property
     def optimizer_spans(self) -> list[Span]:
-        """When the optimizer ran on all parameters at once: once, or never."""
+        """Intervals in which the optimizer updated all parameters at once: one, or none."""
         began_s, ended_s = self.times.optimizer_began_s, self.times.optimizer_ended_s
         return [] if began_s is None or ended_s is None else [(began_s, ended_s)]
 
@@ -48,17 +48,17 @@ class TimedStep:
 
     @property
     def hidden_s(self) -> float:
-        """Time of the exchange that the worker did not stand still for."""
+        """Time of the exchange during which the worker did not wait."""
         return max(0.0, self.exchange_s - self.times.waited_s)
 
     @property
     def hidden_share(self) -> float | None:
-        """`hidden_s` as a part of `exchange_s`; None where nothing was exchanged."""
+        """`hidden_s` as a share of `exchange_s`; None if nothing was exchanged."""
         return self.hidden_s / self.exchange_s if self.exchange_s > 0 else None
 
     @property
     def wire_bytes(self) -> int:
-        """What the worker put on the wire for all its buckets."""
+        """Bytes that the worker sent for all its buckets."""
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
 
@@ -74,7 +74,7 @@ def covered_s(spans: Iterable[Span]) -> float:
 def find_timed_steps(records: Iterable[Record]) -> Iterator[TimedStep]:
     """Yield the sampled steps of all workers, as their records come.
 
-    A step that its worker did not finish telling of, or with a time that is none, is left out.
+    A step with missing records or invalid times is left out.
     """
     told: dict[tuple[int, int, int], dict[int, BucketExchanged]] = {}
     for record in records:
@@ -95,14 +95,14 @@ def find_timed_steps(records: Iterable[Record]) -> Iterator[TimedStep]:
 
 
 def typical_steps(steps: Sequence[TimedStep]) -> list[TimedStep]:
-    """Return one step a rank, of the newest start that sampled any; its times are medians over the rank's steps.
+    """Return one step per rank, from the newest start with samples; its times are medians over the rank's steps.
 
-    Steps whose buckets were others than those of the rank's newest step are left out: buckets are laid out anew
-    once the order is known in which gradients become ready. Medians keep the order of moments.
+    Steps with other buckets than the rank's newest step are left out: buckets change once
+    the order is known in which gradients become ready. Medians preserve the order of times.
     """
     if not steps:
         return []
-    newest = [one for one in steps if one.epoch == steps[-1].epoch]  # epochs count starts, of resumed runs too
+    newest = [one for one in steps if one.epoch == steps[-1].epoch]  # epochs count starts, also those of resumed runs
     ranks = sorted({one.rank for one in newest})
     return [_typical([one for one in newest if one.rank == rank]) for rank in ranks]
 
@@ -125,7 +125,7 @@ def _layout(step: TimedStep) -> list[tuple[int, str, int, int]]:
 
 
 def _medians(events: Sequence[E]) -> E:
-    """Return the last of `events` with the median of each number; of integers the lower one, which is one of them."""
+    """Return the last of `events` with the median of each number; for integers the lower of the two middle ones."""
     numbers: dict[str, float] = {}
     for name, annotation in list_fields(type(events[-1])).items():
         values = [getattr(event, name) for event in events]

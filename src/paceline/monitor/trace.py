@@ -12,12 +12,12 @@ from paceline.monitor.formatting import printable
 from paceline.monitor.reader import read_log
 from paceline.monitor.timeline import TimedStep, find_timed_steps
 
-_TIDS_PER_RANK = 1000  # Perfetto names threads by their number alone: no two ranks may share one, and 0 is no thread
+_TIDS_PER_RANK = 1000  # Perfetto tells threads by number alone: ranks may not share any, and 0 is invalid
 _COMPUTING, _WAITING, _EXCHANGE = 1, 2, 3
 
 
 class _Slice(NamedTuple):
-    """Something that took time, in microseconds since the trace's begin."""
+    """An interval of work, in microseconds since the beginning of the trace."""
 
     began: int
     ended: int
@@ -26,11 +26,11 @@ class _Slice(NamedTuple):
 
 
 def export_trace(run_dir: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
-    """Write the sampled steps of the run in `run_dir` to `out` as a Chrome trace; return how many they are.
+    """Write the sampled steps of the run in `run_dir` to `out` as a Chrome trace; return their number.
 
-    Each rank is a process with threads for computing, for waiting and for the exchange; where exchanges ran side by
-    side there are more of the last kind, since slices of one thread may only nest. Ranks are lined up by their
-    hosts' clocks, and steps that were undone by a restart are there too.
+    Each rank is a process with threads for computing, for waiting and for the exchange; if exchanges overlap
+    there are several of the last kind, since slices of one thread may only nest. Ranks are aligned by their
+    hosts' clocks, and steps that were undone by a restart are included.
 
     Raises:
         SettingsError: `out` exists, or cannot be written.
@@ -58,8 +58,8 @@ def make_trace(steps: Iterable[TimedStep]) -> dict[str, Any]:
         exchanges = [one for step in mine for one in _exchanges(step, origin_s)]
         threads = [
             (_COMPUTING, "computing", list(_computing(mine, origin_s))),
-            (_WAITING, "standing still", list(_in_turn(sorted(waits, key=_when)))),
-            *((_EXCHANGE + n, "exchange", lane) for n, lane in enumerate(_side_by_side(exchanges))),
+            (_WAITING, "waiting", list(_in_turn(sorted(waits, key=_when)))),
+            *((_EXCHANGE + n, "exchange", row) for n, row in enumerate(_side_by_side(exchanges))),
         ]
         events.append(_metadata(rank, _COMPUTING, "process_name", f"rank {rank}"))
         for thread, name, slices in threads:
@@ -103,7 +103,7 @@ def _exchanges(step: TimedStep, origin_s: float) -> Iterator[_Slice]:
 
 
 def _place(step: TimedStep, began_s: float, ended_s: float, origin_s: float) -> tuple[int, int]:
-    """Return both moments of a step as microseconds of the trace."""
+    """Return two times of a step as microseconds of the trace."""
     start_s = step.times.began_unix_s - origin_s
     return round(1e6 * (start_s + began_s)), round(1e6 * (start_s + ended_s))
 
@@ -111,7 +111,7 @@ def _place(step: TimedStep, began_s: float, ended_s: float, origin_s: float) -> 
 def _in_turn(slices: Iterable[_Slice], first: int = 0, last: int = 2**63) -> Iterator[_Slice]:
     """Yield slices of one thread, cut so that they lie between `first` and `last` and do not overlap.
 
-    One thread does one thing at a time: what overlaps is rounding, or a clock that was set back.
+    One thread does one thing at a time: any overlap is rounding, or a clock that was set back.
     """
     for one in slices:
         began = min(max(one.began, first), last)
@@ -124,16 +124,16 @@ def _when(one: _Slice) -> tuple[int, int]:
 
 
 def _side_by_side(slices: Iterable[_Slice]) -> list[list[_Slice]]:
-    """Return slices in as few lanes as let none overlap in its own."""
-    lanes: list[list[_Slice]] = []
+    """Return slices in the fewest rows such that none overlap within a row."""
+    rows: list[list[_Slice]] = []
     for one in sorted(slices, key=_when):
         one = one._replace(ended=max(one.began, one.ended))
-        free = next((lane for lane in lanes if lane[-1].ended <= one.began), None)
+        free = next((row for row in rows if row[-1].ended <= one.began), None)
         if free is None:
-            lanes.append([one])
+            rows.append([one])
         else:
             free.append(one)
-    return lanes
+    return rows
 
 
 def _facts(step: TimedStep) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where in a person's own code an error came from."""
+"""The line of a user's own code that an error came from."""
 
 import os
 import re
@@ -11,12 +11,12 @@ _OTHERS = [
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")),
 ]
-"""Folders of code that a person has not written: Paceline, Python and what is installed."""
+"""Folders of code that the user has not written: Paceline, Python and installed packages."""
 
 
 def find_user_line(error: BaseException) -> str:
-    """Return the innermost line of a person's own code that an error came through, as ``file:line``; empty if none."""
-    # The cause lies deeper; that of an error from a loader process has its traceback as a text, as its message.
+    """Return the innermost line of the user's own code that an error came through, as ``file:line``; empty if none."""
+    # The cause is deeper; an error from a loader process has its traceback as text in its message.
     if error.__cause__ is not None and (line := find_user_line(error.__cause__)):
         return line
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -27,7 +27,7 @@ def find_user_line(error: BaseException) -> str:
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error from the outermost line of a person's own code on."""
+    """Return the traceback of an error from the outermost line of the user's own code on."""
     outermost = error.__traceback__
     while outermost is not None and not _is_users(outermost.tb_frame.f_code.co_filename):
         outermost = outermost.tb_next
@@ -40,6 +40,6 @@ def _is_users(file: str) -> bool:
 
 
 def _shorten(file: str) -> str:
-    """Return the path from here where it lies below, else all of it."""
+    """Return the path relative to the working directory if it is below that, else the absolute path."""
     path = os.path.relpath(file)
     return os.path.abspath(file) if path.startswith("..") else path

@@ -17,16 +17,16 @@ from paceline.registry import register
 class Adafactor(NamedOptimizer):
     """Adaptive rates from second moments that are kept by row and by column (Shazeer and Stern 2018).
 
-    Each step moves a parameter by `learning_rate` (or 1 / sqrt(step) where that is less) times its own root mean
-    square. In memory: of a matrix of m rows and n columns m + n numbers instead of Adam's 2 m n; vectors have one each,
-    and of larger tensors (convolutions) only the last two dims are factored. As torch's, and unlike
-    the paper's, it has no first moment. On the wire: means over what ranks share of a parameter, and two norms of it.
+    Each step moves a parameter by `learning_rate` (or 1 / sqrt(step) if that is less) times its own root mean square.
+    In memory: m + n numbers for a matrix of m rows and n columns instead of Adam's 2 m n; one for each element of a
+    vector; larger tensors (convolutions) are factored over the last two dims only. Like torch's, and unlike the
+    paper's, it has no first moment. On the wire: means over the shared parts of a parameter, and two norms of it.
     """
 
     learning_rate: float = Field(default=1e-2, gt=0)
     """Largest relative step, before the schedule's factor."""
     beta2_decay: float = Field(default=-0.8, lt=0)
-    """The second moment forgets with rate step ** beta2_decay."""
+    """Exponent of the second moment's decay: it forgets with rate step ** beta2_decay."""
     epsilon: float = Field(default=1e-3, gt=0)
     """Smallest root mean square that steps are relative to."""
     clip_threshold: float = Field(default=1.0, ge=1)
@@ -46,7 +46,7 @@ class Adafactor(NamedOptimizer):
 
 
 class AdafactorRule(UpdateRule):
-    """Adafactor as an optimizer; its state is that of torch's, which it equals and which knows no DTensors."""
+    """Adafactor as an optimizer; its state equals that of torch's, which does not support DTensors."""
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Update the parameters of a group, one at a time."""
@@ -69,7 +69,7 @@ class AdafactorRule(UpdateRule):
             weights.add_(local(update), alpha=-size * min(group["lr"], step**-0.5) / excess)
 
     def _estimate(self, state: dict[str, Any], gradient: Tensor, forgotten: float, epsilon: float) -> Tensor:
-        """Return the second moment after taking in a gradient."""
+        """Return the second moment after a gradient."""
         if gradient.dim() < 2:
             return self._average(state, "variance", gradient.square(), forgotten)
         squares = gradient.square()
@@ -78,11 +78,11 @@ class AdafactorRule(UpdateRule):
         return rows * columns / _settle(rows.mean(dim=-2, keepdim=True)).clamp(min=epsilon)
 
     def _average(self, state: dict[str, Any], name: str, new: Tensor, forgotten: float) -> Tensor:
-        """Return an average after taking in something new, which takes the place of the part that is forgotten."""
+        """Return an average with `new` in place of the forgotten part."""
         new = _settle(new)
         kept: Tensor = state.get(name, torch.zeros_like(new))
         if isinstance(new, DTensor) and not (isinstance(kept, DTensor) and kept.placements == new.placements):
-            # Out of a checkpoint it comes whole.
+            # A checkpoint has loaded it unsharded.
             whole = kept.full_tensor() if isinstance(kept, DTensor) else kept
             kept = distribute_tensor(whole, new.device_mesh, new.placements, src_data_rank=None)
         state[name] = kept.lerp_(new, forgotten)
@@ -90,7 +90,7 @@ class AdafactorRule(UpdateRule):
 
 
 def _settle(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor of which no rank holds summands only, laid out as another is, if that is given."""
+    """Return a tensor without partial sums on any rank, with the placements of `like`, if given."""
     if not isinstance(tensor, DTensor):
         return tensor
     if isinstance(like, DTensor):

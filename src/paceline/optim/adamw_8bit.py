@@ -13,7 +13,7 @@ from paceline.optim.eight_bits import BLOCK_SIZE, Encoded
 from paceline.optim.update_rule import UpdateRule, local, local_gradient
 from paceline.registry import register
 
-_PIECE = 2**12 * BLOCK_SIZE
+_CHUNK_ELEMENTS = 2**12 * BLOCK_SIZE
 """Elements that are decoded at once: 4 MiB of floats."""
 
 
@@ -21,13 +21,13 @@ _PIECE = 2**12 * BLOCK_SIZE
 class AdamW8bit(NamedOptimizer):
     """AdamW that keeps its two moments in 8 bits an element between steps (Dettmers et al. 2022).
 
-    Parameters of fewer than `smallest` elements keep theirs in 32 bits, so that with a `smallest` above all of them
-    this is AdamW. Unlike in the paper it is the root of the second moment that is kept, which needs half the decades,
-    and what is not 0 is never rounded to 0, so that no small moment is divided by nearly nothing.
+    Parameters of fewer than `smallest` elements keep their moments in 32 bits, so that with a `smallest` above all of
+    them this is AdamW. Unlike in the paper it stores the root of the second moment, which needs half the decades,
+    and never rounds a nonzero value to 0, so that no small moment is divided by nearly nothing.
 
     In memory: 2.03 bytes of state an element instead of 8, and a few MiB during a step. On the wire: nothing. In
-    checkpoints moments are 32-bit tensors of the parameters' shape, which fit any layout; going on from one in the same
-    layout changes nothing, in another one moments are rounded anew.
+    checkpoints moments are 32-bit tensors of the parameters' shape, which fit any layout; resuming in the same layout
+    changes nothing, in another layout moments are rounded again.
     """
 
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -38,7 +38,7 @@ class AdamW8bit(NamedOptimizer):
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
     smallest: int = Field(default=4096, ge=1)
-    """Elements of the smallest parameter whose state has 8 bits."""
+    """Number of elements of the smallest parameter with 8-bit state."""
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return the rule over the parameters of `module`."""
@@ -52,11 +52,11 @@ class AdamW8bitRule(UpdateRule):
     """AdamW with state in 8 bits, as an optimizer.
 
     Between steps it keeps ``exp_avg`` and ``root`` (of the second moment) of a parameter as float32, or as
-    ``<name>_codes`` and ``<name>_scales``. `state_dict` has them as float32 always.
+    ``<name>_codes`` and ``<name>_scales``. `state_dict` returns them as float32 always.
     """
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Update the parameters of a group, piece by piece."""
+        """Update the parameters of a group, chunk by chunk."""
         beta1, beta2 = group["betas"]
         for parameter in parameters:
             state = self.state[parameter]
@@ -68,7 +68,7 @@ class AdamW8bitRule(UpdateRule):
             step = float(state["step"])
             rate, correction = group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5
             flat_weights, flat_gradients = weights.flatten(), gradients.flatten()
-            for start, stop in _pieces(weights.numel()):
+            for start, stop in _chunks(weights.numel()):
                 gradient = flat_gradients[start:stop].float()
                 first = _read(state, "exp_avg", start, stop).lerp_(gradient, 1 - beta1)
                 root = _read(state, "root", start, stop).square_().mul_(beta2)
@@ -78,11 +78,11 @@ class AdamW8bitRule(UpdateRule):
                 weight.sub_((rate * first / (root / correction + group["eps"])).to(weight.dtype))
                 _write(state, "exp_avg", start, first)
                 _write(state, "root", start, root)
-            if not weights.is_contiguous():  # then flattening has copied them
+            if not weights.is_contiguous():  # flattening has copied them
                 weights.copy_(flat_weights.view(weights.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do, moments as float32 tensors of the parameters' shape and layout."""
+        """Return the state like torch's optimizers, with moments as float32, in the parameters' shape and layout."""
         document = super().state_dict()
         document["state"] = {
             index: self._decode(parameter, self.state[parameter])
@@ -92,7 +92,7 @@ class AdamW8bitRule(UpdateRule):
         return document
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take on a state that `state_dict` returned. Torch would cast it to the parameters' dtype."""
+        """Load a state that `state_dict` returned. Torch would cast it to the parameters' dtype."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for index, parameter in self._numbered():
             if index in state_dict["state"]:
@@ -110,7 +110,7 @@ class AdamW8bitRule(UpdateRule):
         yield from enumerate(parameter for group in self.param_groups for parameter in group["params"])
 
     def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return flat moments as they are kept between steps."""
+        """Return flat moments in the form that is kept between steps."""
         smallest = next(g["smallest"] for g in self.param_groups if any(p is parameter for p in g["params"]))
         if parameter.numel() < smallest:
             return {name: values.clone() for name, values in moments.items()}
@@ -118,17 +118,17 @@ class AdamW8bitRule(UpdateRule):
         for name, values in moments.items():
             encoded = Encoded.zeros(len(values), values.device)
             kept |= {f"{name}_codes": encoded.codes, f"{name}_scales": encoded.scales}
-            for start, stop in _pieces(len(values)):
+            for start, stop in _chunks(len(values)):
                 _write(kept, name, start, values[start:stop])
         return kept
 
     def _decode(self, parameter: nn.Parameter, kept: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what is kept of a parameter, as float32 of its shape."""
+        """Return the kept state of a parameter, as float32 of its shape."""
         part = local(parameter)
         decoded = {"step": kept["step"]}
         for name in ("exp_avg", "root"):
             whole = torch.empty(part.numel(), dtype=torch.float32, device=part.device)
-            for start, stop in _pieces(part.numel()):
+            for start, stop in _chunks(part.numel()):
                 whole[start:stop] = _read(kept, name, start, stop)
             moment = whole.view(part.shape)
             if isinstance(parameter, DTensor):
@@ -144,14 +144,14 @@ class AdamW8bitRule(UpdateRule):
         return decoded
 
 
-def _pieces(num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yield bounds of pieces of whole blocks."""
-    for start in range(0, num_elements, _PIECE):
-        yield start, min(start + _PIECE, num_elements)
+def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of chunks of whole blocks."""
+    for start in range(0, num_elements, _CHUNK_ELEMENTS):
+        yield start, min(start + _CHUNK_ELEMENTS, num_elements)
 
 
 def _read(kept: Mapping[str, Any], name: str, start: int, stop: int) -> Tensor:
-    """Return a piece of a moment, as float32 of its own memory where it has 8 bits."""
+    """Return a chunk of a moment as float32; one kept in 8 bits is decoded into its own memory."""
     if name in kept:
         return kept[name][start:stop]  # type: ignore[no-any-return]
     encoded = Encoded(kept[f"{name}_codes"], kept[f"{name}_scales"])
@@ -159,7 +159,7 @@ def _read(kept: Mapping[str, Any], name: str, start: int, stop: int) -> Tensor:
 
 
 def _write(kept: Mapping[str, Any], name: str, start: int, values: Tensor) -> None:
-    """Keep a piece of a moment."""
+    """Store a chunk of a moment."""
     stop = start + len(values)
     if name in kept:
         kept[name][start:stop] = values

@@ -1,4 +1,4 @@
-"""What every optimizer's settings are, and how its learning rate follows the batch."""
+"""The contract of an optimizer's settings, and how its learning rate follows the batch."""
 
 import math
 from abc import abstractmethod
@@ -12,23 +12,23 @@ from torch.distributed.tensor import DTensor
 from paceline.registry import Family
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-"""Of an exponential average."""
+"""Decay rate of an exponential average."""
 Scaling = Literal["none", "linear", "square_root"]
 
 
 class Optimizer(Family):
-    """Settings of an update rule. In a `Run`, a function that returns an optimizer of torch's will do instead."""
+    """Settings of an update rule. A `Run` also takes a function that returns a torch optimizer."""
 
     family = "optimizer"
 
     scaling: Scaling = "none"
-    """How the learning rate follows the global batch: not at all, in proportion, or by the square root."""
+    """Rule by which the learning rate follows the global batch: not at all, in proportion, or by the square root."""
     base_batch: int = Field(default=256, ge=1)
-    """Global batch that the learning rate is meant for, where it is scaled."""
+    """Global batch that the learning rate is meant for, if it is scaled."""
 
     @abstractmethod
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of torch's over the parameters of `module`, with its learning rates."""
+        """Return a torch optimizer over the parameters of `module`, with its learning rates."""
 
     def scale_rate(self, global_batch: int) -> float:
         """Return the factor of learning rates in steps of `global_batch` samples."""
@@ -36,7 +36,7 @@ class Optimizer(Family):
 
 
 class NamedOptimizer(Optimizer):
-    """Settings of an update rule that Paceline knows by its name."""
+    """Settings of an update rule that is registered under a name."""
 
     learning_rate: float = Field(gt=0)
     """Base learning rate, before the schedule's factor."""
@@ -46,7 +46,7 @@ class NamedOptimizer(Optimizer):
     def group_parameters(self, module: nn.Module) -> list[dict[str, object]]:
         """Return parameter groups in which only tensors of two dims or more decay.
 
-        DTensors of different meshes, and those that are none, are in groups apart: torch's fused rules take no mixture.
+        DTensors of different meshes, and plain tensors, are in separate groups: torch's fused rules take no mixture.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -60,14 +60,14 @@ class NamedOptimizer(Optimizer):
 
 
 def scale(rule: Scaling, global_batch: int, base_batch: int) -> float:
-    """Return the factor of the learning rate for a batch, when it was found with batches of `base_batch`.
+    """Return the factor of the learning rate for a batch, if it was tuned for batches of `base_batch`.
 
     Args:
         rule: linear: in proportion to the batch, as many small steps would go as far (Krizhevsky 2014; Goyal 2017), for
-            SGD; square_root: by the square root, which keeps the noise of an update (Hoffer 2017), for Adam and LAMB;
-            none: 1.
+            SGD; square_root: by the square root, which preserves the noise of an update (Hoffer 2017), for Adam and
+            LAMB; none: 1.
         global_batch: Samples of a step, over all workers.
-        base_batch: Likewise.
+        base_batch: Samples of a step that the learning rate was tuned for.
     """
     ratio = global_batch / base_batch
     return {"none": 1.0, "linear": ratio, "square_root": math.sqrt(ratio)}[rule]

@@ -1,9 +1,9 @@
 """Tensors in 8 bits an element: block-wise dynamic quantisation (Dettmers et al. 2022).
 
 Each block of neighbouring elements is divided by its largest magnitude, and each quotient replaced by the number of the
-nearest of some 255 values from -1 to 1, which lie the denser the nearer they are to 0: seven decades of 1 to 64 values
-on either side of it. What is never negative has twice as many above 0, and 0 itself only as a block of zeros, so that
-what is small is never rounded to it. Unlike in the paper -1 is among the values, so that to decode and to encode again
+nearest of some 255 values from -1 to 1, which are denser close to 0: seven decades of 1 to 64 values
+on either side of it. The unsigned variant has twice as many above 0, and 0 itself only for a block of zeros, so that
+no small value is rounded to 0. Unlike in the paper -1 is among the values, so that decoding and encoding again
 changes nothing.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 BLOCK_SIZE = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 _NUM_DECADES = 7
 _MIDDLE = 2**15
 _TINY = 2.0**-126
-"""Of a scale that is divided by: the smallest normal float32."""
+"""Smallest scale that is divided by: the smallest normal float32."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Encoded:
     """A flat tensor in 8 bits an element and 32 a block.
 
     Args:
-        codes: uint8, one for each element.
-        scales: float32, one for each block; the last block may be shorter.
+        codes: Codes: uint8, one for each element.
+        scales: Scales: float32, one for each block; the last block may be shorter.
     """
 
     codes: Tensor
@@ -36,7 +36,7 @@ class Encoded:
 
     @classmethod
     def zeros(cls, num_elements: int, device: torch.device) -> "Encoded":
-        """Return zeros of either kind."""
+        """Return zeros; they decode to zeros of either kind."""
         codes = torch.zeros(num_elements, dtype=torch.uint8, device=device)
         return cls(codes, torch.zeros(-(-num_elements // BLOCK_SIZE), dtype=torch.float32, device=device))
 
@@ -45,12 +45,12 @@ class Encoded:
         return Encoded(self.codes[start:stop], self.scales[start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)])
 
     def encode(self, values: Tensor, *, is_signed: bool) -> None:
-        """Take on flat float32 `values`."""
+        """Encode flat float32 `values` into this tensor."""
         blocks = _pad(values)
         torch.amax(blocks.abs(), dim=1, out=self.scales)
         quotients = blocks * self.scales.clamp(min=_TINY).reciprocal()[:, None]
-        # The nearest value is looked up by the 16 bits of the quotient as a half float: many times faster than to
-        # search for it, and as near, since half floats lie at least seven times denser than the values.
+        # The 16 bits of the quotient as a half float look up the nearest value: many times faster than a
+        # search, and as accurate, since half floats are at least seven times denser than the values.
         halves = quotients.half().view(torch.int16).flatten()[: len(values)]
         _, codes = _tables(values.device, is_signed)
         torch.index_select(codes, 0, halves.int() + _MIDDLE, out=self.codes)
@@ -63,15 +63,15 @@ class Encoded:
 
 
 def _pad(values: Tensor) -> Tensor:
-    """Return flat values as rows of a block each; what the last one lacks is 0."""
+    """Return flat values as rows of one block each, the last one padded with 0."""
     missing = -len(values) % BLOCK_SIZE
     return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK_SIZE)
 
 
 @cache
 def _tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the ascending values by code, and the code of each half float by its bits, as a number from -2**15 on."""
-    with unset_fake_temporarily():  # a rehearsal of a step must not leave tables without contents behind
+    """Return the values by code, ascending, and the code of each half float by its bits, a number from -2**15 on."""
+    with unset_fake_temporarily():  # a rehearsal of a step must not cache tables without contents
         return _make_tables(device, is_signed)
 
 

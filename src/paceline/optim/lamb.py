@@ -14,11 +14,11 @@ from paceline.registry import register
 
 @register("lamb")
 class LAMB(NamedOptimizer):
-    """AdamW whose every matrix moves by the same part of its own norm (You et al. 2020).
+    """AdamW in which every matrix moves by the same fraction of its own norm (You et al. 2020).
 
-    The update u of AdamW, weight decay included and moments corrected for their start at 0, is scaled by ``|w| / |u|``.
-    Where `ratio_bounds` force that to 1 this is AdamW. Vectors (biases, norms) have ratio 1 and no decay, as in the
-    authors' code. The paper bounds ``|w|`` where anything, and here it is the ratio.
+    The update u of AdamW, weight decay included and moments bias-corrected, is scaled by ``|w| / |u|``.
+    If `ratio_bounds` force that to 1 this is AdamW. Vectors (biases, norms) have ratio 1 and no decay, as in the
+    authors' code. The paper bounds ``|w|`` if anything; here the bounds are on the ratio.
 
     In memory: two buffers of the parameters' size, as AdamW, and during a step another two. On the wire: nothing but
     two norms of each sharded parameter.
@@ -66,7 +66,7 @@ class LAMBRule(UpdateRule):
         torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
     def _adapt(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> list[Tensor]:
-        """Return the first moments over the roots of the second, after taking in the gradients."""
+        """Update the moments with the gradients, and return the first divided by the root of the second."""
         for parameter in parameters:
             state = self.state[parameter]
             if not state:

@@ -14,22 +14,22 @@ from paceline.registry import register
 
 @register("lars")
 class LARS(NamedOptimizer):
-    """SGD with momentum whose every matrix moves by the same part of its own norm (You, Gitman and Ginsburg 2017).
+    """SGD with momentum in which every matrix moves by the same fraction of its norm (You, Gitman and Ginsburg 2017).
 
-    The gradient of each, with weight decay d, is scaled by ``trust_coefficient * |w| / (|g| + d |w|)``. Where
+    The gradient of each, with weight decay d, is scaled by ``trust_coefficient * |w| / (|g| + d |w|)``. If
     `ratio_bounds` force it to 1 this is SGD with momentum. Vectors (biases, norms) have ratio 1 and no decay, as in
-    later work with it; in the paper they have a ratio too. The learning rate stands outside of the momentum, as in
-    torch's SGD, and in the paper inside: it is the same while the rate stays the same.
+    later work with LARS; in the paper they have a ratio too. The learning rate is applied after the momentum, as in
+    torch's SGD, and in the paper before it: both are equal as long as the rate does not change.
 
     In memory: one buffer of the parameters' size. On the wire: nothing but two norms of each sharded parameter.
     """
 
     learning_rate: float = Field(default=0.1, gt=0)
-    """Base learning rate, before the schedule's factor; vectors take it as it is, as in SGD."""
+    """Base learning rate, before the schedule's factor; vectors use it unscaled, as in SGD."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     trust_coefficient: float = Field(default=0.02, gt=0)
-    """How far a matrix moves at learning rate 1 without momentum: this part of its norm. 0.001 in the paper, with
-    learning rates as much larger."""
+    """Distance that a matrix moves at learning rate 1 without momentum, as a fraction of its norm. The paper has 0.001,
+    with correspondingly larger learning rates."""
     ratio_bounds: RatioBounds | None = None
     """Smallest and largest ratio."""
 

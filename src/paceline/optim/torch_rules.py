@@ -1,4 +1,4 @@
-"""The update rules that torch has, and which of them update each element by itself."""
+"""Torch's own update rules, and which of them update each element independently."""
 
 from typing import Any, Self
 
@@ -27,22 +27,22 @@ class SGD(NamedOptimizer):
         return self
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return torch.optim.SGD, which takes late gradients."""
+        """Return torch.optim.SGD, which also takes late gradients."""
         return SGDRule(
             self.group_parameters(module),
             lr=self.learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            # Torch's fused SGD, unlike its fused Adam, knows no DTensors.
+            # Torch's fused SGD, unlike its fused Adam, does not support DTensors.
             fused=not any(isinstance(parameter, DTensor) for parameter in module.parameters()),
         )
 
 
 class SGDRule(torch.optim.SGD):
-    """torch.optim.SGD of which parameters may get their first gradient later than others.
+    """torch.optim.SGD for parameters that may get their first gradient later than others.
 
-    Torch's fused kernel wants a momentum buffer of every parameter or of none, and raises a TypeError otherwise. From
-    buffers of zeros it takes the steps that torch's other kernels take without buffers.
+    Torch's fused kernel needs a momentum buffer of every parameter or of none, and raises a TypeError otherwise. With
+    buffers of zeros it takes the same steps that torch's other kernels take without buffers.
     """
 
     def _init_group(
@@ -114,13 +114,13 @@ BY_ELEMENT = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers that update each element by its own gradient. A subclass may do otherwise: these classes only.
+"""Optimizers that update each element by its own gradient. Subclasses are excluded, since they may do otherwise.
 
-LARS, LAMB and Adafactor are not among them, since they need norms of whole parameters, nor is AdamW in 8 bits, whose
-elements share their blocks' scales.
+LARS, LAMB and Adafactor are not among them, since they need norms of whole parameters, nor is AdamW in 8 bits,
+where the elements of a block share a scale.
 """
 
 
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer may update a part of its parameters, or a part of one, apart from the rest."""
+    """Return whether an optimizer may update a subset of its parameters, or a part of one, separately."""
     return type(optimizer) in (*BY_ELEMENT, SGDRule)

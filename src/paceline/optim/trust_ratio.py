@@ -1,4 +1,4 @@
-"""The ratio by which layer-wise rules scale the update of each parameter, so that all move alike for their size."""
+"""The ratio by which layer-wise rules scale each parameter's update, so that all move equally for their size."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,7 +28,7 @@ def trust_ratios(
 ) -> list[Tensor]:
     """Return `coefficient` * weight norm / update norm for each parameter, 0-dim.
 
-    It is the coefficient itself where either norm is 0, so that a parameter that begins at 0 can leave it.
+    The ratio is the coefficient itself if either norm is 0, so that a parameter that begins at 0 can change.
     """
     is_known = (weight_norms > 0) & (update_norms > 0)
     ratios = torch.where(is_known, coefficient * weight_norms / update_norms, coefficient)
@@ -39,10 +39,10 @@ def global_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Ten
     """Return the norm of each of `tensors`, in float64, over all ranks that hold a part of it.
 
     Args:
-        parameters: How each is laid out: DTensors, or tensors that are whole on this rank.
-        tensors: What of each lies on this rank.
+        parameters: Parameters with the layout of each tensor: DTensors, or tensors that are complete on this rank.
+        tensors: This rank's part of each tensor.
 
-    On the wire: one all-reduce of 8 bytes a tensor for each way in which parameters are laid out.
+    On the wire: one all-reduce of 8 bytes a tensor for each layout among the parameters.
     """
     squares = torch.stack([_sum_squares(tensor) for tensor in tensors])
     by_layout: dict[object, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What the update rules that torch lacks have in common."""
+"""The common base of the update rules that torch lacks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from paceline.errors import GradientError
 class UpdateRule(torch.optim.Optimizer, ABC):
     """An optimizer that updates all parameters of a group that have a gradient at once.
 
-    Parameters may be DTensors: a rule works on the part that lies on this rank, and what it keeps of a parameter is
-    laid out as the parameter is.
+    Parameters may be DTensors: a rule works on this rank's part, and the state of a parameter has the layout of the
+    parameter.
     """
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class UpdateRule(torch.optim.Optimizer, ABC):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, live; others are all here."""
+    """Return this rank's part of a DTensor, as a view; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

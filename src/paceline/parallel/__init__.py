@@ -1,4 +1,4 @@
-"""Layer 6: a layout applied to a model: who holds which part of it, and what ranks of one worker exchange."""
+"""Layer 6: a layout applied to a model: the shard of each rank, and the exchange between ranks of one worker."""
 
 from paceline.parallel.context import ContextParallelModule
 from paceline.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Long sequences, each shared by the ranks of the context axis."""
+"""Long sequences that the ranks of the context axis share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ from paceline.parallel.mesh import Mesh
 
 
 class FullContext:
-    """How a model looks at its sequences: every token is here."""
+    """Access of a model to its sequences if this rank has every token."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the place in the sequence of each token that is here, of shape (num_tokens,)."""
+        """Return the position in the sequence of each token of this rank, of shape (num_tokens,)."""
         return torch.arange(num_tokens, device=device)
 
     def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
-        """Return what each token here takes from all tokens; where `is_causal`, from itself and those before it."""
+        """Return the attention of this rank's tokens to all tokens; if `is_causal`, to themselves and those before."""
         return F.scaled_dot_product_attention(query_BHTD, key_BHTD, value_BHTD, is_causal=is_causal)
 
 
@@ -31,18 +31,18 @@ FULL_CONTEXT = FullContext()
 
 
 class ContextParallelModule(nn.Module):
-    """A module that asks for positions or attends: through `context`, so that its sequences can be cut."""
+    """A module that uses positions or attention only through `context`, so that its sequences can be split."""
 
     context: FullContext = FULL_CONTEXT
 
 
 class SplitContext(FullContext):
-    """How a model looks at sequences of which this rank has a part; keys and values of the others are gathered.
+    """Access of a model to sequences of which this rank has a part; keys and values of the others are gathered.
 
-    As in the training of Llama 3 (Dubey et al. 2024, section 3.3.2): a sequence is cut into 2n chunks, and rank i of n
-    has chunks i and 2n - 1 - i, so that all ranks have as many pairs to compute where attention is causal. It is exact,
-    and needs no sums of softmaxes as a ring (Liu et al. 2023) does, but the memory of all keys and values of a layer.
-    On the wire each rank sends its keys and values n - 1 times in forward, and as much gradient in backward.
+    As in the training of Llama 3 (Dubey et al. 2024, section 3.3.2): a sequence is split into 2n chunks, and rank i of
+    n has chunks i and 2n - 1 - i, so that causal attention takes all ranks the same work. It is exact, and needs no
+    sums of softmaxes as a ring (Liu et al. 2023) does, but memory for all keys and values of a layer. On the wire each
+    rank sends its keys and values n - 1 times in forward, and as much gradient in backward.
     """
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -51,12 +51,12 @@ class SplitContext(FullContext):
         self._place = device_mesh.get_local_rank()
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the place in the sequence of each token that is here."""
+        """Return the position in the sequence of each token of this rank."""
         chunk = torch.arange(num_tokens // 2, device=device)
         return torch.cat([place * len(chunk) + chunk for place in self._chunks(self._place)])
 
     def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
-        """Return what each token here takes from all tokens, wherever they are."""
+        """Return the attention of each token of this rank to all tokens of all ranks."""
         keys_BHTD, values_BHTD = self._gather(torch.stack([key_BHTD, value_BHTD])).unbind(0)
         if not is_causal:
             return F.scaled_dot_product_attention(query_BHTD, keys_BHTD, values_BHTD)
@@ -73,7 +73,7 @@ class SplitContext(FullContext):
         return place, 2 * self._size - 1 - place
 
     def _gather(self, part_2BHTD: Tensor) -> Tensor:
-        """Return keys and values of the whole sequence, in its order; their gradients are summed on the way back."""
+        """Return keys and values of the whole sequence, in its order; their gradients are summed over the ranks."""
         part = DTensor.from_local(part_2BHTD[None], self._device_mesh, [Shard(0)], run_check=False)
         parts = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         chunks = parts.movedim(0, 3).unflatten(4, (2, -1)).flatten(3, 4)
@@ -84,7 +84,7 @@ class SplitContext(FullContext):
 
 
 def _attend_to_prefix(query: Tensor, keys: Tensor, values: Tensor, begin: int) -> Tensor:
-    """Return what queries at positions `begin` and on take from themselves and all before."""
+    """Return the attention of queries at positions `begin` and on to themselves and all positions before."""
     num_queries = query.shape[-2]
     end = begin + num_queries
     keys, values = keys[..., :end, :], values[..., :end, :]
@@ -95,12 +95,12 @@ def _attend_to_prefix(query: Tensor, keys: Tensor, values: Tensor, begin: int) -
 
 
 def split_attention(module: nn.Module, mesh: Mesh) -> None:
-    """Let a module, in place, run on batches of which each rank of the context axis has a part (`split_sequences`).
+    """Make a module, in place, run on batches of which each context rank has a part (`split_sequences`).
 
-    With one rank along the axis nothing is changed.
+    With one rank along the axis nothing changes.
 
     Raises:
-        SettingsError: Something in it attends otherwise than through `ContextParallelModule.context`.
+        SettingsError: A module computes attention other than through `ContextParallelModule.context`.
     """
     if mesh.size("context") == 1:
         return
@@ -111,13 +111,13 @@ def split_attention(module: nn.Module, mesh: Mesh) -> None:
 
 
 def check_attention(module: nn.Module, size: int) -> None:
-    """Raise `SettingsError` where `module` attends otherwise than through `ContextParallelModule.context`."""
+    """Raise `SettingsError` if `module` computes attention other than through `ContextParallelModule.context`."""
     parts = _list_contextual(module)
     own = [name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention | nn.RNNBase)]
     if own or not parts:
         what = f"{own[0]} does not" if own else f"no module of the {type(module).__name__} does"
         raise SettingsError(
-            f"what looks at other tokens must do so through paceline.parallel.context.ContextParallelModule for "
+            f"a module that looks at other tokens must use paceline.parallel.context.ContextParallelModule for "
             f"context({size}), but {what}; derive it from that and call self.context.attend, or set "
             "layout.context 1"
         )
@@ -125,7 +125,7 @@ def check_attention(module: nn.Module, size: int) -> None:
 
 @contextmanager
 def full_sequences(module: nn.Module) -> Iterator[None]:
-    """Inside, a module takes whole sequences, the same on every rank: for generation, or short texts."""
+    """While active, a module takes whole sequences, the same on every rank: for generation, or short texts."""
     contexts = [(part, part.context) for part in _list_contextual(module)]
     for part, _ in contexts:
         part.context = FULL_CONTEXT
@@ -137,12 +137,12 @@ def full_sequences(module: nn.Module) -> Iterator[None]:
 
 
 def split_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Return the tokens of a batch that are this rank's, of dim 1: chunks i and 2n - 1 - i of 2n.
+    """Return this rank's tokens of a batch (dim 1): chunks i and 2n - 1 - i of 2n.
 
-    Inputs and targets are cut alike. A loss over them, weighted by their number, is this rank's summand of the whole.
+    Inputs and targets are split the same way. A loss over them, times their number, is this rank's term of the total.
 
     Raises:
-        SettingsError: Sequences cannot be cut evenly.
+        SettingsError: The sequences cannot be split evenly.
     """
     size, place = mesh.size("context"), mesh.coordinate("context")
     if size == 1:
@@ -172,12 +172,12 @@ def split_batch(data: Any, mesh: Mesh) -> Any:
 
 
 def check_length(num_tokens: int, *, context: int, tensor: int = 1) -> None:
-    """Raise `SettingsError` where sequences of `num_tokens` cannot be cut evenly.
+    """Raise `SettingsError` if sequences of `num_tokens` cannot be split evenly.
 
     Args:
-        num_tokens: Of a whole sequence.
-        context: Ranks along the context axis.
-        tensor: Ranks along the tensor axis, where tokens are cut over them too (`TensorSplit.cuts_tokens`), else 1.
+        num_tokens: Number of tokens of a whole sequence.
+        context: Number of ranks along the context axis.
+        tensor: Number of ranks along the tensor axis if they split tokens too (`TensorSplit.cuts_tokens`), else 1.
     """
     chunks = 2 * context if context > 1 else 1
     step = context * tensor

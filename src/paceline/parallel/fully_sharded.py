@@ -1,4 +1,4 @@
-"""Gradients and parameters that the ranks of the sharded axis hold one part of each: ZeRO's stages 2 and 3."""
+"""Gradients and parameters sharded over the ranks of the sharded axis: ZeRO's stages 2 and 3."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,57 +21,57 @@ def shard_module(
     blocks: Sequence[str] | None = None,
     gather_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Let each rank along the sharded axis hold one part of every parameter, in place, and return the module.
+    """Shard every parameter over the ranks of the sharded axis, in place, and return the module.
 
     ZeRO (Rajbhandari 2020) by torch's FSDP2. Each block's parameters are gathered before its forward, and the sum of
-    its gradients scattered after its backward, while other blocks compute; every parameter becomes a DTensor, cut along
-    its first dim as `torch.chunk` does. A parameter's hooks run once its part of the sum is in its gradient. With one
-    rank along the axis it is plain training, and nothing is done.
+    its gradients scattered after its backward, while other blocks compute; every parameter becomes a DTensor, split
+    along its first dim as `torch.chunk` does. A parameter's hooks run once its part of the sum is in its gradient. With
+    one rank along the axis it is plain training, and nothing is done.
 
-    In memory, of n ranks: 1/n of parameters, gradients and optimizer state, and one block's parameters and gradients
-    whole; in stage 2 all parameters whole from forward to backward. On the wire each rank sends, by (n-1)/n: parameters
-    twice and gradients once in stage 3, each once in stage 2, as a sum of gradients alone would send.
+    In memory, of n ranks: 1/n of parameters, gradients and optimizer state, and one block's full parameters and
+    gradients; in stage 2 all full parameters from forward to backward. On the wire each rank sends, times (n-1)/n:
+    parameters twice and gradients once in stage 3, each once in stage 2, like a sum of gradients alone.
 
-    Unlike torch's default, gradients are summed, never averaged: losses are numerators, whose weight travels beside
-    them. After a forward without gradients all parameters are let go of again, so that the next sees what became of
-    them.
+    Unlike in torch's default, gradients are summed, never averaged: losses are numerators, whose weight is exchanged
+    separately. After a forward without gradients all parameters are freed again, so that the next forward sees their
+    new values.
 
-    Forward and backward are collective: every rank along the axis runs as many of them. Tensor parallelism comes before
-    this.
+    Forward and backward are collective: every rank along the axis runs the same number of them. Apply tensor
+    parallelism before this.
 
     Args:
-        module: The same on every rank along the axis.
-        mesh: The layout.
-        zero_stage: 2 keeps gathered parameters from forward to backward; 3 gathers them twice.
-        blocks: Names of the modules that are gathered each by itself; by default those of `find_blocks`.
-        gather_dtype: Of parameters on the wire and in forward; by default their own. Sums are of their own always.
+        module: Module to shard; the same on every rank along the axis.
+        mesh: Mesh of the layout.
+        zero_stage: Stage 2 keeps gathered parameters from forward to backward; stage 3 gathers them twice.
+        blocks: Names of the modules that are each gathered separately; by default those of `find_blocks`.
+        gather_dtype: Dtype of parameters on the wire and in forward; by default their own. Sums always have their own.
 
     Raises:
-        SettingsError: A parameter cannot be cut, or there is no such block.
+        SettingsError: A parameter cannot be sharded, or a block does not exist.
     """
     if mesh.size("sharded") == 1:
         return module
     policy = MixedPrecisionPolicy(gather_dtype, reduce_dtype=check_parameters(module), cast_forward_inputs=False)
     found = _list_blocks(module, find_blocks(module) if blocks is None else blocks)
     device_mesh = mesh.device_mesh["sharded"]
-    # Torch's None: let go after forward, but for the root, with whose end backward begins.
+    # Torch's None: free parameters after forward, except the root's, since backward begins with its end.
     reshard_after_forward = None if zero_stage == 3 else False
     for block in [*found, module]:
         fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     for part in _sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        # Or ranks that used different parameters of a block would sum messages of different sizes.
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
+        # Otherwise ranks that used different parameters of a block would sum messages of different sizes.
         part.set_reduce_scatter_unused_params(True)
-    module.register_forward_hook(_let_go_after_evaluation)
+    module.register_forward_hook(_reshard_after_evaluation)
     return module
 
 
 def find_blocks(module: nn.Module) -> list[str]:
-    """Return the names of the modules that are gathered each by itself.
+    """Return the names of the modules that are each gathered separately.
 
-    They are the children of the outermost `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`, where they have
-    parameters and share none with the rest of the model. All else (embeddings, heads, whatever is tied across blocks)
+    They are the children of the outermost `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`, if they have
+    parameters and share none with the rest of the model. Everything else (embeddings, heads, tied parameters)
     is gathered with the root.
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -79,15 +79,15 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 
 def set_gradient_sync(module: nn.Module, is_on: bool, *, keep_gathered: bool = False) -> None:
-    """Say whether backward passes that come sum gradients over the sharded axis.
+    """Set whether the next backward passes sum gradients over the sharded axis.
 
-    While they do not, each rank adds up whole gradients, which needs their memory, and parameters have none; the next
-    pass that does sums them all. A module that is not sharded stays as it is.
+    Without summing, each rank adds up full gradients, which takes their memory, and parameters have no `grad`; the next
+    pass with summing sums them all. A module that is not sharded does not change.
 
     Args:
-        module: What `shard_module` returned.
-        is_on: Whether they do; the same on every rank.
-        keep_gathered: Whether parameters stay gathered after passes that do not sum, as suits stage 2.
+        module: Module that `shard_module` returned.
+        is_on: Whether passes sum; the same on every rank.
+        keep_gathered: Whether parameters stay gathered after passes without summing, as suits stage 2.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_on)
@@ -95,10 +95,10 @@ def set_gradient_sync(module: nn.Module, is_on: bool, *, keep_gathered: bool = F
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters, so that those of the module are this rank's parts.
+    """Free gathered parameters, so that the module's parameters are this rank's parts.
 
-    Needed after a forward with gradients that no backward followed, and after a pass that failed, whose gradients are
-    dropped. A module that is not sharded stays as it is.
+    Needed after a forward with gradients but no backward, and after a failed pass, whose gradients are
+    dropped. A module that is not sharded does not change.
     """
     if isinstance(module, FSDPModule):
         module.reset_iter_state()
@@ -107,7 +107,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def set_reduce_scatter(module: nn.Module, name: str, program: ReduceScatter) -> None:
-    """Let the gradients of one block (the root: an empty name) be summed by `program`."""
+    """Let `program` sum the gradients of one block (of the root for an empty name)."""
     part = module.get_submodule(name)
     if not isinstance(part, FSDPModule):
         raise SettingsError(f"a block must be one that is gathered by itself, but got {name!r}; see find_blocks")
@@ -115,12 +115,12 @@ def set_reduce_scatter(module: nn.Module, name: str, program: ReduceScatter) -> 
 
 
 def list_blocks(module: nn.Module) -> dict[str, list[str]]:
-    """Return which gradients of a sharded module are summed together, by block, in their order on the wire."""
+    """Return the gradients that a sharded module sums together, by block, in their order on the wire."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     blocks = {}
     for block, part in module.named_modules():
         if isinstance(part, FSDPModule):
-            # Torch tells of its order nowhere else.
+            # Torch has its order nowhere else.
             held = [p.sharded_param for group in part._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
             blocks[block] = [names[id(parameter)] for parameter in held if parameter.requires_grad]
     return {block: held for block, held in blocks.items() if held}
@@ -151,7 +151,7 @@ def _list_blocks(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def check_parameters(module: nn.Module) -> torch.dtype:
-    """Return the dtype of the parameters, and raise `SettingsError` where they cannot be sharded."""
+    """Return the dtype of the parameters, and raise `SettingsError` if they cannot be sharded."""
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise SettingsError(
@@ -176,7 +176,7 @@ def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _let_go_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:
+def _reshard_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         for part in _sharded_modules(module):
             part.reshard()

@@ -1,4 +1,4 @@
-"""The part of a tensor that lies on this rank, and tensors made of such parts; nothing here communicates."""
+"""This rank's part of a tensor, and tensors made of such parts; nothing here communicates."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,20 @@ from paceline.topology.layout import Axis
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, live: what is written into it is the DTensor's. Others are all here."""
+    """Return this rank's part of a DTensor as a view: writing to it changes the DTensor. Other tensors are returned."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # or it would be a copy that autograd knows
+    with torch.no_grad():  # otherwise it would be a copy with autograd history
         return tensor.to_local()
 
 
 def wrap(like: Tensor, local_part: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
-    """Return a tensor of the shape and mesh of `like` whose part on this rank is `local_part`, and stays so.
+    """Return a tensor of the shape and mesh of `like` whose part on this rank is `local_part`, without a copy.
 
     Args:
-        like: A DTensor; with any other tensor, `local_part` is returned as it is.
-        local_part: Of the shape that `placements` leave this rank.
-        placements: Along each dimension of the mesh; by default those of `like`.
+        like: DTensor; with any other tensor, `local_part` is returned.
+        local_part: This rank's part, in the shape that `placements` imply.
+        placements: Placements along each dimension of the mesh; by default those of `like`.
     """
     if not isinstance(like, DTensor):
         return local_part
@@ -35,17 +35,17 @@ def wrap(like: Tensor, local_part: Tensor, placements: Sequence[Placement] | Non
 
 
 def local_slice(full: Tensor, like: Tensor) -> Tensor:
-    """Return what of the `full` tensor lies on this rank if it is laid out as `like` is; all if that is no DTensor.
+    """Return this rank's part of the `full` tensor if it is sharded like `like`; all of it if that is no DTensor.
 
-    Torch's own `distribute_tensor` refuses dims that a tensor and a sharded axis both cut, and not evenly.
+    Torch's own `distribute_tensor` refuses dims that both a tensor and a sharded axis split unevenly.
 
     Args:
-        full: Of the same shape as `like`; may be on another device.
-        like: A DTensor without partial sums.
+        full: Tensor of the same shape as `like`; may be on another device.
+        like: DTensor without partial sums.
     """
     if not isinstance(like, DTensor):
         return full
-    # FSDP cuts what other cuts along the same dim have left; its placement is of another type then.
+    # FSDP splits the rest that others leave of the same dim; its placement has another type then.
     cuts = [(type(placement) is not Shard, axis) for axis, placement in enumerate(like.placements)]
     for _, axis in sorted(cuts):
         placement = like.placements[axis]
@@ -57,7 +57,7 @@ def local_slice(full: Tensor, like: Tensor) -> Tensor:
 
 
 def is_partial(tensor: Tensor, axis: Axis) -> bool:
-    """Return whether the ranks along `axis` hold summands of the tensor that have still to be added."""
+    """Return whether the ranks along `axis` hold partial sums of the tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -65,7 +65,7 @@ def is_partial(tensor: Tensor, axis: Axis) -> bool:
 
 
 def _slice(tensor: Tensor, dim: int, num_slices: int, place: int) -> Tensor:
-    """Return one of the slices that `torch.chunk` makes; it makes fewer than asked for where there is too little."""
+    """Return one of the slices of `torch.chunk`, or an empty one if it makes fewer."""
     length = -(-tensor.shape[dim] // num_slices)
     begin = min(place * length, tensor.shape[dim])
     return tensor.narrow(dim, begin, min(length, tensor.shape[dim] - begin))

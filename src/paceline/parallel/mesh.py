@@ -1,4 +1,4 @@
-"""One rank's place in a layout, and the groups that it belongs to."""
+"""A rank's coordinates in a layout, and its groups."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,21 +13,21 @@ from paceline.errors import SettingsError
 from paceline.topology.layout import AXES, Axes, Axis
 
 _num_meshes: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-"""Meshes made of each world so far, the same on each of its ranks: their groups must not be mixed up."""
+"""Number of meshes made of each world so far, the same on all its ranks: their groups must not be confused."""
 
 _users: set["Mesh"] = set()
 """Meshes that use the default group that one of them made."""
 
 
 class Mesh:
-    """A rank's place on the axes of a layout.
+    """A rank's coordinates on the axes of a layout, with its groups.
 
-    Paceline's own exchanges run on `group`; what torch does along an axis (DTensor, FSDP2, pipelining) runs on
-    `device_mesh`, whose process groups hang on torch's default group, which is made here and ended by `close`.
+    Paceline's own exchanges run on `group`; torch's operations along an axis (DTensor, FSDP2, pipelining) run on
+    `device_mesh`, whose process groups need torch's default group, which is made here and ended by `close`.
 
     Args:
-        world: All ranks; processes, unless there is but one.
-        axes: Those of the layout.
+        world: Group of all ranks; processes, unless there is only one rank.
+        axes: Axes of the layout.
 
     Raises:
         SettingsError: The ranks are threads, which cannot share torch's default group.
@@ -46,11 +46,11 @@ class Mesh:
         return self.axes.size(*axes)
 
     def coordinate(self, axis: Axis) -> int:
-        """Return this rank's place on `axis`."""
+        """Return this rank's coordinate on `axis`."""
         return self.axes.coordinate(self.world.rank, axis)
 
     def ranks(self, *axes: Axis) -> list[int]:
-        """Return the ranks of the world that stand where this one does but on `axes`, ascending."""
+        """Return the ranks of the world with this rank's coordinates except on `axes`, ascending."""
         return self.axes.ranks_along(self.world.rank, *axes)
 
     def group(self, *axes: Axis) -> Group:
@@ -77,7 +77,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's mesh of all five axes, by their names; ``device_mesh["tensor"]`` is that of one."""
+        """Torch's mesh of all five axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
         if self._device_mesh is None:
             self._open_default_group()
             self._device_mesh = init_device_mesh(
@@ -90,7 +90,7 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     def close(self) -> None:
-        """End torch's default group with the last mesh that uses it. Paceline's groups are closed with the world."""
+        """End torch's default group with the last mesh that uses it. The world closes Paceline's groups."""
         self._device_mesh = None
         if self in _users:
             _users.discard(self)

@@ -1,4 +1,4 @@
-"""What one rank holds of a worker's model, and how it joins the other ranks of that worker."""
+"""A rank's shard of a worker's model, and its exchanges with the other ranks of that worker."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,20 +23,20 @@ from paceline.topology.layout import Layout
 
 
 class ModelShard:
-    """A rank's shard of a worker's model: all of it, unless the ranks of a layout share it.
+    """A rank's shard of a worker's model: all of it, unless a layout splits it over ranks.
 
     The ranks of one worker are its *model-parallel group*: they sum loss and weight and agree on overflow among
-    themselves before the workers do, and each element of a gradient counts once in a norm, on one of them. `sharded`
-    ranks that hold parameters in common (ZeRO stages 2 and 3) count as one worker here, whose samples are those of all.
+    themselves before the workers do, and only one of them counts each element of a gradient in a norm. `sharded`
+    ranks that share parameters (ZeRO stages 2 and 3) count as one worker here, whose samples are those of all.
 
     Args:
-        group: The ranks that hold this same shard, each for samples of its own: gradients are summed over them.
-        layout: How all ranks are laid out.
-        mesh: The same, with this rank's place; None where every rank holds a whole model.
-        module: What this rank holds.
-        pipeline: Runs the model, where its layers are on several ranks.
-        tensor_split: How matrices are split, where they are.
-        reduce_scatter: Sums gradients over the sharded axis through a codec, where there is one.
+        group: Ranks that hold this same shard, each for its own samples: gradients are summed over them.
+        layout: Layout of all ranks.
+        mesh: Mesh of the layout, with this rank's coordinates; None if every rank holds a whole model.
+        module: Module of this rank.
+        pipeline: Pipeline that runs the model, if its layers are on several ranks.
+        tensor_split: Split of the matrices, if they are split.
+        reduce_scatter: Codec that sums gradients over the sharded axis, if there is one.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class ModelShard:
         self._gathers_blocks = self.layout.shards_parameters and pipeline is None
         self._tied_groups: dict[str, Group] = {}
         self.world = mesh.world if mesh is not None else group
-        """All ranks."""
+        """Group of all ranks."""
         self.model_parallel_group: Group = LocalGroup(device=group.device, epoch=group.epoch)
-        """The ranks of this worker."""
+        """Ranks of this worker."""
         self.data_parallel_group = group
-        """The ranks that take different samples."""
+        """Ranks that take different samples."""
         self.statistics_group = group
-        """The ranks with the layers of this one that see other samples, or other tokens of them."""
+        """Ranks with the same layers as this one that see other samples, or other tokens of them."""
         if mesh is not None:
             sharded = ("sharded",) if self.layout.shards_parameters else ()
             self.model_parallel_group = mesh.group(*sharded, "tensor", "pipeline")
@@ -76,18 +76,18 @@ class ModelShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds a whole model, and needs no other to run it."""
+        """Whether this rank holds a whole model, and can run it alone."""
         return self.mesh is None or (self.model_parallel_group.size == 1 and self.mesh.size("context") == 1)
 
     @contextmanager
     def replicated_inputs(self) -> Iterator[bool]:
-        """Inside, every rank may call the module on the same whole samples; yields whether it can."""
+        """While active, every rank may call the module on the same whole samples; yields whether it can."""
         with full_sequences(self.module):
             yield self.pipeline is None
 
     @property
     def random_stream(self) -> tuple[int, ...]:
-        """What tells this rank's random numbers from others': ranks that compute the same draw the same."""
+        """Seed part of this rank: ranks that compute the same draw the same random numbers."""
         if self.mesh is None:
             return (self.data_parallel_group.rank,)
         cuts_tokens = self._tensor_split is not None and self._tensor_split.cuts_tokens
@@ -97,14 +97,14 @@ class ModelShard:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether the loss that this rank computes counts: one rank of those that compute the same does."""
+        """Whether this rank's loss counts: it does on one rank of those that compute the same."""
         if self.mesh is None:
             return True
         is_last = self.pipeline is None or self.pipeline.place == self.pipeline.last_place
         return is_last and self.mesh.coordinate("tensor") == 0
 
     def counts_in_norm(self, name: str, parameter: Tensor) -> bool:
-        """Return whether this rank's elements of a parameter are those that count in a norm."""
+        """Return whether this rank's elements of a parameter count in a norm."""
         if self.mesh is None:
             return True
         holders = self.pipeline.shared.get(name) if self.pipeline is not None else None
@@ -113,14 +113,14 @@ class ModelShard:
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             return all(
-                # Not is_shard(): FSDP's parts of a part are of a placement for which torch denies it.
+                # Not is_shard(): it is false for the placement of FSDP's parts of a part.
                 not placement.is_replicate() or parameter.device_mesh.get_local_rank(axis) == 0
                 for axis, placement in zip(names, parameter.placements, strict=True)
             )
         return self.mesh.coordinate("tensor") == 0
 
     def reduce_step_scalars(self, weight: float, loss: Tensor, stop: bool) -> tuple[float, Tensor, bool]:
-        """Return the sums over this worker's ranks of weight and loss, and whether one was asked to stop.
+        """Return the sums over this worker's ranks of weight and loss, and whether one of them must stop.
 
         Args:
             weight: Weight of this rank's samples.
@@ -137,24 +137,24 @@ class ModelShard:
         return float(values[0]), values[1], bool(values[2])
 
     def split_context(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch: of each sequence, where a context axis cuts them."""
+        """Return this rank's part of a batch: a part of each sequence, if a context axis splits them."""
         if self.mesh is None or self.mesh.size("context") == 1:
             return batch
         return replace(batch, data=split_batch(batch.data, self.mesh))
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context that forward and backward run in; without it logits are gathered whole."""
+        """Return the context that forward and backward run in; without it logits are gathered in full."""
         if self._tensor_split is None or self.pipeline is not None:
             return nullcontext()
         return self._tensor_split.parallel_loss()
 
     def begin_backward(self, *, last: bool) -> None:
-        """Make ready for a backward pass; gradients are summed over the sharded axis in the `last` of a step only."""
+        """Prepare a backward pass; only the `last` of a step sums gradients over the sharded axis."""
         if self._gathers_blocks:
             set_gradient_sync(self.module, last, keep_gathered=self.layout.zero_stage == 2)
 
     def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
-        """Return which ranks of this worker hold the same values, and of which parameters."""
+        """Return the parameters that ranks of this worker replicate, with the group of these ranks."""
         common: dict[Group, list[str]] = {}
         if self.mesh is not None and self.mesh.size("tensor") > 1:
             whole = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
@@ -179,14 +179,14 @@ class ModelShard:
         return squares.sqrt()
 
     def reduce_tied_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients of what several stages of a pipeline hold a copy of; after backward, on all of them."""
+        """Sum the gradients of parameters with copies on several pipeline stages; after backward, on all of them."""
         for name, group in self._tied_groups.items():
             if (gradient := parameters[name].grad) is None:
                 gradient = parameters[name].grad = torch.zeros_like(parameters[name])
             group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
 
     def close(self) -> None:
-        """Let go of what the shard runs on."""
+        """Close the groups, the pipeline and the mesh of the shard."""
         if self.reduce_scatter is not None:
             self.reduce_scatter.close()
         if self in self.world.membership.shards:
@@ -196,7 +196,7 @@ class ModelShard:
             self.mesh.close()
 
     def describe(self) -> dict[str, Any]:
-        """Return how the model is cut, as JSON: the same on every rank, and however many workers there are."""
+        """Return how the model is split, as JSON: the same on every rank, for any number of workers."""
         plan = self._tensor_split.plan if self._tensor_split is not None else None
         return {
             "sharded": self.layout.sharded if self.layout.shards_parameters else 1,
@@ -206,7 +206,7 @@ class ModelShard:
         }
 
     def _find_tied_groups(self, mesh: Mesh) -> dict[str, Group]:
-        """Return the ranks that hold copies of a parameter, by its name, where this is one of several."""
+        """Return the group of ranks that hold a copy of a parameter, by its name, if this rank is one of several."""
         groups: dict[tuple[int, ...], Group] = {}
         groups_by_name = {}
         shared = self.pipeline.shared if self.pipeline is not None else {}
@@ -222,7 +222,7 @@ class ModelShard:
 
 
 def summed_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient; where ranks hold summands of it, as under sequence parallelism, their sum."""
+    """Return a parameter's gradient; if ranks hold partial sums of it, as under sequence parallelism, their sum."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

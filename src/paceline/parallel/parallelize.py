@@ -1,4 +1,4 @@
-"""A layout applied to a model: which rank holds what, in the one order in which the axes fit into each other."""
+"""A layout applied to a model: the shard of each rank, made in the one order in which the axes can be combined."""
 
 import warnings
 from collections.abc import Mapping
@@ -35,20 +35,20 @@ def parallelize(
     sharded_codec: Codec | None = None,
     sample: Any = None,
 ) -> nn.Module:
-    """Let each rank keep its part of a model, and return what this one keeps: the module to train.
+    """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
-    Layers are cut into stages first, what is left of each is split over the tensor axis, and what is left then is
-    sharded. Build the optimizer from the module that is returned, and hand both to a `Replica`. A `Loader` that is
-    made afterwards gives ranks of one worker the same samples, and each its part of their tokens.
+    First the layers are split into stages, then the layers of each stage over the tensor axis, then the remaining
+    parameters are sharded. Build the optimizer from the returned module, and give both to a `Replica`. A `Loader` that
+    is made afterwards gives ranks of one worker the same samples, and each rank its part of their tokens.
 
     Args:
-        module: The model, built whole on every rank; rank 0's values are taken.
-        layout: The axes; they multiply to the number of ranks.
-        group: All ranks, processes where they share a model; by default those that `paceline.join` has joined.
-        tensor_plan: How modules are split over the tensor axis, by patterns of their names; by their types without it.
-        pipeline: How stages are cut and scheduled; needed for a pipeline only.
-        sharded_codec: Makes smaller what the sharded axis sends of gradients; none for as they are.
-        sample: A model's inputs for one sample or more, by which a pipeline measures layers.
+        module: Whole model, built on every rank; rank 0's values are used.
+        layout: Axes, whose product is the number of ranks.
+        group: Group of all ranks, processes if they share a model; by default the one that `paceline.join` has joined.
+        tensor_plan: Styles of modules on the tensor axis, by patterns of their names; by default chosen by their types.
+        pipeline: Settings of the stages and their order; needed for a pipeline only.
+        sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
+        sample: Model inputs of at least one sample, with which a pipeline measures layers.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -60,13 +60,13 @@ def parallelize(
         return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
         raise SettingsError(
-            "a loader must be made after parallelize, which decides what ranks read, but there is one; make it later"
+            "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
     mesh = Mesh(world, axes)
     check_same_model(module, world)
     broadcast_module(module, world)
     if layout.tensor > 1:
-        make_plan(module, tensor_plan, layout.tensor)  # while names of the whole model are known
+        make_plan(module, tensor_plan, layout.tensor)  # while the names of the whole model exist
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
     if layout.pipeline > 1:
@@ -109,7 +109,7 @@ def _note(shard: ModelShard) -> nn.Module:
 
 
 def find_shard(module: nn.Module, group: Group) -> ModelShard:
-    """Return what `parallelize` has made of a module for the ranks of `group`; else each of them holds all of it."""
+    """Return the shard that `parallelize` has made of a module for the ranks of `group`; else one with all of it."""
     shards: list[ModelShard] = group.membership.shards
     return next((shard for shard in shards if shard.module is module), ModelShard(group, module=module))
 
@@ -117,7 +117,7 @@ def find_shard(module: nn.Module, group: Group) -> ModelShard:
 def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
-    """Raise `SettingsError` where `parallelize` would, as far as the model tells; it may be on the meta device."""
+    """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
     if layout.tensor > 1:
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
@@ -132,15 +132,15 @@ def check_model(
 
 
 def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
-    """Raise `SettingsError` where the sharded axis cannot be beside the others, or with a codec."""
+    """Raise `SettingsError` if the sharded axis cannot be combined with the others, or with a codec."""
     if layout.shards_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
         raise SettingsError(
-            f"pipeline.order must leave backward in one piece with zero_stage {layout.zero_stage}, whose gradients "
-            f"torch would not find all, but got {pipeline.order}; take 1f1b or interleaved, or --layout.zero_stage 1"
+            f"pipeline.order must not split backward with zero_stage {layout.zero_stage}, since torch "
+            f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or --layout.zero_stage 1"
         )
     if layout.shards_optimizer and layout.tensor > 1:
         raise SettingsError(
-            "zero_stage must be 2 or 3 beside a tensor axis, whose ranks hold parts of parameters, but got 1; give "
+            "zero_stage must be 2 or 3 with a tensor axis, whose ranks hold parts of parameters, but got 1; give "
             "--layout.zero_stage 3"
         )
     if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
@@ -155,7 +155,7 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     if driver is None:
         shard_module(module, mesh, zero_stage=zero_stage)
         return
-    # What a stage returns is sent on, or goes into the loss.
+    # The output of a stage is sent on, or goes into the loss.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:

@@ -1,4 +1,4 @@
-"""A codec inside the sharded axis: what the sum of sharded gradients sends, made smaller."""
+"""A codec on the sharded axis, which makes the exchange of sharded gradients smaller."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,23 +19,23 @@ from paceline.parallel.mesh import Mesh
 class CodedReduceScatter:
     """Sums the gradients of a sharded module through a codec with error feedback, block by block, in backward.
 
-    In place of FSDP2's reduce-scatter each rank encodes, for each other rank, the piece of every gradient that is the
-    other's, sends it by an all-to-all, and adds up what it gets, in fp32, in the order of ranks. Its own piece it adds
-    as it is. There is one site: what the codec leaves out of a piece is kept by its sender, by parameter and
-    destination. With a codec that loses nothing it is the reduce-scatter, up to the order of summation.
+    Instead of FSDP2's reduce-scatter each rank encodes, for each other rank, that rank's part of every gradient, sends
+    it by an all-to-all, and adds up the received parts, in fp32, in the order of ranks. It adds its own part unencoded.
+    There is one site: the sender of a part keeps its residual, by parameter and destination. With a lossless codec it
+    is the reduce-scatter, up to the order of summation.
 
-    On the wire: `wire_bytes`, in place of 4 (n-1)/n bytes a parameter among n ranks; rows for all are as long as the
-    longest. In memory: what a codec keeps is of whole gradients but for the own piece, 4 (n-1)/n bytes a parameter on
+    On the wire: `wire_bytes`, instead of 4 (n-1)/n bytes a parameter among n ranks; all rows are as long as the
+    longest. In memory: residuals of all gradients but the rank's own part, 4 (n-1)/n bytes a parameter on
     EVERY rank (twice that for codecs that encode at owners too, such as int8), and as much again between a backward and
     its `commit`: much of what sharding saves. Prefer a codec between hosts, on sharded gradients: 4/n bytes.
 
-    A step that is skipped is rolled back by `roll_back`, as long as all backwards since the last `commit` belong to it.
-    Whatever some rank's gradients hide behind signs or largest elements, if they are not finite the sum is NaN.
+    `roll_back` undoes a step that is skipped, if all backward passes since the last `commit` belong to it.
+    If any rank's gradients are not finite the sum is NaN, even if signs or largest elements would hide it.
 
     Args:
-        module: What `shard_module` returned; its blocks keep to this codec from now on.
-        mesh: Its layout.
-        codec: Encodes each piece. It must carry no momentum, of which a rank's own piece would have none.
+        module: Module that `shard_module` returned; its blocks use this codec from now on.
+        mesh: Mesh of the layout.
+        codec: Codec of each part. It must carry no momentum, since a rank's own part would have none.
         seed: Random seed of the codecs.
     """
 
@@ -55,7 +55,7 @@ class CodedReduceScatter:
         parameters = dict(module.named_parameters())
         mine = {name: list(local(parameters[name]).shape) for names in blocks.values() for name in names}
         shapes = sharded_group.gather_documents(mine, name="shapes of shards")
-        # Backward may run in another thread than what else uses the group.
+        # Backward may run in another thread than the group's other operations.
         self._group = sharded_group.duplicate("sharded codec")
         self._blocks = {}
         for block, names in blocks.items():
@@ -70,47 +70,47 @@ class CodedReduceScatter:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that are kept of what was left out, by now."""
+        """Present size of the residuals."""
         kept = [*self._states.values(), *self._pending.values()]
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 
     def arm(self, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> None:
-        """Say, before each backward pass that sums, what its gradients are; on every rank alike.
+        """Describe the gradients of the next backward pass that sums; equally on every rank.
 
         Args:
-            divisor: Returns what numerators are divided by to become gradients, so that what is kept of one step has
+            divisor: Function that returns the divisor from numerators to gradients, so that residuals of one step have
                 the right weight in any other. Called in backward.
-            step: Updates done before.
-            loss_scale: What fp16's gradients are scaled by; they stay so.
+            step: Number of updates done before.
+            loss_scale: Scale of fp16's gradients, which stays in the sum.
         """
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
 
     def commit(self) -> None:
-        """Keep what the backward passes since the last `commit` left out: the optimizer has stepped with their sums."""
+        """Keep the residuals of all backward passes since the last `commit`: the optimizer has used their sums."""
         self._states |= self._pending
         self._pending = {}
 
     def roll_back(self) -> None:
-        """Forget what they left out: the optimizer did not step with their sums."""
+        """Drop those residuals: the optimizer has not used their sums."""
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what this rank keeps, as ``<parameter>/<destination>/<site>``."""
+        """Return this rank's residuals, as ``<parameter>/<destination>/<site>``."""
         return {f"{piece}/{site}": kept for piece, state in self._states.items() for site, kept in state.items()}
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Take on what this rank saved, in the same layout: other shards have other residuals."""
+        """Load residuals that this rank saved in the same layout: other shards have other residuals."""
         self._states = {}
         for name, kept in saved.items():
             piece, _, site = name.rpartition("/")
             self._states[piece] = {**self._states.get(piece, {}), site: kept}
 
     def close(self) -> None:
-        """Let go of the connections. The module must not run backward after it."""
+        """Close the connections. The module must not run backward afterwards."""
         self._group.close()
 
     def reduce(self, block: "_BlockReduceScatter", output: Tensor, rows: Tensor) -> None:
-        """Fill `output` with this rank's piece of the sum of all ranks' gradients; row r of `rows` is for rank r."""
+        """Fill `output` with this rank's part of the sum of all ranks' gradients; row r of `rows` is for rank r."""
         scale = self._divisor() * self._loss_scale
         payload = torch.zeros(self._group.size, block.row_bytes, dtype=torch.uint8, device=rows.device)
         is_finite = True
@@ -154,7 +154,7 @@ class CodedReduceScatter:
         return [rank for rank in range(self._group.size) if rank != self._group.rank]
 
     def _seed_of(self, sender: int) -> int:
-        """Return what a sender draws from: they must not all round alike."""
+        """Return the seed of a sender: not all senders may round the same way."""
         return self._seed * self._group.size + sender
 
 
@@ -162,14 +162,14 @@ class _BlockReduceScatter(ReduceScatter):
     """The reduce-scatter of one block, as FSDP2 calls it.
 
     Args:
-        owner: Does the work.
-        pieces: What each rank gets of each parameter, in the order in which gradients lie in a row.
+        owner: Object that does the work.
+        pieces: Shapes of each rank's parts of the parameters, in the order of gradients in a row.
     """
 
     def __init__(self, owner: CodedReduceScatter, pieces: Sequence[Mapping[str, Size]]) -> None:
         self._owner = owner
         self.pieces = pieces
-        # Rank 0 has as much of each parameter as any, and rows are filled up to that.
+        # Rank 0 has the largest part of each parameter, and rows are padded to that.
         self._padded = [shape.numel() for shape in pieces[0].values()]
         self.row_bytes = 1 + max(message_bytes(owner.codec, shapes) for shapes in pieces)
 
@@ -188,7 +188,7 @@ class _BlockReduceScatter(ReduceScatter):
         return None
 
     def cut(self, row: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the pieces of a rank that lie in a row, as views."""
+        """Return the parts of a rank in a row, as views."""
         assert len(row) == sum(self._padded), "a row holds every parameter that requires a gradient"
         parts = row.split(self._padded)
         shapes = self.pieces[rank]

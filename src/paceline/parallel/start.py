@@ -1,4 +1,4 @@
-"""How workers begin with the same state: compared by shape, then copied from rank 0."""
+"""A common initial state of the workers: compared by shape, then copied from rank 0."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: Group, source: int = 0) -> None:
-    """Copy rank `source`'s `tensors` into those of every rank, many in one message."""
+    """Copy rank `source`'s `tensors` into those of every rank, several in one message."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -58,7 +58,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Group, source: int = 0) 
 def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).to(group.device)
     if flat.numel() > 0:
-        # As bytes, since no backend knows every dtype.
+        # As bytes, since no backend supports every dtype.
         group.broadcast(flat.view(torch.uint8), source=source, name="copy of the state").wait()
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.detach().copy_(piece.view_as(tensor))

@@ -1,4 +1,4 @@
-"""Matrices, heads and vocabulary shared by the ranks of the tensor axis."""
+"""Matrices, heads and vocabulary that the ranks of the tensor axis share."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +20,12 @@ __all__ = ["TensorSplit", "TiedHead", "full_tensor", "register_styles", "split"]
 
 
 class TensorSplit:
-    """What `split` made of a module.
+    """Result of `split` for a module.
 
     Args:
-        styles: That of each module that the plan named.
-        activations: How they move; None with one rank along the axis.
-        plan: What was asked for; None where types decided.
+        styles: Style of each module that the plan named.
+        activations: Distribution of activations; None with one rank along the axis.
+        plan: Plan that was given; None if types decided.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class TensorSplit:
     def cuts_tokens(self) -> bool:
         """Whether each rank has its own tokens between blocks, so that dropout must draw differently on each.
 
-        Where it has not, dropout must draw the same on all ranks along the axis.
+        If false, dropout must draw the same on all ranks along the axis.
         """
         return self._activations is not None and self._activations.cuts_tokens
 
     @contextmanager
     def parallel_loss(self) -> Iterator[None]:
-        """Inside, logits stay cut over the vocabulary, and cross entropy is computed from the parts (Shoeybi 2019).
+        """While active, logits stay split over the vocabulary, and the cross entropy uses the parts (Shoeybi 2019).
 
-        Forward and backward are both run inside. Three numbers a token travel instead of its logits. Loss and metrics
-        are DTensors: see `full_tensor`. Torch knows no label smoothing here. Outside, the module returns all logits as
-        a plain tensor on every rank, for any loss.
+        Run both forward and backward inside. Three numbers a token are exchanged instead of its logits. Loss and
+        metrics are DTensors: see `full_tensor`. Torch supports no label smoothing here. Outside, the module returns all
+        logits as a plain tensor on every rank, for any loss.
         """
         if self._activations is None:
             yield
@@ -63,31 +63,32 @@ class TensorSplit:
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """Return all of a DTensor as a plain tensor; collective, differentiable. Another tensor is returned as it is."""
+    """Return all of a DTensor as a plain tensor; collective, differentiable. Other tensors are returned unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> TensorSplit:
-    """Let the ranks of the tensor axis share a module's matrices; it is changed in place.
+    """Split a module's matrices over the ranks of the tensor axis, in place.
 
-    Megatron-LM (Shoeybi 2019), with cut tokens between blocks where a style is ``sequence`` (Korthikanti 2022).
-    Parameters become DTensors on ``mesh.device_mesh["tensor"]``, cut or replicated, with the values of the axis' first
-    rank; modules see their part as a plain tensor, and compute as on one rank. Names of parameters stay. Gradients of
-    replicated ones that see a part of the activations are `Partial`: summands that have yet to be added over the axis.
-    With one rank it degenerates to the module as it was.
+    Megatron-LM (Shoeybi 2019), with split tokens between blocks if a style is ``sequence`` (Korthikanti 2022).
+    Parameters become DTensors on ``mesh.device_mesh["tensor"]``, split or replicated, with the values of the axis'
+    first rank; modules see their part as a plain tensor, and compute as on one rank. Names of parameters stay.
+    Gradients of replicated parameters that see a part of the activations are `Partial`: still to be summed over the
+    axis. With one rank the module does not change.
 
-    Per block of columns and rows each rank sends, by (n-1)/n, the activations ``(batch, tokens, width)`` twice in
-    forward and twice in backward. What is gathered for a block is kept until backward, as in DTensor's own styles;
-    Korthikanti gathers it once more.
+    Per block of columns and rows each rank sends, times (n-1)/n, the activations ``(batch, tokens, width)`` twice in
+    forward and twice in backward. Tensors gathered for a block are kept until backward, as in DTensor's own styles;
+    Korthikanti gathers them again.
 
     Args:
-        module: The same on every rank of the axis; not yet given to an optimizer, compiled or sharded.
-        mesh: The layout.
-        plan: Patterns of module names (``layers.*.attention.project``) to styles (`Style`), the last that matches
-            counts; what none matches is replicated. Without it the types of modules decide (`register_styles`).
+        module: Module to split, the same on every rank of the axis; not yet given to an optimizer, compiled or sharded.
+        mesh: Mesh of the layout.
+        plan: Styles (`Style`) by patterns of module names (``layers.*.attention.project``); the last match counts, and
+            unmatched modules are replicated. Without a plan the types of modules decide (`register_styles`).
 
     Raises:
-        SettingsError: A name or style is unknown, something cannot be dealt out evenly, or there is no plan for it.
+        SettingsError: A name or style is unknown, a number cannot be divided evenly, or there is no plan for the
+            module.
     """
     size = mesh.size("tensor")
     if plan is None and size == 1:
@@ -109,7 +110,7 @@ def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) 
 def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:
     """Replace all parameters by DTensors."""
     distributed: dict[int, nn.Parameter] = {}
-    originals: list[nn.Parameter] = []  # their ids must not be given away while they are keys
+    originals: list[nn.Parameter] = []  # keeps their ids unique while they are keys
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             key = id(parameter)
@@ -126,7 +127,7 @@ def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_m
 
 
 def _watch(name: str, parameter: nn.Parameter, activations: Activations) -> None:
-    """Compare the first gradient of a parameter over the ranks, where it must be the same on all."""
+    """Compare the first gradient of a replicated parameter over the ranks, where it must be equal."""
     if not parameter.requires_grad:
         return
     is_done = False
@@ -138,10 +139,10 @@ def _watch(name: str, parameter: nn.Parameter, activations: Activations) -> None
             return
         is_done = True
         norms = activations.list_values(gradient.to_local().norm())
-        # Equal up to what is not deterministic on GPUs; those of different heads are nowhere near.
+        # Equal up to nondeterminism on GPUs; norms of different heads are never close.
         if not torch.allclose(norms, norms[:1].expand_as(norms), rtol=1e-2, equal_nan=True):
             raise GradientError(
-                f"the gradient of {name} must be the same on all ranks of the tensor axis, for the tensor plan "
+                f"the gradient of {name} must be the same on all ranks of the tensor axis, since the tensor plan "
                 f"replicates it, but its norms are {norms.tolist()}; name its module with style 'partial' if it "
                 "works on this rank's heads or columns"
             )

@@ -1,4 +1,4 @@
-"""Which module of a model is split how along the tensor axis, and whether it can be."""
+"""The style of each module of a model on the tensor axis, and whether it is possible."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from paceline.parallel.tensor_styles import STYLES, Style, check, check_multiple
 
 
 class TiedHead(nn.Module):
-    """The last linear map, by the matrix of an embedding (Press and Wolf 2017). It is split as that embedding is.
+    """The last linear map, with the matrix of an embedding (Press and Wolf 2017). It is split like that embedding.
 
     Args:
-        bias: One number for each of the vocabulary, or None.
+        bias: Bias of shape (vocabulary,), or None.
     """
 
     def __init__(self, bias: nn.Parameter | None = None) -> None:
@@ -33,7 +33,7 @@ class TiedHead(nn.Module):
 
 @dataclass(frozen=True)
 class _KnownType:
-    """How modules of a type are split."""
+    """Styles of modules of a type."""
 
     styles: Mapping[str, Style]
     counts: Callable[[Any], Mapping[str, int]] | None
@@ -48,12 +48,12 @@ def register_styles(
     *,
     counts: Callable[[Any], Mapping[str, int]] | None = None,
 ) -> None:
-    """Say how modules of a type are split, so that models made of them need no plan.
+    """Register how modules of a type are split, so that models made of them need no plan.
 
     Args:
-        kind: The type; not those derived from it.
-        styles: By name of the child; the empty name is the module itself.
-        counts: Returns what of a module must be dealt out evenly if it is split (heads), by name.
+        kind: Type of the modules, without subclasses.
+        styles: Styles by name of the child; the empty name is the module itself.
+        counts: Function from a module to its numbers that must be divisible if it is split (heads), by name.
     """
     _known_types[kind] = _KnownType(styles, counts)
 
@@ -63,11 +63,12 @@ def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) 
 
     Args:
         module: The model.
-        patterns: Patterns of module names to styles, the last that matches counts; or None: types decide.
-        size: Ranks along the tensor axis.
+        patterns: Styles by patterns of module names; the last match counts. None: types decide.
+        size: Number of ranks along the tensor axis.
 
     Raises:
-        SettingsError: A name or style is unknown, something cannot be dealt out evenly, or there is no plan for it.
+        SettingsError: A name or style is unknown, a number cannot be divided evenly, or there is no plan for the
+            module.
     """
     styles = _plan_by_names(module, patterns) if patterns is not None else _plan_by_types(module)
     _follow_embedding(module, styles)
@@ -81,10 +82,10 @@ def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) 
 
 
 def place(module: nn.Module, styles: Mapping[str, Style]) -> dict[int, Placement]:
-    """Return where each parameter lies, by its id: tied ones in one place.
+    """Return the placement of each parameter, by its id; tied parameters have one placement.
 
     Raises:
-        SettingsError: Two modules that share it are split differently.
+        SettingsError: Two modules that share a parameter are split differently.
     """
     placements: dict[int, Placement] = {}
     first_names: dict[int, str] = {}
@@ -95,7 +96,7 @@ def place(module: nn.Module, styles: Mapping[str, Style]) -> dict[int, Placement
             first = first_names.setdefault(id(parameter), full_name)
             if placements.setdefault(id(parameter), placement) != placement:
                 raise SettingsError(
-                    f"tied parameters must be split alike, but {first} and {full_name} are one, and the tensor plan "
+                    f"tied parameters must be split equally, but {first} and {full_name} are one, and the tensor plan "
                     f"makes them {placements[id(parameter)]} and {placement}; give both modules the same style"
                 )
     return placements
@@ -112,7 +113,7 @@ def _plan_by_types(module: nn.Module) -> dict[str, Style]:
     if not styles:
         known_names = ", ".join(sorted(kind.__name__ for kind in _known_types)) or "none"
         raise SettingsError(
-            f"a tensor plan must say how a {type(module).__name__} is split, for no module in it is of a known type "
+            f"a tensor plan must say how a {type(module).__name__} is split, since no module in it has a known type "
             f'({known_names}); give one: --tensor_plan \'{{"layers.*.expand": "columns", ...}}\''
         )
     return styles
@@ -126,7 +127,7 @@ def _plan_by_names(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Styl
         if style not in STYLES:
             raise unknown_name(f"the style of {pattern!r} in the tensor plan", style, STYLES)
         matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched and not is_stage:  # those of other stages match nothing here
+        if not matched and not is_stage:  # patterns for other stages match nothing here
             known = {".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names}
             raise unknown_name("a pattern in the tensor plan", pattern, known)
         styles |= dict.fromkeys(matched, style)
@@ -144,7 +145,7 @@ def _follow_embedding(module: nn.Module, styles: dict[str, Style]) -> None:
             styles[head] = "vocabulary"
         elif styles.get(head) == "vocabulary":
             raise SettingsError(
-                f"a tied head must be split as its embedding is, but the tensor plan names {head} alone; name the "
+                f"a tied head must be split like its embedding, but the tensor plan names {head} alone; name the "
                 "embedding with style 'vocabulary' too"
             )
 
@@ -168,7 +169,7 @@ def cuts_tokens(module: nn.Module, patterns: Mapping[str, str] | None) -> bool:
 
 
 def list_blocks(styles: Mapping[str, Style]) -> tuple[str, ...]:
-    """Return what the names of all modules begin with that lie in a block of style ``gather``."""
+    """Return the name prefixes of all modules in blocks of style ``gather``."""
     return tuple(f"{name}." for name, style in styles.items() if style == "gather")
 
 
@@ -181,5 +182,5 @@ def _check_blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, Style])
             raise SettingsError(
                 f"every module with parameters inside a block of style 'gather' must be split or partial, but {name} "
                 f"in {block} is not; name it 'partial' if it works on this rank's columns only, or let the columns "
-                f"gather by themselves: leave {block} out of the tensor plan"
+                f"gather separately: leave {block} out of the tensor plan"
             )

@@ -1,4 +1,4 @@
-"""What a module does with its parameters and activations when ranks share matrices: the styles of a tensor plan."""
+"""The styles of a tensor plan: how a module uses its parameters and activations when ranks share matrices."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,21 +17,21 @@ Style = Literal["columns", "rows", "vocabulary", "gather", "sequence", "cut", "p
 - ``rows``: a linear map; each rank has some of the inputs, and the ranks' sums are added.
 - ``vocabulary``: an embedding or the last linear map; each rank has some of the vocabulary's rows.
 - ``gather``: a block whose first input is gathered from the ranks' tokens once, for all columns in it.
-- ``sequence``: a norm, or another map token by token, over this rank's tokens. One in a plan makes the tokens between
-  blocks be cut.
-- ``cut``: gives what every rank has whole (embedded positions); each keeps its tokens' part.
+- ``sequence``: a norm, or another map token by token, over this rank's tokens. If a plan has one, the tokens between
+  blocks are split.
+- ``cut``: returns what every rank has in full (embedded positions); each keeps its tokens' part.
 - ``partial``: whole weights inside a block, used on this rank's heads or columns only.
-- ``replicate``: whole weights, on whatever lies between blocks. So is all that a plan does not name.
+- ``replicate``: whole weights, on the activations between blocks. The style of all modules that a plan leaves out.
 """
 
 STYLES: tuple[Style, ...] = get_args(Style)
 
 _Views = tuple[tuple[str, Placement, bool], ...]
-"""Of each parameter of a module: name, placement of its gradient, whether this rank's counts."""
+"""Name of each parameter of a module, placement of its gradient, and whether this rank's counts."""
 
 
 def placement_of(style: Style, parameter: str) -> Placement:
-    """Return where a module's parameter lies along the tensor axis."""
+    """Return the placement of a module's parameter along the tensor axis."""
     if style in ("columns", "vocabulary"):
         return Shard(0)
     if style == "rows" and parameter == "weight":
@@ -40,7 +40,7 @@ def placement_of(style: Style, parameter: str) -> Placement:
 
 
 def check(style: Style, name: str, module: nn.Module, size: int) -> None:
-    """Raise `SettingsError` where a module cannot have a style on `size` ranks."""
+    """Raise `SettingsError` if a module cannot have a style on `size` ranks."""
     kinds: dict[Style, tuple[type[nn.Module], ...]] = {
         "columns": (nn.Linear,),
         "rows": (nn.Linear,),
@@ -67,7 +67,7 @@ def check(style: Style, name: str, module: nn.Module, size: int) -> None:
 
 
 def check_multiple(what: str, number: int, size: int) -> None:
-    """Raise `SettingsError` where `number` things cannot be dealt out evenly along the tensor axis."""
+    """Raise `SettingsError` if `number` things cannot be divided evenly along the tensor axis."""
     if number % size:
         raise SettingsError(
             f"{what} must be a multiple of tensor({size}), but got {number} = {size} * {number // size} + "
@@ -79,20 +79,20 @@ def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_bl
     """Make a module, whose parameters are DTensors already, run on this rank's part of them.
 
     Args:
-        style: What it shall do.
-        module: Changed in place: reading ``module.weight`` gives this rank's part of it as a plain tensor from now on,
-            ``module.named_parameters()`` still the DTensor.
-        activations: How they move.
+        style: Style of the module.
+        module: Module, changed in place: from now on ``module.weight`` is this rank's part of it as a plain tensor,
+            ``module.named_parameters()`` still yields the DTensor.
+        activations: Distribution of activations.
         is_in_block: Whether a block around it has gathered its input already.
     """
     is_partial = style == "partial" or (activations.cuts_tokens and style in ("sequence", "cut", "replicate"))
     views = []
     for name, parameter in module.named_parameters(recurse=False):
         assert isinstance(parameter, DTensor)
-        lies = parameter.placements[0]
-        # Added once, not by every rank: a bias beside rows counts on the first.
-        is_bias_of_rows = style == "rows" and lies.is_replicate()
-        gradient = Partial() if lies.is_replicate() and (is_partial or is_bias_of_rows) else lies
+        placement = parameter.placements[0]
+        # Added once, not by every rank: a bias of style rows counts on the first.
+        is_bias_of_rows = style == "rows" and placement.is_replicate()
+        gradient = Partial() if placement.is_replicate() and (is_partial or is_bias_of_rows) else placement
         views.append((name, gradient, not is_bias_of_rows or activations.place == 0))
     if views:
         kind: type[nn.Module] = type(module)
@@ -137,7 +137,7 @@ class _EmbeddingRows:
 
 
 def _on_first_input(move: Callable[[Tensor], Tensor]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return a hook that moves the first tensor among a module's arguments, be it positional or by name."""
+    """Return a hook that moves the first tensor among a module's arguments, positional or by name."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if args:
@@ -150,9 +150,9 @@ def _on_first_input(move: Callable[[Tensor], Tensor]) -> Callable[..., tuple[tup
 
 @cache
 def _with_views(kind: type[nn.Module], views: _Views) -> type[nn.Module]:
-    """Return a class whose modules show this rank's part of their parameters; all else stays as it was."""
+    """Return a class whose modules show this rank's part of their parameters; everything else does not change."""
     members: dict[str, Any] = {name: _view(name, gradient, counts) for name, gradient, counts in views}
-    if issubclass(kind, nn.RNNBase):  # it keeps a list of its parameters, and runs on that
+    if issubclass(kind, nn.RNNBase):  # it runs on its own list of parameters
         members["_flat_weights"] = property(
             lambda module: [getattr(module, name) for name in module._flat_weights_names], lambda module, value: None
         )
@@ -164,7 +164,7 @@ def _view(name: str, gradient: Placement, counts: bool) -> property:
         parameter = module._parameters[name]
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh.ndim > 1:
-            return parameter  # FSDP's own part of a part, which it gathers before forward
+            return parameter  # FSDP's part of a part, which it gathers before forward
         part = parameter.to_local(grad_placements=(gradient,))
         return part if counts else part * 0.0
 

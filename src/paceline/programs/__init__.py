@@ -32,7 +32,7 @@ def find_algorithm(name: str) -> type[Algorithm]:
     """Return the algorithm registered under `name`.
 
     Raises:
-        UnknownNameError: There is none; the message lists the names there are.
+        UnknownNameError: No algorithm has the name; the message lists the known ones.
     """
     return find_variant(Algorithm, name)  # type: ignore[type-abstract]
 

@@ -1,14 +1,14 @@
 """A collective operation as data: rounds of transfers of chunks between ranks, as integer arrays.
 
-What a chunk is depends on the collective; the buffer of a rank is cut into `num_chunks` chunks that are as equal as
-can be. All-reduce, broadcast: the whole buffer on every rank. Reduce-scatter: the whole buffer on every rank before,
-and after it rank r holds the sum of the chunks that it owns (`owners`). All-gather: before it rank r holds the
-chunks it owns, after it everybody holds all. All-to-all: chunk ``source * num_ranks + destination`` is what source has
-for destination.
+The meaning of a chunk depends on the collective; the buffer of a rank is split into `num_chunks` chunks that are as
+equal as possible. All-reduce, broadcast: the whole buffer on every rank. Reduce-scatter: the whole buffer on every rank
+before, and after it rank r holds the sum of the chunks that it owns (`owners`). All-gather: before it rank r holds the
+chunks it owns, after it every rank holds all. All-to-all: chunk ``source * num_ranks + destination`` is the data of
+source for destination.
 
-Ranks run their rounds in order, each at its own pace: nothing but the messages keeps them together. In a round a rank
+Ranks run their rounds in order, each at its own pace: only the messages keep them together. In a round a rank
 posts all its receives, then its sends, and goes on when all have ended; a send ends when it has been received. The k-th
-send from one rank to another is what the k-th receive there gets. `verify` proves a program for this.
+receive from a rank gets the k-th send of that rank. `verify` proves a program under these rules.
 """
 
 from abc import abstractmethod
@@ -33,7 +33,7 @@ _MANY_RANKS = 64
 
 
 class Collective(StrEnum):
-    """What a program computes."""
+    """Result that a program computes."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -54,7 +54,7 @@ class Round:
     firsts: Integers
     counts: Integers
     adds: NDArray[np.bool_]
-    """Whether the destination adds what it receives to what it holds; else it replaces it."""
+    """Whether the destination adds the received chunk to its own; else it replaces its own."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -69,7 +69,7 @@ class Round:
 def make_round(
     sources: ArrayLike, destinations: ArrayLike, firsts: ArrayLike, counts: ArrayLike, *, adds: ArrayLike
 ) -> Round:
-    """Return a round of what is given, broadcast to one shape and flattened; transfers of no chunk are left out."""
+    """Return a round of the given arrays, broadcast to one shape and flattened, without transfers of no chunk."""
     columns = np.broadcast_arrays(sources, destinations, firsts, counts, adds)
     sent = columns[3].ravel() > 0
     from_, to, first, count = (column.ravel()[sent].astype(np.int64, copy=False) for column in columns[:4])
@@ -98,7 +98,7 @@ class Phase:
 
 
 def in_order(phases: Sequence[Phase]) -> Phase:
-    """Return the phases one after another, as one."""
+    """Return the phases one after another, as one phase."""
     ends = list(accumulate(phase.num_rounds for phase in phases))
 
     def make(index: int) -> Round:
@@ -115,7 +115,7 @@ def side_by_side(phases: Sequence[Phase]) -> Phase:
 
 @dataclass(frozen=True)
 class RankRound:
-    """What one rank does in one round."""
+    """Transfers of one rank in one round."""
 
     sends: Round
     receives: Round
@@ -124,14 +124,14 @@ class RankRound:
 class Program:
     """A collective for a number of ranks.
 
-    Rounds are made when they are asked for, so that a ring of 4,096 ranks (33 million transfers) needs no table.
+    Rounds are made on demand, so that a ring of 4,096 ranks (33 million transfers) needs no table.
 
     Attributes:
-        collective: What it computes.
-        name: The algorithm, as registered.
-        num_ranks: Ranks that take part.
-        num_chunks: Chunks that the buffer is cut into.
-        root: Where a broadcast starts.
+        collective: Collective that the program computes.
+        name: Registered name of the algorithm.
+        num_ranks: Number of ranks that take part.
+        num_chunks: Number of chunks of the buffer.
+        root: Rank where a broadcast starts.
         owners: Rank that owns each chunk, shape ``(num_chunks,)``; for reduce-scatter and all-gather.
     """
 
@@ -155,7 +155,7 @@ class Program:
         self.num_rounds = num_rounds
         self.root = root
         self.owners = owners
-        # Each rank of a small program asks for each round; rounds of large ones would fill the memory.
+        # Each rank of a small program reads each round; rounds of large ones would fill the memory.
         self._make_round = lru_cache(maxsize=128 if num_ranks <= _MANY_RANKS else 0)(make_round)
         self._make_rank = lru_cache(maxsize=_MANY_RANKS)(lambda rank: _restrict(self.rounds(), rank))
         self._classes = classes
@@ -203,7 +203,7 @@ class Program:
         return (self._make_round(index) for index in range(self.num_rounds))
 
     def round_classes(self) -> list[tuple[int, int]]:
-        """Return (index of a round, how many rounds are like it), in order: together they are all rounds.
+        """Return (index of a round, number of rounds like it), in order: together they are all rounds.
 
         Rounds that are alike have the same sources, destinations, counts and adds; only the chunks differ. So they cost
         the same, up to the one element by which chunks differ.
@@ -211,7 +211,7 @@ class Program:
         return [(index, 1) for index in range(self.num_rounds)] if self._classes is None else list(self._classes)
 
     def of_rank(self, rank: int) -> list[RankRound]:
-        """Return what `rank` sends and receives, round by round; what `verify` proves is what these do together."""
+        """Return the sends and receives of `rank`, round by round; `verify` proves the result of all ranks together."""
         return self._make_rank(rank)
 
 
@@ -230,16 +230,16 @@ class Algorithm(Family):
 
     family = "program"
     collectives: ClassVar[frozenset[Collective]]
-    """What it can do."""
+    """Collectives that the algorithm has programs for."""
 
     num_chunks: int | None = Field(default=None, ge=1)
-    """Chunks that the buffer is cut into; none for the algorithm's own choice. All-to-all has num_ranks squared."""
+    """Number of chunks of the buffer; None for the algorithm's own choice. All-to-all has num_ranks squared."""
 
     def build(self, collective: Collective, num_ranks: int, *, root: int = 0) -> Program:
         """Return the program of `collective` for `num_ranks`.
 
         Raises:
-            SettingsError: The algorithm does not do that collective, or not for that many ranks.
+            SettingsError: The algorithm has no program of that collective, or none for that number of ranks.
         """
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
@@ -260,5 +260,5 @@ class Algorithm(Family):
 
 
 def chunk_bounds(num_elements: int, num_chunks: int) -> Integers:
-    """Return where chunks begin in a buffer, shape ``(num_chunks + 1,)``: sizes differ by one at most."""
+    """Return the offsets of chunks in a buffer, shape ``(num_chunks + 1,)``: sizes differ by at most one."""
     return np.arange(num_chunks + 1, dtype=np.int64) * num_elements // num_chunks

@@ -1,4 +1,4 @@
-"""Direct exchange: everybody sends to everybody, with nobody in between."""
+"""Direct exchange: every rank sends to every other rank, without intermediate hops."""
 
 from typing import ClassVar
 
@@ -22,10 +22,9 @@ class Direct(Algorithm):
     """Direct exchange: in round k every rank sends to the k-th rank after it (Thakur, Rabenseifner, Gropp 2005).
 
     On the wire, of S bytes among n ranks: reduce-scatter, all-gather and all-to-all n - 1 rounds and (n-1)/n * S a
-    rank, all-reduce twice that. As many bytes as the ring, but nothing is passed on by third ranks, and every chunk
-    is added up by its owner alone. Broadcast scatters from the root, then the others exchange: n - 1 rounds, S from
-    the root and (n-2)/(n-1) * S from each other rank. It wants a network that joins all pairs. With two ranks it is
-    the ring.
+    rank, all-reduce twice that. As many bytes as the ring, but no third rank forwards anything, and the owner of a
+    chunk alone adds it up. Broadcast scatters from the root, then the others exchange: n - 1 rounds, S from the root
+    and (n-2)/(n-1) * S from each other rank. It needs a network that joins all pairs. With two ranks it is the ring.
     """
 
     collectives: ClassVar = frozenset(Collective)

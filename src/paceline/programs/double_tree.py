@@ -10,7 +10,7 @@ from paceline.programs.base import Algorithm, Collective, Integers, Phase, Progr
 from paceline.registry import register
 
 _PIPELINE_LENGTH = 32
-"""Chunks by default: at 64 ranks the pipeline is then at work for more than half of its rounds."""
+"""Default number of chunks: at 64 ranks the pipeline is then full for more than half of its rounds."""
 
 
 @register("double_tree")
@@ -18,16 +18,16 @@ class DoubleTree(Algorithm):
     """Two in-order binary trees, each for half of the buffer, pipelined in chunks (Sanders, Speck and Träff 2009).
 
     The second tree is the first one mirrored (even number of ranks) or shifted by one (odd), so that a rank with
-    children in one has none in the other. Edges have two colours, used in turn: of its up to two children, and of its
-    parents in the two trees, a rank deals with one a round. So in a round it sends at most one message up and one down,
-    and receives as many, and never two for one chunk. The paper reduces and then broadcasts; here an all-reduce
-    does both at once, and its trees hold all ranks.
+    children in one has none in the other. Edges have two colours, used in turn: in each round a rank serves one of its
+    (at most two) children, and one of its parents in the two trees. So in a round it sends at most one message up and
+    one down, and receives as many, and never two for one chunk. The paper reduces and then broadcasts; here an
+    all-reduce does both at once, and its trees hold all ranks.
 
     On the wire, of S bytes among n ranks: all-reduce 2 * S a rank at most, 2(n-1)/n * S on average, broadcast S at
-    most; a chunk passes at most 2 log2(n) edges up and down. Since a node takes its two children one after the other,
+    most; a chunk passes at most 2 log2(n) edges up and down. Since a node serves its two children one after the other,
     that is at most 4 ceil(log2 n) + num_chunks rounds for an all-reduce, 2 ceil(log2 n) + num_chunks for a broadcast.
-    `num_chunks` counts those of both trees: more of them for large buffers, and one uses one tree only. With two ranks
-    each is the top of one tree.
+    `num_chunks` counts the chunks of both trees: more of them suit large buffers, and one uses one tree only. With two
+    ranks each is the root of one tree.
     """
 
     collectives: ClassVar = frozenset({Collective.ALL_REDUCE, Collective.BROADCAST})
@@ -52,10 +52,10 @@ class _Edges:
 def _trees(ranks: Integers, above: int) -> _Edges:
     """Return both trees over `ranks`, hung on rank `above` unless that is -1."""
     size = len(ranks)
-    roles = np.arange(1, size + 1)  # in order: odd ones are leaves, the largest power of two is the top
+    roles = np.arange(1, size + 1)  # in order: odd ones are leaves, the largest power of two is the root
     heights = roles & -roles
     inner = (roles ^ heights) | (heights << 1)
-    parents = np.where(inner <= size, inner, roles ^ heights)  # 0 for the top
+    parents = np.where(inner <= size, inner, roles ^ heights)  # 0 for the root
     players = [ranks, ranks[::-1] if size % 2 == 0 else np.roll(ranks, 1)]
     by_role = np.stack([np.append(above, player) for player in players])
     has_parent = by_role[:, parents].ravel() >= 0
@@ -68,9 +68,9 @@ def _trees(ranks: Integers, above: int) -> _Edges:
 
 
 def _colours(edges: _Edges) -> Integers:
-    """Colour the edges 0 and 1, so that edges to a rank's children differ, and those to its parents.
+    """Colour the edges 0 and 1, so that the edges to a rank's children differ, and those to its parents.
 
-    No rank has more than two of a kind, so edges that must differ form paths and even cycles.
+    No rank has more than two edges of a kind, so edges that must differ form paths and even cycles.
     """
     mates = np.stack([_mates(edges.children), _mates(edges.parents)]).T.tolist()
     colours = [-1] * len(mates)
@@ -94,7 +94,7 @@ def _mates(ranks: Integers) -> Integers:
 
 
 def _upwards(edges: _Edges, colours: Integers, num_ranks: int) -> tuple[Integers, Integers]:
-    """Return the round in which each edge carries its first sum up, and in which each tree's top has its first."""
+    """Return the round in which each edge carries its first sum up, and that in which each tree's root has it."""
     ready = np.zeros((2, num_ranks), np.int64)
     moments = np.zeros_like(colours)
     for edge in np.argsort(edges.heights, kind="stable"):
@@ -105,7 +105,7 @@ def _upwards(edges: _Edges, colours: Integers, num_ranks: int) -> tuple[Integers
 
 
 def _downwards(edges: _Edges, colours: Integers, tops: Integers, num_ranks: int) -> Integers:
-    """Return the round in which each edge carries its first chunk down, when the tops have it in rounds `tops`."""
+    """Return the round in which each edge carries its first chunk down, if the roots have it in rounds `tops`."""
     ready = np.tile(tops[:, None], num_ranks)
     moments = np.zeros_like(colours)
     for edge in np.argsort(-edges.heights, kind="stable"):
@@ -117,7 +117,7 @@ def _downwards(edges: _Edges, colours: Integers, tops: Integers, num_ranks: int)
 
 @dataclass(frozen=True)
 class _Uses:
-    """Messages that pass again in every second round, with the next chunk of their tree."""
+    """Messages that repeat in every second round, with the next chunk of their tree."""
 
     sources: Integers
     destinations: Integers

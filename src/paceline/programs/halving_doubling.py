@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: few rounds, each with a farther partner."""
+"""Recursive halving and doubling: few rounds, each with a more distant partner."""
 
 from typing import ClassVar
 
@@ -21,14 +21,14 @@ from paceline.registry import register
 class HalvingDoubling(Algorithm):
     """Recursive halving, then recursive doubling, for any number of ranks.
 
-    At powers of two the hypercube of Thakur, Rabenseifner and Gropp (2005): ranks at distance n/2, n/4, ..., 1 swap
-    and add halves of what they still hold, and go back in the opposite order. For other numbers the circulant graph of
-    Bruck et al. (1997) for the gathering half, and the same run backwards for the reducing half (Träff 2024): a rank
-    sends to one rank and receives from another, and no rank sits out, as some do where ranks are folded to a power of
-    two.
+    At powers of two the hypercube of Thakur, Rabenseifner and Gropp (2005): ranks at distance n/2, n/4, ..., 1 swap and
+    add halves of the data that they still hold, and go back in the opposite order. For other numbers the circulant
+    graph of Bruck et al. (1997) for the gathering half, and the same run backwards for the reducing half (Träff 2024):
+    a rank sends to one rank and receives from another, and no rank is idle, as some are where ranks are folded to a
+    power of two.
 
     On the wire, of S bytes among n ranks, any n: reduce-scatter and all-gather ceil(log2 n) rounds and (n-1)/n * S a
-    rank, which is the least possible of both; all-reduce twice that, the least possible of bytes. All-to-all (Bruck)
+    rank, which is the least possible of both; all-reduce twice that, the least possible bytes. All-to-all (Bruck)
     ceil(log2 n) rounds and about log2(n)/2 * S. Broadcast is a binomial tree: ceil(log2 n) rounds, S to each rank, but
     ceil(log2 n) * S from the root. With two ranks it is the ring.
     """
@@ -59,7 +59,7 @@ class HalvingDoubling(Algorithm):
 
 
 def _swap(num_ranks: int, bounds: Integers, distance: int, *, adds: bool) -> Round:
-    """Swap with the rank whose number differs in one bit: of what both hold, its half or this one's own."""
+    """Swap blocks with the rank whose number differs in one bit: to be added, its half; else this rank's half."""
     ranks = np.arange(num_ranks)
     partners = ranks ^ distance
     begins = (partners if adds else ranks) // distance * distance
@@ -83,7 +83,7 @@ def _circulate(num_ranks: int, bounds: Integers, distance: int, *, adds: bool) -
 
 
 def _hop(num_ranks: int, distance: int) -> Round:
-    """What has to go an odd number of `distance`s further goes one."""
+    """Send one hop on each block that has an odd number of `distance`s left to go."""
     origins, offsets = np.indices((num_ranks, num_ranks)).reshape(2, -1)
     origins, offsets = origins[offsets & distance > 0], offsets[offsets & distance > 0]
     places = (origins + offsets % distance) % num_ranks
@@ -92,6 +92,6 @@ def _hop(num_ranks: int, distance: int) -> Round:
 
 
 def _grow(num_ranks: int, num_chunks: int, root: int, distance: int) -> Round:
-    """The `distance` ranks from the root on have the buffer, and send it to as many that follow."""
+    """The `distance` ranks from the root on have the buffer, and send it to the same number of ranks after them."""
     sources = np.arange(min(distance, num_ranks - distance))
     return make_round((sources + root) % num_ranks, (sources + distance + root) % num_ranks, 0, num_chunks, adds=False)

@@ -1,4 +1,4 @@
-"""Inside hosts, between hosts, inside hosts: few bytes on the slow links."""
+"""Rings inside hosts, between hosts, and inside hosts again: few bytes on the slow links."""
 
 import math
 from itertools import pairwise
@@ -27,21 +27,21 @@ from paceline.registry import register
 class Hierarchical(Algorithm):
     """Rings inside hosts, and rings between hosts on the slice that each rank has summed (Jia et al. 2018).
 
-    Ranks are numbered host by host. All ranks of a host send between hosts, each its own slice to the ranks with its
-    place in the host, instead of one leader that sends all.
+    Ranks are numbered host by host. All ranks of a host send between hosts, each its own slice to the ranks with the
+    same index in other hosts; there is no leader that sends all.
 
-    On the wire, of S bytes among h hosts of m ranks: all-reduce 2(m-1) + 2(h-1) rounds, of which a rank sends
-    2(m-1)/m * S inside its host and 2(h-1)/h * S/m between hosts. Reduce-scatter and all-gather half of it; the r-th
-    chunk is not rank r's, see `Program.owners`. Broadcast is a chain of hosts with a chain in each, pipelined: S a
-    rank, 2 * S where both meet. All-to-all moves everything inside the host to the rank with the destination's place,
-    then between hosts: m + h - 2 rounds, (m-1)/m * S and (h-1)/h * S, in h times fewer messages between hosts than
-    direct exchange has. With one rank a host, or one host, it is the ring (all-to-all: direct exchange).
+    On the wire, of S bytes among h hosts of m ranks: all-reduce 2(m-1) + 2(h-1) rounds, in which a rank sends 2(m-1)/m
+    * S inside its host and 2(h-1)/h * S/m between hosts. Reduce-scatter and all-gather half of it; the r-th chunk is
+    not rank r's, see `Program.owners`. Broadcast is a chain of hosts with a chain in each, pipelined: S a rank, 2 * S
+    at the start of both. All-to-all moves everything inside the host to the rank with the destination's index, then
+    between hosts: m + h - 2 rounds, (m-1)/m * S and (h-1)/h * S, in h times fewer messages between hosts than direct
+    exchange has. With one rank a host, or one host, it is the ring (all-to-all: direct exchange).
     """
 
     collectives: ClassVar = frozenset(Collective)
 
     ranks_per_host: int | None = Field(default=None, ge=1)
-    """Ranks of each host, which must divide their number; none for the divisor nearest to its square root."""
+    """Number of ranks of each host, a divisor of the ranks; None for the divisor nearest to their square root."""
 
     def _build(self, collective: Collective, num_ranks: int, root: int) -> Program:
         ranks_per_host = self.ranks_per_host or nearest_square_divisor(num_ranks)
@@ -106,13 +106,13 @@ def _all_to_all(hosts: Integers) -> list[Phase]:
     origins = host * ranks_per_host + place
 
     def inside(index: int) -> Round:
-        """Send what is for anybody with another place to who has that place here."""
+        """Send the data for a rank of another index to the rank with that index in this host."""
         place_after = (place + 1 + index) % ranks_per_host
         chunks = origins * num_ranks + other * ranks_per_host + place_after
         return make_round(origins, host * ranks_per_host + place_after, chunks, 1, adds=False)
 
     def between(index: int) -> Round:
-        """Send what ranks of this host have for the rank with this place in another."""
+        """Send this host's data for the rank with the same index in another host."""
         host, origin_place, place = np.indices((num_hosts, ranks_per_host, ranks_per_host))
         destinations = (host + 1 + index) % num_hosts * ranks_per_host + place
         chunks = (host * ranks_per_host + origin_place) * num_ranks + destinations

@@ -1,4 +1,4 @@
-"""Everything through one rank: the reference that other programs are compared with."""
+"""All data through one rank: the reference that other programs are compared with."""
 
 from typing import ClassVar
 
@@ -23,8 +23,8 @@ class Naive(Algorithm):
 
     On the wire, of S bytes among n ranks: all-reduce n - 1 rounds in which the root receives, from one rank after
     another since a sum has an order, and 1 in which it sends: (n-1) * S each way through its link. Broadcast is the
-    last round alone. Reduce-scatter and all-gather are alike, but what a rank has or does not need is not sent. With
-    two ranks the all-reduce is a send and a reply.
+    last round alone. Reduce-scatter and all-gather are similar, but send no chunk to a rank that has it or does not
+    need it. With two ranks the all-reduce is a send and a reply.
     """
 
     collectives: ClassVar = frozenset(Collective) - {Collective.ALL_TO_ALL}
@@ -66,7 +66,7 @@ def _blocks(sources: Integers | int, destinations: Integers | int, blocks: Integ
 
 
 def _the_rest(root: int, others: Integers, bounds: Integers) -> Round:
-    """The root sends each rank what comes before its own block and what comes after."""
+    """The root sends each rank the chunks before its own block and those after it."""
     firsts = np.stack([np.zeros_like(others), bounds[others + 1]])
     counts = np.stack([bounds[others], bounds[-1] - bounds[others + 1]])
     return make_round(root, others, firsts, counts, adds=False)

@@ -1,4 +1,4 @@
-"""A broadcast down a tree, chunk after chunk: what a chain, a star and chains of chains have in common."""
+"""A broadcast down a tree, chunk after chunk: the common part of a chain, a star and chains of chains."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from paceline.programs.base import Integers, Phase, Round, make_round
 
 
 def tree_broadcast(parents: Integers, num_chunks: int) -> Phase:
-    """Return the rounds in which every rank passes each chunk on to its children in the round after it came.
+    """Return the rounds in which every rank passes each chunk on to its children one round after receiving it.
 
     It takes ``depth + num_chunks - 1`` rounds; a rank sends the buffer once to each child.
 

@@ -1,4 +1,4 @@
-"""Do the ranks' own lists of a program fit together, and do all ranks come to their end?"""
+"""Check that the ranks' own lists of a program fit together, and that all ranks finish."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class _Messages:
 
 
 def describe(transfers: Round, index: int, chunk: int | None = None) -> str:
-    """Say between whom a transfer is, and of which chunks, or which of them is meant."""
+    """Return the chunks (or the given one) and the two ranks of a transfer, in words."""
     first, last = transfers.firsts[index], transfers.firsts[index] + transfers.counts[index] - 1
     if chunk is not None:
         first = last = np.int64(chunk)
@@ -34,11 +34,11 @@ def describe(transfers: Round, index: int, chunk: int | None = None) -> str:
 
 
 def join_ranks(program: Program) -> list[Round]:
-    """Return the rounds that the ranks together run: what `Program.of_rank` says, not what `Program.rounds` says.
+    """Return the rounds that the ranks run together: those of `Program.of_rank`, not of `Program.rounds`.
 
     Raises:
-        ProgramError: A transfer makes no sense by itself, a send and a receive do not fit, or ranks wait for each other
-            for ever. The message says where.
+        ProgramError: A transfer is impossible, a send and a receive do not fit, or ranks wait for each other for ever.
+            The message says where.
     """
     sides = []
     num_rounds = 0
@@ -92,7 +92,7 @@ def _check_alone(program: Program, messages: _Messages) -> None:
 
 
 def _check_pairs(sends: _Messages, receives: _Messages) -> None:
-    """Check that the k-th send of each pair of ranks is what its k-th receive expects."""
+    """Check that the k-th send of each pair of ranks fits its k-th receive."""
     sent_rows, received_rows = (
         np.stack([one.sources, one.destinations, one.firsts, one.counts], axis=1)
         for one in (sends.transfers, receives.transfers)
@@ -106,7 +106,7 @@ def _check_pairs(sends: _Messages, receives: _Messages) -> None:
     pair_sent, pair_received = sent[index : index + 1], received[index : index + 1]
     if pair_sent and pair_received and pair_sent[0][:2] == pair_received[0][:2]:
         raise ProgramError(
-            f"a send must have the chunks of its receive, but {sends.describe(index)} meets "
+            f"a send must have the chunks of its receive, but {sends.describe(index)} arrives at "
             f"{receives.describe(index)}; make them equal"
         )
     if not pair_received or (pair_sent and pair_sent[0][:2] < pair_received[0][:2]):
@@ -115,7 +115,7 @@ def _check_pairs(sends: _Messages, receives: _Messages) -> None:
 
 
 def _check_end(sends: _Messages, receives: _Messages, num_ranks: int) -> None:
-    """Let every rank go on to its next round for as long as it can, and see whether all come to the end."""
+    """Advance every rank to its next round as long as it can, and check that all finish."""
     ranks = np.stack([sends.transfers.sources, sends.transfers.destinations])
     rounds = np.stack([sends.rounds, receives.rounds])
     position = np.zeros(num_ranks, np.int64)
@@ -136,7 +136,7 @@ def _waiting(ranks: Integers, rounds: Integers, position: Integers) -> NDArray[n
 
 
 def _explain_deadlock(transfers: Round, ranks: Integers, rounds: Integers, position: Integers) -> str:
-    """Follow who waits for whom until it comes round."""
+    """Follow the chain of waiting ranks until it closes."""
     waiting = _waiting(ranks, rounds, position)
     rank = int(ranks[waiting][0])
     words: dict[int, str] = {}

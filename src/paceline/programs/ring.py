@@ -25,7 +25,7 @@ class Ring(Algorithm):
 
     On the wire, of S bytes among n ranks, each rank to the next: all-reduce 2(n-1) rounds and 2(n-1)/n * S,
     reduce-scatter and all-gather half of it. Broadcast is a chain that passes chunk after chunk on: n - 2 + num_chunks
-    rounds, S. All-to-all passes everything along: n - 1 rounds, (n-1)/2 * S. With two ranks it is a pairwise exchange.
+    rounds, S. All-to-all passes all data along: n - 1 rounds, (n-1)/2 * S. With two ranks it is a pairwise exchange.
     """
 
     collectives: ClassVar = frozenset(Collective)
@@ -59,12 +59,12 @@ def ring_reduce_scatter(members: Integers, bounds: Integers) -> Phase:
         bounds: Chunks at which the blocks of each ring begin, shape ``(num_rings, length + 1)``.
     """
     length = members.shape[1]
-    # A block starts behind its owner, so that it comes home after length - 1 hops.
+    # A block starts one rank after its owner, so that it reaches it after length - 1 hops.
     return _turn(members, bounds, lambda index: (np.arange(length) - 1 - index) % length, adds=True)
 
 
 def ring_all_gather(members: Integers, bounds: Integers) -> Phase:
-    """Return the rounds after which every rank of a ring holds all its blocks; the k-th had the k-th."""
+    """Return the rounds after which every rank of a ring holds all its blocks; the k-th rank had the k-th."""
     length = members.shape[1]
     return _turn(members, bounds, lambda index: (np.arange(length) - index) % length, adds=False)
 
@@ -81,7 +81,7 @@ def _turn(members: Integers, bounds: Integers, blocks_at: Callable[[int], Intege
 
 
 def _pass_along(num_ranks: int, index: int) -> Round:
-    """Each rank passes on what the rank `index` before it has for the ranks behind this one."""
+    """Each rank forwards the data of the rank `index` before it for the ranks after this one."""
     ranks = np.arange(num_ranks)
     origins = (ranks - index) % num_ranks
     followers = (ranks + 1) % num_ranks

@@ -26,7 +26,7 @@ class Torus(Algorithm):
     collectives: ClassVar = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER})
 
     num_rows: int | None = Field(default=None, ge=1)
-    """Rows of the grid, which must divide the number of ranks; none for the divisor nearest to its square root."""
+    """Number of rows of the grid, a divisor of the ranks; None for the divisor nearest to their square root."""
 
     def _build(self, collective: Collective, num_ranks: int, root: int) -> Program:
         num_rows = self.num_rows or nearest_square_divisor(num_ranks)

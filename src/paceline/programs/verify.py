@@ -1,11 +1,11 @@
-"""The proof of a program: whatever the ranks' pace, it computes what its collective means, and nothing in it is idle.
+"""The proof of a program: at any pace of the ranks, it computes its collective, and nothing in it is superfluous.
 
-What is proven holds for every interleaving of the execution that `paceline.programs.base` describes: a rank posts
+The proof holds for every interleaving of the execution that `paceline.programs.base` describes: a rank posts
 all receives of a round, then its sends, and leaves the round when all have ended; a send ends when it has been
-received; ranks are in whatever rounds they have reached. Since sends and receives meet in the same round, the ranks
+received; ranks may be in different rounds. Since a send and its receive are in the same round, the ranks
 that are furthest behind can always go on; and since inside a round no rank touches a chunk twice, except to send it
 more than once, the order of messages inside it makes no difference. One execution, round by round, then stands for
-all. It stands for eager sends too, which end before they have been received, if they took a copy.
+all. It stands for eager sends too, which end before they have been received, if they copy their data.
 """
 
 from collections.abc import Sequence
@@ -21,32 +21,32 @@ from paceline.programs.rendezvous import describe, join_ranks
 Words = NDArray[np.uint64]
 
 _MOST_WORDS = 1 << 23
-"""Contents are followed for so many chunks at a time that they take about this many 8-byte words."""
+"""Limit of memory: contents are followed for as many chunks at a time as take about this many 8-byte words."""
 
 
 @dataclass(frozen=True)
 class ProgramSummary:
-    """What a proven program moves. Amounts are fractions of the buffer (all-to-all: of what one rank has for all)."""
+    """Amounts that a proven program moves, as fractions of the buffer (all-to-all: of one rank's data for all)."""
 
     num_rounds: int
     num_transfers: int
     sent: NDArray[np.float64]
-    """What each rank sends in all, shape ``(num_ranks,)``."""
+    """Amount that each rank sends in total, shape ``(num_ranks,)``."""
     most_in_a_round: float
-    """The most that one rank sends in one round."""
+    """Largest amount that one rank sends in one round."""
 
 
 def verify(program: Program) -> ProgramSummary:
-    """Prove `program` and return what it moves.
+    """Prove `program` and return the amounts that it moves.
 
-    It is wrong if one of these does not hold: sends match receives; no ranks wait for each other for ever; no chunk is
-    received twice by a rank in a round, or both sent and received (a race: its value would depend on timing, and the
-    order of two additions changes their rounding); nothing is sent that is not there; no rank is counted twice or left
-    out; every rank ends with bitwise the same value, because it was added up in the same order (sums are compared
-    by a 64-bit hash of their expression, in which a + b is b + a); no chunk of a transfer could be left out.
+    It is wrong unless all of these hold: sends match receives; ranks never wait for each other for ever; no rank
+    receives a chunk twice in a round, or both sends and receives it (a race: its value would depend on timing, and the
+    order of two additions changes their rounding); every rank sends only chunks that it holds; no rank is counted twice
+    or left out; every rank ends with bitwise the same value, because it was added up in the same order (sums are
+    compared by a 64-bit hash of their expression, in which a + b is b + a); no chunk of a transfer could be left out.
 
     Raises:
-        ProgramError: It is wrong; the message says in which round, between which ranks, and at which chunk.
+        ProgramError: The program is wrong; the message says in which round, between which ranks, and at which chunk.
     """
     rounds = join_ranks(program)
     num_words = -(-program.num_ranks // 64)
@@ -57,10 +57,10 @@ def verify(program: Program) -> ProgramSummary:
 
 
 class _Contents:
-    """What every rank holds of the chunks from `begin` to `end`, followed through the rounds.
+    """Contents of every rank's chunks from `begin` to `end`, followed through the rounds.
 
-    Places are numbered ``rank * num_chunks_here + chunk - begin``. A place holds a set of ranks whose parts are in
-    it, as bits, and the hash of the expression that it was computed by.
+    Slots are numbered ``rank * num_chunks_here + chunk - begin``. A slot holds the set of ranks whose parts are in
+    it, as bits, and the hash of the expression that computed it.
     """
 
     def __init__(self, program: Program, begin: int, end: int) -> None:
@@ -80,7 +80,7 @@ class _Contents:
         self.last_writer: Integers = np.full(is_there.size, -1)
 
     def prove(self, rounds: Sequence[Round]) -> None:
-        """Follow the contents forwards, compare them with what must come out, and follow their use backwards."""
+        """Follow the contents forwards, compare them with the collective's result, and follow their use backwards."""
         steps = [self._step(index, round_) for index, round_ in enumerate(rounds)]
         for step in steps:
             self._check_race(step)
@@ -104,7 +104,7 @@ class _Contents:
         )
 
     def _refuse(self, step: "_Step", wrong: NDArray[np.bool_], problem: str) -> None:
-        """Raise the error for the first wrong chunk, if there is one."""
+        """Raise the error for the first wrong chunk, if any."""
         if wrong.any():
             raise ProgramError(f"{self._describe(step, int(np.argmax(wrong)))} {problem}")
 
@@ -193,7 +193,7 @@ class _Step:
 
 
 def _origins_and_needs(program: Program, chunks: Integers) -> tuple[Integers, NDArray[np.bool_]]:
-    """Return whose each chunk is at the start (of no meaning where all have it), and who needs which at the end."""
+    """Return the rank that each chunk comes from (meaningless where all have it), and who needs which at the end."""
     num_ranks, collective = program.num_ranks, program.collective
     ranks = np.arange(num_ranks)[:, None]
     everybody = np.ones((num_ranks, len(chunks)), np.bool_)

@@ -1,9 +1,9 @@
-"""Batch schedules: how many samples a step takes, over all workers.
+"""Batch schedules: the number of samples of a step, over all workers.
 
-A larger batch late in training does what a lower learning rate does, with fewer updates and less exchange for the
-same samples (Smith et al. 2018, "Don't decay the learning rate, increase the batch size"). Samples keep their one
-global order: a schedule only says where it is cut. The learning rate follows the batch as the optimizer's `scaling`
-says: not at all where growth takes the place of a decay.
+A larger batch late in training has the effect of a lower learning rate, with fewer updates and less communication for
+the same samples (Smith et al. 2018, "Don't decay the learning rate, increase the batch size"). Samples keep their one
+global order: a schedule only decides where batches end. The learning rate follows the batch by the optimizer's
+`scaling`: not at all if growth replaces a decay.
 """
 
 from itertools import pairwise
@@ -15,12 +15,12 @@ from paceline.registry import Family, register
 
 
 class BatchSchedule(Family):
-    """The global batch of each step; the run's `global_batch` is that of the first."""
+    """The global batch of each step; that of the first is the run's `global_batch`."""
 
     family = "batch schedule"
 
     def plan(self, first: int, num_steps: int) -> list[tuple[int, int]]:
-        """Return the changes that are known before training: (step, global batch from that step on), in order.
+        """Return the changes known before training: (step, global batch from that step on), in order.
 
         Args:
             first: Global batch of step 0.
@@ -29,10 +29,10 @@ class BatchSchedule(Family):
         return []
 
     def check(self, first: int) -> None:
-        """Refuse a first global batch that does not fit.
+        """Refuse a first global batch that the schedule cannot start with.
 
         Raises:
-            ValueError: It says which would.
+            ValueError: The batch is refused; the message names allowed ones.
         """
 
     def smallest(self, first: int) -> int:
@@ -41,12 +41,12 @@ class BatchSchedule(Family):
 
     @property
     def adds_micro_batches(self) -> bool:
-        """Whether a batch that has grown is cut into more micro-batches, rather than into larger ones."""
+        """Whether a batch that has grown is split into more micro-batches, rather than into larger ones."""
         return False
 
     @property
     def noise_interval(self) -> int:
-        """Steps from one measurement of the gradient noise scale that it needs to the next; 0 if it needs none."""
+        """Steps between the measurements of the gradient noise scale that the schedule needs; 0 if it needs none."""
         return 0
 
 
@@ -56,14 +56,14 @@ class ConstantBatch(BatchSchedule):
 
 
 class ChangingBatch(BatchSchedule):
-    """A batch that changes, and what changes with it."""
+    """A batch that changes, and how its micro-batches change with it."""
 
     micro_batches: Literal["more", "larger"] = "more"
-    """What a larger batch is cut into: more micro-batches, so that memory stays as it is, or larger ones."""
+    """Change of a larger batch: more micro-batches, which keeps memory the same, or larger ones."""
 
     @property
     def adds_micro_batches(self) -> bool:
-        """As chosen."""
+        """Whether `micro_batches` is "more"."""
         return self.micro_batches == "more"
 
 
@@ -72,11 +72,11 @@ class GrowingBatch(ChangingBatch):
     """b(t) = min(b_max, b(0) * factor^n), with n = t // interval. With a factor of 1 it is the constant batch."""
 
     factor: float = Field(default=2.0, ge=1)
-    """By which it grows each time."""
+    """Factor of each growth."""
     interval: int = Field(default=100, ge=1)
     """Steps from one growth to the next."""
     max_batch: int = Field(default=256, ge=1)
-    """Samples at most."""
+    """Largest global batch, in samples."""
 
     def check(self, first: int) -> None:
         """Refuse a first batch beyond the largest."""
@@ -96,7 +96,7 @@ class GrowingBatch(ChangingBatch):
 
 @register("stepped")
 class SteppedBatch(ChangingBatch):
-    """A batch that is given for each stretch of steps."""
+    """A batch with a given size for each range of steps."""
 
     steps: tuple[tuple[int, int], ...] = ()
     """Pairs of a step and the global batch from that step on: [[1000, 64], [2000, 256]]."""
@@ -117,7 +117,7 @@ class SteppedBatch(ChangingBatch):
         return [(step, batch) for step, batch in self.steps if step < num_steps]
 
     def smallest(self, first: int) -> int:
-        """Return the smallest of all."""
+        """Return the smallest of all batches."""
         return min([first, *(batch for _, batch in self.steps)])
 
 
@@ -127,21 +127,21 @@ class NoiseScaleBatch(ChangingBatch):
 
     McCandlish et al. 2018, "An empirical model of large-batch training". At a batch of ``tr(S) / |G|^2``
     samples, noise and signal weigh the same in a step: below it twice the batch is worth nearly twice the steps, above
-    it more samples are mostly wasted. Where the noise is so large that ``|G|^2`` cannot be told from 0, the batch grows
-    as fast as it may. A change takes effect once the samples that are read ahead are used. With min_batch = max_batch
-    it is the constant batch.
+    it more samples are mostly wasted. If the noise is so large that ``|G|^2`` cannot be distinguished from 0, the batch
+    grows as fast as `max_change` allows. A change takes effect once the samples that are read ahead are used. With
+    min_batch = max_batch it is the constant batch.
     """
 
     interval: int = Field(default=50, ge=1)
     """Steps from one measurement, and change, to the next."""
     min_batch: int | None = Field(default=None, ge=1)
-    """Samples at least; by default those of the first step."""
+    """Smallest global batch, in samples; by default that of the first step."""
     max_batch: int = Field(default=256, ge=1)
-    """Samples at most."""
+    """Largest global batch, in samples."""
     multiple_of: int = Field(default=8, ge=1)
-    """It is rounded to a multiple of this, where that is between the two."""
+    """Divisor of the batch: it is rounded to a multiple of this, if one lies in the range."""
     max_change: float = Field(default=2.0, gt=1)
-    """Factor by which it may grow or shrink in one change, for a single measurement is noisy."""
+    """Largest factor of growth or shrinkage in one change, since a single measurement is noisy."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -161,16 +161,16 @@ class NoiseScaleBatch(ChangingBatch):
 
     @property
     def noise_interval(self) -> int:
-        """Its own."""
+        """Steps between measurements: the schedule's `interval`."""
         return self.interval
 
     def choose(self, noise_scale: float | None, present: int, first: int) -> int:
         """Return the global batch that follows `present`.
 
         Args:
-            noise_scale: As measured, in samples; None where it is too large to be told.
-            present: The global batch that was chosen last.
-            first: That of step 0.
+            noise_scale: Measured noise scale, in samples; None if it is too large to be measured.
+            present: Present global batch.
+            first: Global batch of step 0.
         """
         most, least = present * self.max_change, present / self.max_change
         wanted = most if noise_scale is None else min(most, max(least, noise_scale))

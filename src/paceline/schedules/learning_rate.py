@@ -11,21 +11,21 @@ from paceline.registry import Family, register
 
 
 class LearningRate(Family):
-    """How learning rates change from step to step. In a `Run`, a function that returns torch's will do instead."""
+    """Change of learning rates from step to step. A `Run` also takes a function that returns a torch scheduler."""
 
     family = "learning-rate schedule"
 
 
 class DecaySchedule(LearningRate):
-    """A factor of the base learning rate for each step: a linear warm-up, then the variant's own decay."""
+    """A factor of the base learning rate for each step: a linear warm-up, then the decay of the variant."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the factor rises linearly to 1 (Goyal 2017), one part in `warmup_steps` with each."""
+    """Steps over which the factor rises linearly to 1 (Goyal 2017), by 1 / `warmup_steps` each."""
     warmup_from: float = Field(default=0.0, ge=0, le=1)
-    """Factor that warm-up rises from, before the first step."""
+    """Factor that the warm-up starts from, before the first step."""
 
     def factor(self, step: int, total_steps: int) -> float:
-        """Return the factor for the update number `step` (from 0) of `total_steps`."""
+        """Return the factor for update `step` (from 0) of `total_steps`."""
         if step < self.warmup_steps:
             return self.warmup_from + (1 - self.warmup_from) * (step + 1) / self.warmup_steps
         left = total_steps - self.warmup_steps
@@ -71,10 +71,10 @@ class Cosine(DecaySchedule):
 
 @register("polynomial")
 class Polynomial(DecaySchedule):
-    """A power of what is left of the training, from 1 to `final_factor`: squared for LARS (You 2017), 1 for LAMB."""
+    """A power of the remaining part of training, from 1 to `final_factor`: squared for LARS (You 2017), 1 for LAMB."""
 
     power: float = Field(default=2.0, gt=0)
-    """Of the part that is left; 1 is a straight line."""
+    """Exponent of the remaining part; 1 is a straight line."""
     final_factor: float = Field(default=0.0, ge=0)
     """Factor at the end, after the last step."""
 
@@ -85,11 +85,11 @@ class Polynomial(DecaySchedule):
 
 @register("function")
 class FunctionSchedule(Function, LearningRate):
-    """The learning-rate scheduler of torch's that a function, or one of torch's classes, makes.
+    """A torch learning-rate scheduler, made by a function or by one of torch's classes.
 
-    It is called with an optimizer, and with the run's number of steps where it has a parameter ``num_steps``,
-    ``total_steps`` or ``num_training_steps``. The optimizer stands for the run's own: it has its parameter groups with
-    their settings, and tensors of one element for parameters. The scheduler is stepped once a step; its state is saved.
+    The function is called with an optimizer, and with the run's number of steps if it has a parameter ``num_steps``,
+    ``total_steps`` or ``num_training_steps``. The optimizer stands for the run's own: it has the same parameter groups
+    and settings, but tensors of one element as parameters. The scheduler is stepped once a step; its state is saved.
     """
 
     given: ClassVar[tuple[str, ...]] = ("the optimizer",)

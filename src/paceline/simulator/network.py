@@ -1,7 +1,7 @@
 """How transfers share links: max-min fair rates of a fluid, recomputed whenever a transfer ends.
 
-Max-min fairness (Bertsekas and Gallager, Data Networks, 1992, section 6.5) is what TCP with equal round trips and
-InfiniBand's credits come near to: nobody can have more without somebody who has no more than he having less.
+TCP with equal round trips and InfiniBand's credits come close to max-min fairness (Bertsekas and Gallager, Data
+Networks, 1992, section 6.5): no transfer can have more unless one that has no more gets less.
 """
 
 import numpy as np
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 from paceline.topology.cluster import Floats, Integers
 
 _SAME = 1 + 1e-12
-"""Rates and times that differ by less are one: rounding must not make two events of one."""
+"""Largest ratio of rates and times that count as equal: rounding must not split one event into two."""
 
 
 def fair_rates(routes: Integers, capacities_bytes_per_s: Floats) -> Floats:
     """Return the max-min fair rate of each transfer in bytes/s, by progressive filling.
 
     All rates rise together until a link is full; the transfers on it keep their rate, and the others rise on. Links
-    that fill up whatever happens elsewhere are taken in one go: those that are the tightest of all their transfers'.
+    that fill up whatever happens elsewhere are handled at once: those that are the tightest of all their transfers.
 
     Args:
-        routes: Links of each transfer, shape ``(num_transfers, most links of one)``; -1 fills up shorter ones.
-        capacities_bytes_per_s: Of each link.
+        routes: Links of each transfer, shape ``(num_transfers, most links of one)``; -1 pads shorter routes.
+        capacities_bytes_per_s: Capacity of each link.
     """
     num_links = len(capacities_bytes_per_s)
     rates = np.full(len(routes), np.inf)
@@ -29,7 +29,7 @@ def fair_rates(routes: Integers, capacities_bytes_per_s: Floats) -> Floats:
     rising = np.flatnonzero((routes >= 0).any(axis=1))
     while len(rising):
         load = _load(routes[rising], num_links)
-        shares = np.full(num_links + 1, np.inf)  # the last is the link -1, which fills up shorter routes
+        shares = np.full(num_links + 1, np.inf)  # the last is the link -1, which pads shorter routes
         np.divide(left, load, out=shares[:-1], where=load > 0)
         tightest = shares[routes[rising]].min(axis=1)
         fills = tightest[:, None] * _SAME >= shares[routes[rising]]
@@ -44,14 +44,14 @@ def fair_rates(routes: Integers, capacities_bytes_per_s: Floats) -> Floats:
 
 
 def transfer_times_s(routes: Integers, num_bytes: Floats, capacities_bytes_per_s: Floats) -> Floats:
-    """Return when each transfer's last byte has left, all having begun at 0, without latency."""
+    """Return when each transfer's last byte has left, if all begin at 0, without latency."""
     times_s = np.zeros(len(routes))
     left_bytes = num_bytes.astype(np.float64)
     active = np.flatnonzero(left_bytes > 0)
     now_s = 0.0
     while len(active):
         shares = _shares_links(routes[active], len(capacities_bytes_per_s))
-        # Whoever is alone on all its links frees nothing that others wait for: its end needs no event.
+        # A transfer that is alone on all its links frees nothing that others wait for: its end needs no event.
         alone, active = active[~shares], active[shares]
         times_s[alone] = now_s + left_bytes[alone] / _narrowest(routes[alone], capacities_bytes_per_s)
         if len(active):
@@ -67,12 +67,12 @@ def transfer_times_s(routes: Integers, num_bytes: Floats, capacities_bytes_per_s
 
 
 def _narrowest(routes: Integers, capacities_bytes_per_s: Floats) -> Floats:
-    """Return the least capacity on each route, infinite where there is no link."""
+    """Return the least capacity on each route, infinite for a route without links."""
     return np.append(capacities_bytes_per_s, np.inf)[routes].min(axis=1)  # type: ignore[no-any-return]
 
 
 def _load(routes: Integers, num_links: int, weights: Floats | None = None) -> Floats:
-    """Return the sum over each link's transfers of their weights; their number without weights."""
+    """Return the sum of the weights of each link's transfers; their number without weights."""
     if weights is not None:
         weights = np.repeat(weights, routes.shape[1])
     return np.bincount(routes.ravel() + 1, weights, minlength=num_links + 1)[1:].astype(np.float64)

@@ -1,8 +1,8 @@
-"""A program whose ranks run at their own pace, moment by moment: event simulation of a fluid network.
+"""A program whose ranks run at their own pace: event simulation of a fluid network.
 
-A rank's *part* is what it does in one round. It begins when the rank's part before has ended; a transfer begins when
+A rank's *part* is its work in one round. It begins when the rank's part before has ended; a transfer begins when
 the parts at both its ends have (a send waits for its receiver); a part ends when all its transfers have arrived and
-are decoded and added.
+have been decoded and added.
 """
 
 import heapq
@@ -17,13 +17,13 @@ from paceline.simulator.transfers import Transfers
 from paceline.topology.cluster import Floats, Integers
 
 _SAME = 1e-12
-"""Moments that differ by less, as a part of the time since the start, are one: rounding must not make two of one."""
+"""Smallest difference of two moments, relative to the time since the start: rounding must not split one event."""
 
 
 def run_at_own_pace(rounds: Sequence[Transfers], capacities_bytes_per_s: Floats) -> tuple[float, float, float]:
-    """Return the time at which all have ended, and what of it was adding and codecs.
+    """Return the time at which all have ended, and its share of adding and of codecs.
 
-    What it was is told along the path of causes that led to the last end.
+    The shares are measured along the path of causes that led to the last end.
     """
     if not any(len(transfers.sources) for transfers in rounds):
         return 0.0, 0.0, 0.0
@@ -35,11 +35,11 @@ class _Parts:
     """The parts, ordered by rank, then round."""
 
     of_source: Integers
-    """Part that each transfer is of at its source."""
+    """Part of each transfer at its source."""
     of_destination: Integers
     num_transfers: Integers
     is_first: NDArray[np.bool_]
-    """Whether it is its rank's first."""
+    """Whether it is the first part of its rank."""
     is_last: NDArray[np.bool_]
     encode_s: Floats
     decode_s: Floats
@@ -47,7 +47,7 @@ class _Parts:
 
 
 class _Run:
-    """What is under way, and what will happen when."""
+    """State of a simulation: parts and transfers under way, and coming events."""
 
     def __init__(self, rounds: Sequence[Transfers], capacities_bytes_per_s: Floats) -> None:
         self.transfers = _concatenate(rounds)
@@ -58,7 +58,7 @@ class _Run:
         self.transfers_of = np.split(by_part, np.cumsum(self.parts.num_transfers)[:-1])
         self.num_missing = self.parts.num_transfers.tolist()
         self.num_ready = [0] * num_transfers
-        # Seconds of (adding, codecs) on the path of causes to a part's or a transfer's beginning.
+        # Seconds of (adding, codecs) on the path of causes to the beginning of a part or transfer.
         self.spent_s = [(0.0, 0.0)] * num_parts
         self.spent_by_transfer_s = [(0.0, 0.0)] * num_transfers
         self.last_end = (0.0, 0.0, 0.0)
@@ -83,7 +83,7 @@ class _Run:
         return self.last_end
 
     def _advance(self) -> Integers:
-        """Go on to the next moment at which something happens; return the transfers whose last byte left."""
+        """Advance to the next event; return the transfers whose last byte has left."""
         needed_s = self.left_bytes[self.active] / self.rates
         next_event_s = self.events[0][0] - self.now_s if self.events else np.inf
         step_s = max(0.0, min(float(needed_s.min(initial=np.inf)), next_event_s))
@@ -95,7 +95,7 @@ class _Run:
         return sent
 
     def _handle_events(self) -> list[int]:
-        """Let happen what is due; return the transfers that begin."""
+        """Handle the events that are due; return the transfers that begin."""
         begun = []
         while self.events and self.events[0][0] <= self.now_s * (1 + _SAME):
             _, is_arrival, index = heapq.heappop(self.events)

@@ -23,7 +23,7 @@ def draw_scaling(predictions: Sequence[Prediction], title: str, file_format: str
         predictions: Points of the curves.
         title: One line above the panels.
         file_format: One of `FORMATS`.
-        palette: Its colours.
+        palette: Colours of the picture.
 
     Raises:
         SettingsError: The format is unknown.
@@ -63,7 +63,7 @@ def _draw_panel(axes: "Axes", title: str, points: Sequence[Prediction], palette:
             [point.efficiency for point in of_algorithm],
             color=_COLOURS[number % len(_COLOURS)],
             linestyle=_STYLES[number // len(_COLOURS) % len(_STYLES)],
-            linewidth=1.6 + 0.55 * (len(names) - 1 - number),  # curves often coincide: those below show beside
+            linewidth=1.6 + 0.55 * (len(names) - 1 - number),  # curves often coincide: lower ones show at the edges
             marker="o" if len(of_algorithm) == 1 else "",
             solid_capstyle="round",
             label=algorithm,

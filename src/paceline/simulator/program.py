@@ -1,8 +1,8 @@
-"""What a collective program costs on a cluster.
+"""The cost of a collective program on a cluster.
 
-A rank's part of a round: it encodes what it sends, all transfers of the round share links max-min fairly from the
+A rank's part of a round: it encodes its data, all transfers of the round share links max-min fairly from the
 same moment on, each arrives after its latency, and its destination decodes and adds. Adding in segments
-while the rest is still under way is not modelled: where adding is slow the estimate is on the safe side.
+while the rest is still under way is not modelled: where adding is slow the estimate is too high.
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ from paceline.topology.cluster import Cluster, Network
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of a program, by what the ranks that hold up the others are doing.
+    """Time of a program, by the activity of the ranks that hold up the others.
 
     Args:
-        transfer_s: Waiting for links and latency.
-        add_s: Adding what arrived.
-        codec_s: Encoding and decoding.
+        transfer_s: Time of waiting for links and latency.
+        add_s: Time of adding received chunks.
+        codec_s: Time of encoding and decoding.
     """
 
     transfer_s: float
@@ -34,7 +34,7 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum of the three."""
         return self.transfer_s + self.add_s + self.codec_s
 
 
@@ -46,22 +46,22 @@ def simulate(
     codec: CodecCost | None = None,
     own_pace: bool = False,
 ) -> Cost:
-    """Return what `program` costs on `cluster`.
+    """Return the cost of `program` on `cluster`.
 
-    By default a round begins when the one before it has ended everywhere. Then like rounds are priced once, so that
-    4,096 ranks take no longer than their largest round; scaling up all links never slows a program down; and ranks that
-    drift apart gain nothing, which is on the safe side. No link ever carries more than its capacity.
+    By default a round begins when the one before it has ended on all ranks. Then similar rounds are priced once, so
+    that 4,096 ranks take no longer than their largest round; scaling up all links never slows a program down; and ranks
+    that drift apart gain nothing, so the estimate is rather too high. No link ever carries more than its capacity.
 
     Args:
-        program: What runs.
-        num_bytes: Size of the buffer that the program's chunks are cut from; chunks are taken to be equal. Of an
-            all-to-all it is what all ranks together have.
-        cluster: Where it runs: settings, or a network made of them.
-        codec: What is done to payloads; none: nothing.
-        own_pace: Whether each rank goes on as soon as its own part of a round has ended and its partners are there, as
-            `execute` does. It is truer where links differ, most of all for pipelined trees, but takes minutes from some
-            hundreds of ranks on, and, as in any network, a faster link may let a rival start earlier and so end it all
-            a little later.
+        program: Program to cost.
+        num_bytes: Size of the buffer that the program's chunks are parts of; chunks count as equal. For an all-to-all,
+            the size of all ranks' data together.
+        cluster: Cluster to run on: settings, or a network made from them.
+        codec: Cost of the codec; None without one.
+        own_pace: Whether each rank goes on as soon as its own part of a round has ended and its partners are ready, as
+            in `execute`. That is more accurate where links differ, most of all for pipelined trees, but takes minutes
+            from some hundreds of ranks on, and, as in any network, a faster link may let a rival start earlier and so
+            make the end a little later.
 
     Raises:
         SettingsError: `num_bytes` is negative, or the cluster has too few devices.
@@ -84,7 +84,7 @@ def simulate(
 
 
 def _simulate_round(transfers: Transfers, network: Network) -> Cost:
-    """Return what a round costs, by the rank that ends it last."""
+    """Return the cost of a round, by the rank that ends it last."""
     if not len(transfers.sources):
         return Cost(0.0, 0.0, 0.0)
     encode_s = np.bincount(transfers.sources, transfers.encode_s).max()

@@ -24,15 +24,15 @@ class Prediction:
     total_s: float
     """Time of the collective."""
     add_s: float
-    """What of it is adding."""
+    """Time of adding, a part of `total_s`."""
     exposed_s: float
-    """What of it computing does not hide."""
+    """Part of `total_s` that computing does not hide."""
     efficiency: float
-    """Time of computing over that of a whole step."""
+    """Time of computing divided by that of a whole step."""
 
 
 class Scaling(Settings):
-    """A training step on more and more ranks: every rank computes as long as ever, then waits for the collective.
+    """A training step on more and more ranks: every rank computes for the same time, then waits for the collective.
 
     Its efficiency is ``compute_s / (compute_s + exposed_s)``, as in weak scaling.
     """
@@ -41,11 +41,11 @@ class Scaling(Settings):
     cluster: Cluster = Switch()
     num_ranks: tuple[Annotated[int, Field(ge=1)], ...] = (2, 4, 8, 16, 32, 64)
     num_bytes: float = Field(default=100e6, gt=0)
-    """Size of the buffer: what a rank has before the collective or after it, whichever is more."""
+    """Size of the buffer: a rank's data before the collective or after it, whichever is more."""
     compute_s: float = Field(default=0.1, gt=0)
-    """Time of computing of a step."""
+    """Time of computing in a step."""
     overlap: float = Field(default=0.0, ge=0, le=1)
-    """Part of computing during which the collective can run unseen."""
+    """Share of computing during which the collective can run hidden."""
     own_pace: bool = False
     """Whether ranks run at their own pace; see `simulate`."""
 
@@ -53,7 +53,7 @@ class Scaling(Settings):
         """Return one point of a curve, at the cluster's bandwidth or another.
 
         Raises:
-            SettingsError: There is no such algorithm, or it does not do that collective for that many ranks.
+            SettingsError: There is no such algorithm, or it lacks that collective for that number of ranks.
         """
         cluster = self.cluster if bandwidth is None else self.cluster.with_bandwidth(bandwidth)
         cost = simulate_collective(
@@ -73,7 +73,7 @@ class Scaling(Settings):
     def predict_all(
         self, algorithms: Iterable[str], bandwidths: Iterable[float]
     ) -> tuple[list[Prediction], dict[str, str]]:
-        """Return all points of the curves, and of algorithms that cannot do some of them, why."""
+        """Return all points of the curves, and the reason of each algorithm that lacks some."""
         predictions: list[Prediction] = []
         refusals: dict[str, str] = {}
         for algorithm in algorithms:
@@ -95,15 +95,15 @@ def simulate_collective(
     algorithm: str = "ring",
     own_pace: bool = False,
 ) -> Cost:
-    """Return what a collective costs, told by its name, as the traffic of a synchronisation rule is.
+    """Return the cost of a collective given by its name, as in the traffic of a synchronisation rule.
 
     Args:
-        collective: Its name.
-        num_bytes: Size of the buffer; of an all-to-all, what one rank has for all.
-        num_ranks: Ranks that take part.
-        cluster: Where it runs.
-        algorithm: A name; its settings are fitted to the cluster.
-        own_pace: See `simulate`.
+        collective: Name of the collective.
+        num_bytes: Size of the buffer; for an all-to-all, one rank's data for all ranks.
+        num_ranks: Number of ranks that take part.
+        cluster: Cluster to run on.
+        algorithm: Name of the algorithm; its settings are fitted to the cluster.
+        own_pace: Whether ranks run at their own pace; see `simulate`.
     """
     program = fit_algorithm(algorithm, cluster, num_ranks).build(Collective(collective), num_ranks)
     whole = num_bytes * num_ranks if program.collective == Collective.ALL_TO_ALL else num_bytes

@@ -1,4 +1,4 @@
-"""What the transfers of a round cost, apart from how they share links."""
+"""The cost of the transfers of a round, apart from how they share links."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from paceline.topology.cluster import Floats, Integers, Network
 
 
 class CodecCost(Settings):
-    """What a codec saves on the wire and costs beside it, in numbers; bytes are those before encoding."""
+    """Saving of a codec on the wire and its own cost, in numbers; bytes are those before encoding."""
 
     compression: float = Field(default=1.0, gt=0)
-    """Bytes before encoding for one byte on the wire."""
+    """Ratio of bytes before encoding to bytes on the wire."""
     encode_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Speed of encoding; none: it costs nothing."""
+    """Speed of encoding; None: it costs nothing."""
     decode_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Speed of decoding; none: it costs nothing."""
+    """Speed of decoding; None: it costs nothing."""
     at_every_hop: bool = False
-    """Whether each transfer is encoded, decoded and added dense (int8). Else encoded payloads are added (bf16,
+    """Whether each transfer is encoded, decoded and added dense (int8). Otherwise encoded payloads are added (bf16,
     PowerSGD) or gathered (top-k), with one encoding before the program and one decoding after it."""
 
     def around_s(self, program: Program, num_bytes: float) -> float:
-        """Return the time of encoding what a rank holds before `program`, and of decoding what it holds after."""
+        """Return the time to encode a rank's data before `program`, and to decode them after it."""
         if self.at_every_hop or program.num_ranks == 1:
             return 0.0
         part = num_bytes / program.num_ranks
@@ -42,12 +42,13 @@ class Transfers:
     Args:
         sources: Ranks that send.
         destinations: Ranks that receive.
-        routes: Links on the way, shape ``(num_transfers, most links of one)``; -1 fills up shorter ones.
+        routes: Links on the way, shape ``(num_transfers, most links of one)``; -1 pads shorter routes.
         wire_bytes: Bytes on each of these links.
-        delays_s: From the last byte's leaving to its arrival: latency, and the round's other messages at either end.
-        encode_s: Work of the source before it sends.
-        decode_s: Work of the destination on what arrived.
-        add_s: The same, for adding it.
+        delays_s: Time from the last byte's departure to its arrival: latency, and the round's other messages at either
+            end.
+        encode_s: Time of encoding at the source before it sends.
+        decode_s: Time of decoding at the destination.
+        add_s: Time of adding at the destination.
     """
 
     sources: Integers
@@ -61,13 +62,13 @@ class Transfers:
 
 
 def price_round(round_: Round, chunk_bytes: float, network: Network, codec: CodecCost) -> Transfers:
-    """Return what the transfers of one round cost on a network.
+    """Return the cost of the transfers of one round on a network.
 
     Args:
         round_: The round.
         chunk_bytes: Bytes of a chunk before encoding.
-        network: Where it runs.
-        codec: What is done to payloads.
+        network: Network to run on.
+        codec: Cost of the codec.
     """
     counts = round_.counts.astype(np.float64)
     num_bytes, wire_bytes = counts * chunk_bytes, counts * (chunk_bytes / codec.compression)

@@ -1,4 +1,4 @@
-"""Layer 5: synchronisation rules: what is exchanged, when, with whom, and what is done on arrival."""
+"""Layer 5: synchronisation rules: what is exchanged, when, with whom, and how the result is applied."""
 
 from paceline.sync.ad_psgd import ADPSGD
 from paceline.sync.adaptive_local_sgd import AdaptiveLocalSGD

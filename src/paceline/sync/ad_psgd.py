@@ -19,7 +19,7 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 from paceline.topology.graphs import Edges, Graph
 
 _AVERAGE, _ASK = 0, 1
-"""Kinds of requests: to average parameters, and whether somebody was asked to stop."""
+"""Kinds of requests: an average of parameters, and the question whether all workers stop."""
 _ASK_STEPS = 10
 
 
@@ -28,33 +28,33 @@ class ADPSGD(GossipRule):
     """Asynchronous decentralised parallel SGD (Lian et al. 2018, arXiv:1710.06952).
 
     Workers are active or passive. After each step an active one averages its parameters with those of a random passive
-    neighbour, which answers from a thread of its own whatever it is doing: x_i, x_j <- (x_i + x_j) / 2, under a lock,
-    so that the mean over workers is kept. Actives wait for passives only, and passives for nobody, so no ring of waits
-    can form. Nobody waits for a slow worker, but for evaluation and checkpoints, which come after the same number of
-    steps of all. With two workers at the same pace it is dpsgd but for when gradients are applied.
+    neighbour, whose own thread answers at any time: x_i, x_j <- (x_i + x_j) / 2, under a lock, so that the mean over
+    workers is preserved. Active workers wait for passive ones only, and passive ones for none, so there is no deadlock.
+    No worker waits for a slow one, except for evaluation and checkpoints, which come after the same number of steps of
+    all. With two workers at the same pace it is dpsgd except for when gradients are applied.
 
     On the wire is one message of the parameters each way for each step of an active worker; it travels while the next
-    gradients are computed. Gradients are of parameters from before the averages that came meanwhile. Clipping bounds
-    each worker's own gradient. The model that is judged and saved is the mean of the workers'. It differs from the
-    paper in that passives answer in the order in which requests come, with the difference, and in that any connected
-    graph will do: edges between two active or two passive workers are left out.
+    gradients are computed. Gradients are those of the parameters before the averages that arrive meanwhile. Clipping
+    bounds each worker's own gradient. The mean of the workers' models is evaluated and saved. It differs from the paper
+    in that passive workers answer requests in the order of arrival, with the difference, and in that any connected
+    graph works: edges between two active or two passive workers are left out.
     """
 
     @property
     def is_asynchronous(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what averages.
+        """Return the synchroniser that averages.
 
         Raises:
-            SettingsError: The graph cannot be of so many workers.
+            SettingsError: The graph does not exist for that number of workers.
         """
         return ADPSGDSynchroniser(context, pair_up(self.graph, context.group.size))
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """Both messages of a pair for each active worker, where all take as many steps."""
+        """Both messages of a pair for each active worker, if all take the same number of steps."""
         num_bytes = self.message_bytes(shapes)
         num_messages = 2 * len({active for active, _ in pair_up(self.graph, num_workers)})
         return (Traffic("send", num_bytes, round(num_messages * num_bytes / num_workers), peers="neighbours"),)
@@ -63,8 +63,8 @@ class ADPSGD(GossipRule):
 def pair_up(graph: Graph, num_workers: int) -> Edges:
     """Return the pairs (active, passive) that may average.
 
-    Workers are told apart by whether their rank is odd, or how many edges away from rank 0 they are: by that of which
-    more edges stay, if they still connect all.
+    Workers are divided by whether their rank is odd, or by whether their distance from rank 0 is: by the one that keeps
+    more edges, if they still connect all.
     """
     num_phases = graph.num_phases(num_workers)
     edges = {edge for step in range(num_phases or 1) for edge in graph.find_edges(num_workers, step)}
@@ -82,7 +82,7 @@ def pair_up(graph: Graph, num_workers: int) -> Edges:
 
 
 def _measure_distances(edges: Edges, num_workers: int) -> list[int]:
-    """Return how many edges away from rank 0 each rank is; as many as there are ranks, where no way leads there."""
+    """Return the distance of each rank from rank 0, in edges; the number of ranks for unreachable ones."""
     distances = [0] + [num_workers] * (num_workers - 1)
     for _ in range(num_workers):
         for a, b in edges:
@@ -91,11 +91,11 @@ def _measure_distances(edges: Edges, num_workers: int) -> list[int]:
 
 
 class ADPSGDSynchroniser(Synchroniser):
-    """Takes a worker's part in averages, active or passive.
+    """Averages a worker's parameters with its neighbours', as an active or a passive one.
 
     Args:
         context: The worker's model, optimizer and group.
-        pairs: Who averages with whom, as (active, passive).
+        pairs: Pairs of workers that average, as (active, passive).
     """
 
     def __init__(self, context: WorkerContext, pairs: Edges) -> None:
@@ -105,9 +105,9 @@ class ADPSGDSynchroniser(Synchroniser):
         self._model = _Model(self._flat.read())
         self._neighbours = sorted(passive for active, passive in pairs if active == rank)
         self._delta = torch.empty_like(self._model.values)
-        """What an active worker adds to its parameters."""
+        """Difference that an active worker adds to its parameters."""
         self._client: RpcClient | None = None
-        """To whom the request under way went."""
+        """Client of the request under way."""
         callers = [active for active, passive in pairs if passive == rank]
         self._service = _Passive(self._model, _Stop(), rank, callers)
         routes = sorted(pairs | {(other, 0) for other in range(size)})
@@ -118,7 +118,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._waited_s = 0.0
 
     def before_update(self, step: LocalStep) -> None:
-        """Take on the averages that have been made meanwhile; the gradients were made of parameters from before."""
+        """Use the averages made meanwhile; the gradients are those of the parameters before them."""
         self._begin()
         self._service.check()
         self._finish()
@@ -126,7 +126,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._flat.write(self._base)
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Add what the optimizer has done, and if active ask somebody for the next average."""
+        """Add the optimizer's change, and if active request the next average."""
         self._model.add(self._flat.read() - self._base)
         self._flat.write(self._model.read())
         num_steps = step.number + 1
@@ -141,37 +141,37 @@ class ADPSGDSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the mean over workers."""
+        """While active, parameters are the mean over workers."""
         self._settle()
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """Return nothing, once no average is under way any more: parameters are all there is."""
+        """Return nothing, once no average is under way: parameters are the whole state."""
         self._settle()
         return {}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Begin again from the parameters that were loaded."""
+        """Restart from the parameters that were loaded."""
         self._finish()
         self._context.group.barrier(name="averages")
         self._has_begun = self._has_asked = False
         self._stop_at = None
 
     def close(self) -> None:
-        """Let the passive side answer until all have closed."""
+        """Answer as a passive worker until all have closed."""
         self._finish()
         self._endpoint.close()
 
     def _begin(self) -> None:
-        """Take parameters as they are; nobody asks for an average before all have done so."""
+        """Copy the present parameters; no worker requests an average before all have done so."""
         if not self._has_begun:
             self._has_begun = True
             self._model.write(self._flat.read())
             self._context.group.barrier(name="parameters")
 
     def _request(self, number: int) -> None:
-        """Send the parameters to a passive neighbour; they change by its answer only after it has come."""
+        """Send the parameters to a passive neighbour; they change only when its answer has come."""
         chosen = random.Random(f"{self._context.seed} {self._context.group.rank} {number}").choice(self._neighbours)
         self._client = self._endpoint.clients[chosen]
         body = self._model.values.view(torch.uint8)
@@ -179,7 +179,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._client.begin(RpcHeader(_AVERAGE), body)
 
     def _finish(self) -> None:
-        """Wait for the answer, if one is to come, and make it."""
+        """Wait for the answer under way, if any, and apply it."""
         if self._client is None:
             return
         began_s = time.perf_counter()
@@ -189,14 +189,14 @@ class ADPSGDSynchroniser(Synchroniser):
         self._model.add(self._delta)
 
     def _ask(self, num_steps: int, stop_requested: bool) -> None:
-        """Learn whether, and after which step, all stop."""
+        """Ask rank 0 whether, and after which step, all stop."""
         self._has_asked = True
         header = RpcHeader(_ASK, clock=num_steps, value=float(stop_requested))
         answer, _ = self._endpoint.clients[0].call(header)
         self._stop_at = answer.clock or None
 
     def _settle(self) -> None:
-        """End all averages of all workers, and take them on."""
+        """Finish all averages of all workers, and use them."""
         self._begin()
         self._finish()
         self._context.group.barrier(name="averages")
@@ -226,17 +226,17 @@ class _Model:
 
 @dataclass
 class _Stop:
-    """What rank 0 knows of everybody's steps, and after which all stop.
+    """Rank 0's record of all workers' steps, and the step after which all stop.
 
-    Workers ask every so many steps. So nobody is further than that beyond the furthest that was told, and whoever
-    is asked later hears of the stop in time.
+    Workers ask every `_ASK_STEPS` steps. So none is further than that beyond the furthest known step, and a worker
+    that asks later learns of the stop in time.
     """
 
     furthest: int = 0
     at: int = 0
 
     def ask(self, num_steps: int, stop_requested: bool) -> int:
-        """Note that a worker has done so many steps; return after which all stop, 0 if nobody was asked to."""
+        """Record that a worker has done `num_steps`; return the step after which all stop, 0 if none was requested."""
         self.furthest = max(self.furthest, num_steps)
         if stop_requested and not self.at:
             self.at = self.furthest + _ASK_STEPS
@@ -244,22 +244,22 @@ class _Stop:
 
 
 class _Passive(RpcService):
-    """Answers active workers, and on rank 0 whether to stop."""
+    """Service that answers active workers, and on rank 0 whether to stop."""
 
     def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int]) -> None:
         self._model, self._stop, self._rank = model, stop, rank
         self._received = {caller: torch.empty_like(model.values) for caller in callers}
         self._deltas = {caller: [torch.empty_like(model.values) for _ in range(2)] for caller in callers}
-        """What callers get, in turns: the one before may still be on its way."""
+        """Answers to callers, in turns: the one before may still be under way."""
         self._error: BaseException | None = None
         self._wire_bytes = 0
 
     def request_buffer(self, caller: int) -> Tensor:
-        """Return where its parameters go."""
+        """Return the buffer for a caller's parameters."""
         return self._received[caller].view(torch.uint8) if caller in self._received else NOTHING
 
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
-        """Average with the caller: what is taken from these parameters is added to the caller's."""
+        """Average with the caller: subtract a difference here, which the caller adds."""
         if header.kind == _ASK:
             with self._model.lock:
                 answer = RpcHeader(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
@@ -274,22 +274,22 @@ class _Passive(RpcService):
         return lambda: (RpcHeader(_AVERAGE), delta.view(torch.uint8))
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Remember it: the worker itself must hear of it."""
+        """Record the error, which the worker itself raises."""
         if error is not None:
             lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")
             self._error = self._error or lost
 
     def fail(self, error: BaseException) -> None:
-        """Remember it."""
+        """Record the error."""
         self._error = self._error or error
 
     def check(self) -> None:
-        """Raise what has happened to the threads that answer."""
+        """Raise an error of the threads that answer."""
         if self._error is not None:
             raise self._error
 
     def take_bytes(self) -> int:
-        """Return the bytes that were answered with since it was last called."""
+        """Return the number of bytes of answers since the last call."""
         with self._model.lock:
             wire_bytes, self._wire_bytes = self._wire_bytes, 0
         return wire_bytes

@@ -18,15 +18,15 @@ from paceline.sync.synchroniser import Synchroniser, WorkerContext
 class AdaptiveLocalSGD(PeriodicRule):
     """Local SGD with an adaptive period, after AdaComm (Wang and Joshi 2019, arXiv:1810.08313).
 
-    From time to time the period becomes the shortest of which exchanges take at most `communication_share` of the
-    time: exchange_s / (exchange_s + period * step_s) <= communication_share, within a factor of 2 of the period
-    before. A step takes as long as on the slowest worker; an exchange as long as on the worker that waited least, since
-    the others also waited for that one. All workers decide by the same numbers, which they gather at sync steps, and
-    what was decided is in the checkpoint. With a period that stays it is local_sgd, also in cost and clipping (each
+    From time to time the period becomes the shortest with which exchanges take at most `communication_share` of the
+    time: exchange_s / (exchange_s + period * step_s) <= communication_share, within a factor of 2 of the period before.
+    The time of a step is that of the slowest worker; the time of an exchange that of the worker that waited least,
+    since the others also waited for that one. All workers decide by the same numbers, which they gather at sync steps,
+    and the decision is in the checkpoint. With a constant period it is local_sgd, also in cost and clipping (each
     worker's own gradient).
 
-    AdaComm changes its period after fixed times too, but so that it shrinks with the root of the training loss, from a
-    first one that is searched for; here it follows the network, and the loss is not looked at.
+    AdaComm also changes its period after fixed times, but so that it shrinks with the root of the training loss, from a
+    first one that is searched for; here the period follows the network, and the loss does not matter.
     """
 
     communication_share: float = Field(default=0.1, gt=0, lt=1)
@@ -37,16 +37,16 @@ class AdaptiveLocalSGD(PeriodicRule):
     """Longest period."""
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
-        """Return what averages; a worker alone has nobody to average with."""
+        """Return the synchroniser that averages; None for a worker alone."""
         if context.group.size == 1:
             return None
         return PeriodicSynchroniser(context, self, MeasuredSyncSchedule(self))
 
     def choose_period(self, period: int, step_s: float, exchange_s: float) -> int:
-        """Return the period that is best by what was measured.
+        """Return the best period for the measured times.
 
         Args:
-            period: The one before.
+            period: Period before.
             step_s: Time of a step.
             exchange_s: Time of an exchange.
         """
@@ -60,24 +60,24 @@ class MeasuredSyncSchedule(SyncSchedule):
 
     Args:
         rule: The settings.
-        clock: Tells the time, in seconds.
+        clock: Function that returns the time, in seconds.
     """
 
     def __init__(self, rule: AdaptiveLocalSGD, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(rule.period)
         self._rule, self._clock = rule, clock
         self._next = rule.period - 1
-        """The next sync step."""
+        """Number of the next sync step."""
         self._began_s = self._changed_s = clock()
         self._step_s: list[float] = []
         self._exchange_s: list[float] = []
 
     def is_due(self, number: int) -> bool:
-        """Return whether the period that was decided on ends with step `number`."""
+        """Return whether the present period ends with step `number`."""
         return number == self._next
 
     def record(self, number: int, waited_s: float, group: Group) -> None:
-        """Tell the others what was measured, and decide on the next period."""
+        """Share the measured times with the other workers, and choose the next period."""
         now_s = self._clock()
         step_s = (now_s - waited_s - self._began_s) / self.period
         mine = torch.tensor([step_s, waited_s, now_s - self._changed_s], dtype=torch.float64, device=group.device)
@@ -93,11 +93,11 @@ class MeasuredSyncSchedule(SyncSchedule):
         self._began_s = self._clock()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the period and when it ends."""
+        """Return the period and the step that ends it."""
         return {"sync_schedule": torch.tensor([self.period, self._next])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take them on; what was measured is measured anew."""
+        """Load both; times are measured again."""
         if "sync_schedule" in state:
             self.period, self._next = state["sync_schedule"].tolist()
 

@@ -1,4 +1,4 @@
-"""Decentralised SGD whose graph follows how far workers are apart, and how fast their links are."""
+"""Decentralised SGD whose graph follows the distance of workers, and the speed of their links."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,27 +19,27 @@ from paceline.topology.graph_choice import choose_edges
 from paceline.topology.graphs import CompleteGraph, Edges, Floats, Graph, mix_over
 
 _NUM_BUCKETS = 1024
-"""Of a sketch: distances are known within about sqrt(2 / 1024) = 4%."""
+"""Size of a sketch: distances are known within about sqrt(2 / 1024) = 4%."""
 _GROWTH = 1.5
 _NUM_PROBES = 3
 
 
 @register("adaptive_mixing")
 class AdaptiveMixing(GossipRule):
-    """D-PSGD with a graph that is chosen anew every `interval` steps, from what was measured.
+    """D-PSGD with a graph that is chosen again every `interval` steps, from measurements.
 
     Consensus control (Kong et al. 2021, arXiv:2102.04828): decentralised training loses nothing as long as the distance
     of workers from their mean stays below a bound in proportion to their steps. So the graph gets half as many edges
     again when the distance is more than `target` times the length of a step, and a third less when it is below half of
-    that. Which edges: those of the fastest links that connect all, then those that help most for their time
-    (`choose_edges`), among `candidates`. Weights are Metropolis' for these edges, so that W is doubly stochastic; rank
-    0 chooses, and all change at the same step. Between two choices, or where there is nothing to choose, it is dpsgd.
+    that. The chosen edges are those of the fastest links that connect all, then those that help most for their time
+    (`choose_edges`), among `candidates`. They have Metropolis weights, so that W is doubly stochastic; rank
+    0 chooses, and all change at the same step. Between two choices, or if there is nothing to choose, it is dpsgd.
 
     On the wire is one message of the parameters to each neighbour and step; `traffic` states it for the first graph. A
     choice adds a sketch of 8 KiB a worker and `probe_bytes`, a few times there and back, on each candidate link. Each
-    worker clips its own gradient. What is measured differs from run to run, so that only from one choice to the next
-    runs repeat bit for bit; what was chosen is in the checkpoint. It differs from the paper in that the graph changes,
-    and not the number of rounds of mixing, and in that distances are sketched and not estimated from neighbours.
+    worker clips its own gradient. Measurements differ from run to run, so that runs repeat bit for bit only from one
+    choice to the next; the choice is in the checkpoint. It differs from the paper in that the graph changes, and not
+    the number of mixing rounds, and in that distances are sketched and not estimated from neighbours.
     """
 
     interval: int = Field(default=100, ge=1)
@@ -47,16 +47,16 @@ class AdaptiveMixing(GossipRule):
     candidates: Graph = CompleteGraph()
     """Links that may be chosen."""
     target: float = Field(default=4.0, gt=0)
-    """Distance of workers from their mean, in lengths of a step, that is thought right. It is about 1 with a complete
+    """Desired distance of workers from their mean, in lengths of a step. It is about 1 with a complete
     graph, and grows with momentum."""
     probe_bytes: int = Field(default=2**18, ge=1)
-    """Size of the messages that links are measured by."""
+    """Size of the messages that measure links."""
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what mixes.
+        """Return the synchroniser that mixes.
 
         Raises:
-            SettingsError: Graph or candidates cannot be of so many workers, or do not keep their mean.
+            SettingsError: Graph or candidates do not exist for that number of workers, or do not preserve their mean.
         """
         check_keeps_mean(self, context.group)
         edges = self.candidates.find_edges(context.group.size)
@@ -68,12 +68,12 @@ class AdaptiveMixing(GossipRule):
         return AdaptiveSynchroniser(context, self, edges | {(b, a) for a, b in edges})
 
     def choose_num_pairs(self, num_pairs: int, distance: float, step_length: float) -> int:
-        """Return how many pairs of workers to join from now on, before bounds.
+        """Return the number of pairs of workers to join from now on, before bounds.
 
         Args:
-            num_pairs: Joined until now.
-            distance: Of workers from their mean, root mean square.
-            step_length: Of the optimizer's steps, likewise.
+            num_pairs: Number of pairs joined so far.
+            distance: Distance of workers from their mean, root mean square.
+            step_length: Length of the optimizer's steps, root mean square.
         """
         if distance > self.target * step_length:
             return int(np.ceil(num_pairs * _GROWTH))
@@ -81,11 +81,11 @@ class AdaptiveMixing(GossipRule):
 
 
 class AdaptiveSynchroniser(Synchroniser):
-    """Mixes as D-PSGD does, and chooses another graph now and then.
+    """Mixes like D-PSGD, and chooses another graph from time to time.
 
     Args:
         context: The worker's model, optimizer and group.
-        rule: Its settings.
+        rule: Settings of the rule.
         candidates: Edges that may be chosen, both ways.
     """
 
@@ -96,9 +96,9 @@ class AdaptiveSynchroniser(Synchroniser):
         self._use(rule.graph.mixing_matrix(context.group.size))
         self._mixing = DPSGDSynchroniser(context, lambda step: self._row)
         self._edges: Edges | None = None
-        """Those chosen; None before the first choice."""
+        """Chosen edges; None before the first choice."""
         self._before: Tensor | None = None
-        """Parameters before the optimizer's step, where the graph is chosen anew after it."""
+        """Parameters before the optimizer's step, if the graph is chosen again after it."""
 
     def before_update(self, step: LocalStep) -> None:
         """Mix."""
@@ -107,7 +107,7 @@ class AdaptiveSynchroniser(Synchroniser):
         self._before = self._flat.read() if is_due else None
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Choose another graph if it is time, and begin to send."""
+        """Choose another graph if it is due, and begin to send."""
         began_s, wire_bytes = time.perf_counter(), 0
         if self._before is not None:
             wire_bytes = self._choose_together(self._before)
@@ -118,22 +118,22 @@ class AdaptiveSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the mean over workers."""
+        """While active, parameters are the mean over workers."""
         with self._mixing.consensus():
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the edges chosen."""
+        """Return the chosen edges."""
         return {} if self._edges is None else {"edges": torch.tensor(sorted(self._edges))}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take them on, among as many workers."""
+        """Load the edges, if the number of workers is the same."""
         self._mixing.load_state(saved, shared)
         if len(saved) == self._context.group.size and "edges" in shared:
             self._choose([(int(a), int(b)) for a, b in shared["edges"].tolist()])
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
         self._mixing.close()
         self._group.close()
 
@@ -175,17 +175,17 @@ def sketch(model: Tensor, seed: int) -> Tensor:
 
 
 def measure_links(group: Group, candidates: Edges, num_bytes: int) -> tuple[list[float], int]:
-    """Return the seconds that a message takes on each link to a higher rank, 0 on others, and the bytes sent.
+    """Return the seconds of a message on each link to a higher rank, 0 on others, and the bytes sent.
 
-    Links are measured one at a time on each rank: in rounds in which everybody has one partner, or none.
+    Each rank measures one link at a time: in rounds in which every rank has one partner, or none.
     """
     seconds, sent_bytes = [0.0] * group.size, 0
-    places = list(range(group.size + group.size % 2))  # of an odd number of ranks one has no partner
+    places = list(range(group.size + group.size % 2))  # with an odd number of ranks one has no partner
     message, nothing = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     for _ in range(len(places) - 1):
         partner = places[-1 - places.index(group.rank)]
         if (group.rank, partner) in candidates:
-            _there_and_back(group, partner, nothing)  # now both are here
+            _there_and_back(group, partner, nothing)  # now both are ready
             times = [_there_and_back(group, partner, message) for _ in range(_NUM_PROBES)]
             sent_bytes += _NUM_PROBES * num_bytes + 1
             if group.rank < partner:

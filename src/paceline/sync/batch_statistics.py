@@ -30,8 +30,8 @@ def pool_moments(moments: Sequence[Moments], weights: Sequence[float] | None = N
     """Return mean and variance of the union of sets, given those of each.
 
     Args:
-        moments: Of each set.
-        weights: How much each set counts, not all 0; alike without it.
+        moments: Mean and variance of each set.
+        weights: Weight of each set, not all 0; equal by default.
     """
     means = torch.stack([mean.double() for mean, _ in moments])
     variances = torch.stack([variance.double() for _, variance in moments])
@@ -46,7 +46,7 @@ def pool_moments(moments: Sequence[Moments], weights: Sequence[float] | None = N
 
 @contextmanager
 def pooled_over_workers(module: nn.Module, group: Group) -> Iterator[None]:
-    """Inside, every layer has the running statistics of all workers' samples; outside, its own again."""
+    """While active, every layer has the running statistics of all workers' samples; afterwards, its own again."""
     layers = find_statistics(module).values()
     own = [(mean.clone(), variance.clone()) for mean, variance in map(_moments, layers)]
     pool_over_workers(module, group)
@@ -58,14 +58,14 @@ def pooled_over_workers(module: nn.Module, group: Group) -> Iterator[None]:
 
 
 def pool_over_workers(module: nn.Module, group: Group, weight: float = 1.0) -> int:
-    """Give every layer the running statistics of all workers' samples, and return the bytes that this worker sent.
+    """Give every layer the running statistics of all workers' samples; return the bytes that this worker sent.
 
-    How many batches a layer has seen (``num_batches_tracked``) stays each worker's own.
+    The number of batches that a layer has seen (``num_batches_tracked``) stays each worker's own.
 
     Args:
-        module: The same on every worker.
-        group: The workers.
-        weight: How much this worker's statistics count; not 0 on all of them.
+        module: Module, the same on every worker.
+        group: Group of the workers.
+        weight: Weight of this worker's statistics; not 0 on all of them.
     """
     layers = list(find_statistics(module).values())
     if not layers or group.size == 1:

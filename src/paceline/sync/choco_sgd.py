@@ -1,4 +1,4 @@
-"""CHOCO-SGD: decentralised SGD whose messages a codec makes smaller."""
+"""CHOCO-SGD: decentralised SGD whose messages a codec compresses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,11 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 class ChocoSGD(GossipRule):
     """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv:1902.00340; for networks of neurons 2020, arXiv:1907.09356).
 
-    Each worker has a public copy c_i of its parameters, which its neighbours keep too. In every step it sends
-    q_i = decode(encode(x_i - c_i)), and everybody adds it to their c_i: what the codec drops stays in the difference,
-    so that a codec's own feedback is not used. Then x_i <- x_i + step_size * sum_j W_ij (c_j - c_i) - lr * g_i. The
-    mean over workers is kept, whatever the codec loses. Without a codec and with `step_size` 1 it is dpsgd.
+    Each worker has a public copy c_i of its parameters, which its neighbours keep too. In every step it sends q_i =
+    decode(encode(x_i - c_i)), and all of them add it to their c_i: the part that the codec drops stays in the
+    difference, so the codec's own feedback is not used. Then x_i <- x_i + step_size * sum_j W_ij (c_j - c_i) - lr *
+    g_i. The mean over workers is preserved, whatever the codec loses. Without a codec and with `step_size` 1 it is
+    dpsgd.
 
     On the wire is one encoded message to each neighbour and step, while the next gradients are computed. A worker holds
     a copy for each neighbour: one sum of them all would do, but its rounding errors would move the mean for ever.
@@ -34,9 +35,9 @@ class ChocoSGD(GossipRule):
     """
 
     codec: Codec = Int8()
-    """How differences are made smaller for the wire."""
+    """Codec of the differences."""
     step_size: float = Field(default=0.5, gt=0, le=1)
-    """How far a worker goes towards its neighbours' copies. The more a codec drops, the smaller it must be: 1 is right
+    """How far a worker moves towards its neighbours' copies. The more a codec drops, the smaller it must be: 1 is right
     without one, 0.05 for one element in a hundred."""
 
     @model_validator(mode="after")
@@ -49,22 +50,22 @@ class ChocoSGD(GossipRule):
         is_expansive = isinstance(self.codec, RandomK) and self.codec.scaled
         if self.codec.carries_momentum or is_expansive:
             raise SettingsError(
-                f"the codec of choco_sgd must bring copies nearer and have no momentum, but got {self.codec.name}"
+                f"the codec of choco_sgd must bring copies closer and have no momentum, but got {self.codec.name}"
                 f"{', scaled' if is_expansive else ''}; take another, such as top_k"
             )
         return self
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what mixes.
+        """Return the synchroniser that mixes.
 
         Raises:
-            SettingsError: The graph cannot be of so many workers, or does not keep their mean.
+            SettingsError: The graph does not exist for that number of workers, or does not preserve their mean.
         """
         check_keeps_mean(self, context.group)
         return ChocoSynchroniser(context, self)
 
     def message_bytes(self, shapes: Sequence[Size]) -> int:
-        """Return that of the codec's payloads."""
+        """Return the size of the codec's payloads."""
         return message_bytes(self.codec, {str(number): shape for number, shape in enumerate(shapes)})
 
 
@@ -73,7 +74,7 @@ class ChocoSynchroniser(Synchroniser):
 
     Args:
         context: The worker's model, optimizer and group.
-        rule: Its settings.
+        rule: Settings of the rule.
     """
 
     def __init__(self, context: WorkerContext, rule: ChocoSGD) -> None:
@@ -84,21 +85,21 @@ class ChocoSynchroniser(Synchroniser):
         self._flat = FlatParameters(context.parameters)
         self._shapes = {name: parameter.shape for name, parameter in context.parameters.items()}
         self._copies = {rank: self._flat.read() for rank in self._row.weights}
-        """By rank, this worker's among them; all workers begin with the same parameters."""
+        """Public copies by rank, including this worker's; all workers begin with the same parameters."""
         self._states: dict[str, State] = {}
         self._swap = GossipMessages(context.group, message_bytes(self._codec, self._shapes), torch.uint8)
         self._sent_in: int | None = None
-        """The step that the messages under way are of."""
+        """Step of the messages under way."""
 
     def before_update(self, step: LocalStep) -> None:
-        """Move towards the copies of the neighbours; the gradients were made of the parameters from before."""
+        """Move towards the copies of the neighbours; the gradients are those of the parameters before."""
         self._receive_copies()
         model = self._flat.read()
         towards = self._row.mix(self._copies) - self._copies[self._rank]
         self._flat.write(model.add_(towards, alpha=self._step_size))
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Begin to send by how much the parameters differ from their copy."""
+        """Begin to send the difference between the parameters and their copy."""
         parts = (self._flat.read() - self._copies[self._rank]).float().split([s.numel() for s in self._shapes.values()])
         values = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
         message, done = encode_blocks(
@@ -118,18 +119,18 @@ class ChocoSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the mean over workers."""
+        """While active, parameters are the mean over workers."""
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """Return this worker's copy, which neighbours get from it again, and what its codec begins from."""
+        """Return this worker's copy, which neighbours get from it again, and the start of its codec."""
         self._receive_copies()
         codec = {f"{self._codec.name}/{name}/{key}": t for name, s in self._states.items() for key, t in s.items()}
         return {"copy": self._copies[self._rank].clone(), **codec}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take it on, and copies from the neighbours; among another number of workers copies are the consensus."""
+        """Load them, and get copies from the neighbours; with another number of workers copies are the consensus."""
         self._receive_copies()
         self._flat.read(self._copies[self._rank])
         if len(saved) == self._context.group.size:
@@ -146,11 +147,11 @@ class ChocoSynchroniser(Synchroniser):
         swap.close()
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
         self._swap.close()
 
     def _receive_copies(self) -> None:
-        """Add to the neighbours' copies what has come from them."""
+        """Add the received differences to the neighbours' copies."""
         if self._sent_in is None:
             return
         for rank, message in self._swap.finish().items():
@@ -159,11 +160,11 @@ class ChocoSynchroniser(Synchroniser):
         self._sent_in = None
 
     def _add(self, rank: int, difference: Mapping[str, Tensor]) -> None:
-        """Add what was decoded to the copy of a rank's parameters."""
+        """Add a decoded difference to the copy of a rank's parameters."""
         self._copies[rank].add_(torch.cat([difference[name].flatten() for name in self._shapes]))
 
     def _seed_of(self, rank: int) -> int:
-        """Return what a sender draws from: workers must not all round alike."""
+        """Return the seed of a sender: workers must not all round the same way."""
         return self._context.seed * self._context.group.size + rank
 
 

@@ -17,28 +17,28 @@ from paceline.topology.graphs import is_doubly_stochastic
 class DPSGD(GossipRule):
     """Decentralised parallel SGD, x_i <- sum_j W_ij x_j - lr * g_i(x_i) (Lian et al. 2017, arXiv:1705.09056).
 
-    W must be doubly stochastic: then the mean over workers moves by the mean gradient alone, and mixing keeps it.
-    On a complete graph, whose weights are all 1 / n, it is averaging: workers differ by their last gradients only.
-    Any optimizer takes the place of lr * g; its state stays with its worker.
+    W must be doubly stochastic: then the mean over workers moves by the mean gradient alone, and mixing preserves it.
+    On a complete graph, whose weights are all 1 / n, mixing averages: workers differ by their last gradients only.
+    Any optimizer can replace lr * g; its state stays with its worker.
 
     On the wire is one message of the parameters to each neighbour and step, for any number of workers; for a ring two.
-    It goes while the next gradients are computed, which need only the worker's own parameters. Clipping bounds each
-    worker's own gradient. The model that is judged and saved is the mean of the workers'.
+    It travels while the next gradients are computed, which need only the worker's own parameters. Clipping bounds each
+    worker's own gradient. The mean of the workers' models is evaluated and saved.
     It differs from the paper in that the graph may change from step to step.
     """
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what mixes.
+        """Return the synchroniser that mixes.
 
         Raises:
-            SettingsError: The graph cannot be of so many workers, or does not keep their mean.
+            SettingsError: The graph does not exist for that number of workers, or does not preserve their mean.
         """
         check_keeps_mean(self, context.group)
         return DPSGDSynchroniser(context, MixingRows(self.graph, context.group).at)
 
 
 def check_keeps_mean(rule: GossipRule, group: Group) -> None:
-    """Refuse a graph whose mixing does not keep the mean of the workers."""
+    """Refuse a graph whose mixing does not preserve the mean of the workers."""
     for step in range(rule.graph.num_phases(group.size) or 1):
         if not is_doubly_stochastic(rule.graph.mixing_matrix(group.size, step)):
             raise SettingsError(
@@ -51,11 +51,11 @@ def check_keeps_mean(rule: GossipRule, group: Group) -> None:
 class DPSGDSynchroniser(Synchroniser):
     """Mixes a worker's parameters with its neighbours'.
 
-    Nothing of a swap that is under way is in a checkpoint: parameters do not change until it ends, so it is made again.
+    A swap that is under way is not in a checkpoint: parameters do not change until it ends, so it is repeated.
 
     Args:
         context: The worker's model, optimizer and group.
-        choose: Returns this worker's part in the mixing of a step.
+        choose: Function that returns this worker's row of the mixing matrix of a step.
     """
 
     def __init__(self, context: WorkerContext, choose: Callable[[int], MixingRow]) -> None:
@@ -63,10 +63,10 @@ class DPSGDSynchroniser(Synchroniser):
         self._flat = FlatParameters(context.parameters)
         self._swap = GossipMessages(context.group, self._flat.num_elements, self._flat.dtype)
         self._row: MixingRow | None = None
-        """Of the swap under way."""
+        """Row of the swap under way."""
 
     def before_update(self, step: LocalStep) -> None:
-        """Mix; the gradients were made of the parameters from before."""
+        """Mix; the gradients are those of the parameters before."""
         row = self._row or self._start(step.number)
         models = self._swap.finish() | {self._context.group.rank: self._swap.outgoing}
         self._row = None
@@ -74,23 +74,23 @@ class DPSGDSynchroniser(Synchroniser):
         self._costs = self._swap.take_costs()
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Start to send the new parameters; what is counted are the messages that were mixed in this step."""
+        """Start to send the new parameters; the counted messages are those mixed in this step."""
         self._start(step.number + 1)
         return SyncResult(*self._costs)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the mean over workers."""
+        """While active, parameters are the mean over workers."""
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Forget the swap of other parameters."""
+        """Drop the swap of the former parameters."""
         self._swap.finish()
         self._row = None
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
         self._swap.close()
 
     def _start(self, number: int) -> MixingRow:

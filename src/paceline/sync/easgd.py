@@ -23,23 +23,24 @@ class EASGD(PeriodicRule):
     """Elastic averaging SGD (Zhang, Choromanska and LeCun 2015, arXiv:1412.6651).
 
     Once in a period x_i <- x_i - lr * g_i - a * (x_i - c) and c <- c + a * sum_i (x_i - c), with a the `elasticity`:
-    the gradient and both differences are those of before the step. Workers stay apart, and so explore; the centre c is
-    the model that is judged and saved. With num_workers * a = 1 the centre becomes the workers' mean, with a = 0 they
-    run by themselves. The optimizer is any: with SGD and Nesterov momentum it is the paper's EAMSGD.
+    the gradient and both differences are those before the step. Workers stay apart, and so explore; the centre c is
+    evaluated and saved. With num_workers * a = 1 the centre becomes the workers' mean, with a = 0 they
+    run independently. Any optimizer works: with SGD and Nesterov momentum it is the paper's EAMSGD.
 
-    With `asynchronous` each worker swaps with the centre alone, in steps of its own, one after another: x_i <- x_i - d,
-    c <- c + d, d = a * (x_i - c). The centre stands beside the first worker, and samples go to whoever comes for them.
+    With `asynchronous` each worker swaps with the centre alone, in its own steps, one after another: x_i <- x_i - d,
+    c <- c + d, d = a * (x_i - c). The centre runs in the first worker's process, and a dispatcher hands out samples.
 
     On the wire is one all-reduce of the parameters a period, or a message of them each way with `asynchronous`, which
-    the optimizer's step hides in part; each worker keeps the centre beside its parameters. Workers count alike,
-    whatever their samples. Clipping bounds each worker's own gradient, not the pull. A codec encodes x_i - c; what it
-    holds back reaches the centre later.
+    the optimizer's step hides in part; each worker keeps the centre beside its parameters. Workers count equally,
+    whatever their samples. Clipping bounds each worker's own gradient, not the pull. A codec encodes x_i - c; the part
+    that it holds back reaches the centre later.
     """
 
     period: int = Field(default=8, ge=1)
     """Steps from one pull to the next."""
     elasticity: float | None = Field(default=None, ge=0, le=1)
-    """How far a worker is pulled to the centre, and the centre by each worker; by default 0.9 / num_workers."""
+    """Share of the difference that a worker moves to the centre, and the centre to each worker; by default
+    0.9 / num_workers."""
 
     asynchronous: bool = False
     """Whether each worker swaps with the centre at its own pace."""
@@ -49,13 +50,13 @@ class EASGD(PeriodicRule):
         if self.asynchronous and (not isinstance(self.codec, NoCodec) or self.program is not None):
             raise SettingsError(
                 f"codec and program must be left out with asynchronous, but got {self.codec.name} and {self.program}; "
-                "a worker and the centre swap parameters as they are"
+                "a worker and the centre swap parameters uncompressed"
             )
         return self
 
     @property
     def is_asynchronous(self) -> bool:
-        """Where workers swap at their own pace."""
+        """Whether workers swap at their own pace."""
         return self.asynchronous
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
@@ -66,10 +67,10 @@ class EASGD(PeriodicRule):
         return tuple(Traffic(way, num_bytes, num_bytes, self.period, "servers") for way in ("push", "pull"))
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
-        """Return what pulls.
+        """Return the synchroniser that pulls.
 
         Raises:
-            SettingsError: The centre would be pulled beyond the workers' mean.
+            SettingsError: The centre would move beyond the workers' mean.
         """
         num_workers = context.group.size
         elasticity = 0.9 / num_workers if self.elasticity is None else self.elasticity
@@ -91,7 +92,7 @@ class _Elastic(Synchroniser):
         self._centre = self._make_centre()
 
     def is_sync_step(self, number: int) -> bool:
-        """The last step of each period is one."""
+        """Return whether the step is the last of a period."""
         return (number + 1) % self._rule.period == 0
 
     def before_update(self, step: LocalStep) -> None:
@@ -113,7 +114,7 @@ class _Elastic(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the centre."""
+        """While active, parameters are the centre."""
         parameters = self._context.parameters
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         _assign(parameters, self._centre.tensors)
@@ -127,18 +128,18 @@ class _Elastic(Synchroniser):
         return self._centre.state()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec holds back."""
+        """Return the codec's residuals."""
         return self._feedback.state()
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on from the saved centre; without one, from these parameters."""
+        """Continue from the saved centre; without one, from these parameters."""
         self._centre = self._make_centre()
         if shared:
             self._centre.load_state(shared)
         self._feedback.load_state(saved)
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""
         self._reducer.close()
 
     def _pull(self, _: str, centre: Tensor, total: Tensor) -> None:

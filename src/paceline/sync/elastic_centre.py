@@ -1,4 +1,4 @@
-"""The centre of asynchronous EASGD: it stands beside the first worker, and pulls at one worker at a time."""
+"""The centre of asynchronous EASGD: it runs in the first worker's process, and pulls one worker at a time."""
 
 import threading
 import time
@@ -15,18 +15,18 @@ from paceline.sync.sample_dispatcher import DispatcherClient
 from paceline.sync.synchroniser import LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
 
 _SWAP, _READ = 0, 1
-"""Kinds of requests: to pull, and for the centre as it is."""
+"""Kinds of requests: a pull, and a read of the centre."""
 
 
 class CentreService(RpcService):
-    """Keeps the centre.
+    """Service that keeps the centre.
 
-    A worker sends its parameters x and gets a * (x - c) back; that has been added to c by then, under a lock, so that
-    what a worker loses the centre has gained.
+    A worker sends its parameters x and gets a * (x - c) back, which has already been added to c, under a lock, so that
+    the centre gains what the worker loses.
 
     Args:
-        centre: Its value; changed in place.
-        elasticity: The share a of the difference.
+        centre: Value of the centre; changed in place.
+        elasticity: Share a of the difference.
     """
 
     def __init__(self, centre: Tensor, elasticity: float) -> None:
@@ -42,7 +42,7 @@ class CentreService(RpcService):
         return self._received[caller].view(torch.uint8)
 
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
-        """Pull, or tell the centre."""
+        """Pull the caller, or return the centre."""
         with self._lock:
             if header.kind == _READ:
                 reply = self.centre.clone()
@@ -53,12 +53,12 @@ class CentreService(RpcService):
 
 
 class AsynchronousElastic(Synchroniser):
-    """A worker that the centre pulls at once in a period of its own steps.
+    """A worker that the centre pulls once in a period of its own steps.
 
     Args:
         context: The worker's model, optimizer and group.
         period: Steps from one pull to the next.
-        elasticity: How far both are pulled.
+        elasticity: Share of the difference that both move.
     """
 
     def __init__(self, context: WorkerContext, period: int, elasticity: float) -> None:
@@ -74,17 +74,17 @@ class AsynchronousElastic(Synchroniser):
 
     @property
     def dispatcher(self) -> SampleDispatcher | None:
-        """Where workers get their samples."""
+        """Source of the workers' samples."""
         return self._dispatcher
 
     def before_update(self, step: LocalStep) -> None:
-        """Begin to swap, where it is this worker's turn: parameters are those that the gradients are of."""
+        """Begin to swap, if this worker is due: with the parameters that the gradients belong to."""
         self._num_steps += 1
         if self._is_due:
             self._client.begin(RpcHeader(_SWAP), self._flat.read(self._sent).view(torch.uint8))
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Go towards the centre by what it has taken."""
+        """Move towards the centre by what it has taken."""
         result = SyncResult()
         if self._is_due:
             began_s = time.perf_counter()
@@ -97,7 +97,7 @@ class AsynchronousElastic(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the centre."""
+        """While active, parameters are the centre."""
         own, centre = self._flat.read(), self._read()
         if not bool(centre.isfinite().all()):
             raise NonFiniteError(
@@ -115,21 +115,21 @@ class AsynchronousElastic(Synchroniser):
         return {"centre": self._read()}
 
     def document(self) -> dict[str, int]:
-        """Return how many steps this worker has taken."""
+        """Return the number of steps that this worker has taken."""
         return {"num_steps": self._num_steps}
 
     def load_document(self, document: Mapping[str, int]) -> None:
-        """Take it on."""
+        """Load it."""
         self._num_steps = document["num_steps"]
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on from the saved centre; without one, from these parameters."""
+        """Continue from the saved centre; without one, from these parameters."""
         if self._service is not None:
             self._service.centre.copy_(shared.get("centre", self._flat.read()))
         self._context.group.barrier(name="centre is loaded")
 
     def close(self) -> None:
-        """Leave; the centre stays until all have left."""
+        """Leave; the centre stays until all workers have left."""
         self._dispatcher.close()
         self._endpoint.close()
 
@@ -138,7 +138,7 @@ class AsynchronousElastic(Synchroniser):
         return self._num_steps % self._period == 0
 
     def _read(self) -> Tensor:
-        """Return the centre, once all workers are here and none pulls at it."""
+        """Return the centre, once all workers have arrived and none pulls at it."""
         self._context.group.barrier(name="centre is at rest")
         self._client.call(RpcHeader(_READ), into=self._pull.view(torch.uint8))
         self._context.group.barrier(name="centre was read")

@@ -22,7 +22,7 @@ _NEEDS = {
     Algebra.REQUANTISE: {Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.ALL_GATHER},
     Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
 }
-"""The collectives a codec's payloads go through; small blocks are summed as they are in any case."""
+"""Collectives of a codec's payloads; small blocks are summed uncompressed in any case."""
 
 
 @register("every_step")
@@ -30,19 +30,19 @@ class EveryStep(Rule):
     """Synchronous data-parallel SGD, x <- x - lr * sum_i w_i g_i / sum_i w_i.
 
     Without a codec it equals one process on the same global batch up to the order of summation, and sends 2(n-1)/n
-    bytes a rank for each byte of gradient. With one, workers apply the same sum of what each really sent, and keep the
-    rest for later steps (error feedback), but for the first `dense_steps`. Gradients are clipped after they are
-    averaged, so clipping is that of the one process; with feedback, what was held back is clipped with the step that it
-    is sent in.
+    bytes a rank for each byte of gradient. With a codec, workers apply the same sum of the values really sent, and keep
+    the rest for later steps (error feedback), except in the first `dense_steps`. Gradients are clipped after they are
+    averaged, so clipping is that of the one process; with feedback, residuals are clipped in the step in which they are
+    sent.
     """
 
     codec: Codec = NoCodec()
-    """How gradients are made smaller for the wire. On a fast network none is best."""
+    """Codec of the gradients. On a fast network none is best."""
     program: Algorithm | None = None
-    """The collective program that sums them; by default what the group thinks best."""
+    """Collective program that sums them; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
-    """Steps at the beginning in which the codec is left out. Adaptive optimizers need it most: what they learn there of
-    the size of gradients is not what a codec's bursts say (Tang et al. 2021, arXiv:2102.02888, take about a fifth of
+    """Steps at the beginning without the codec. Adaptive optimizers need them most: the size of gradients that they
+    learn there is not that of a codec's bursts (Tang et al. 2021, arXiv:2102.02888, take about a fifth of
     the steps for one_bit with Adam; Lin et al. 2018, arXiv:1712.01887, let the density of top_k fall over four
     epochs)."""
 
@@ -68,12 +68,12 @@ class EveryStep(Rule):
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Always: all workers apply the same bits."""
+        """Always true: all workers apply the same bits."""
         return True
 
     @property
     def carries_momentum(self) -> bool:
-        """With a codec that corrects momentum."""
+        """Whether the codec corrects momentum."""
         return self.codec.carries_momentum
 
     def phase(self, step: int) -> int:
@@ -81,7 +81,7 @@ class EveryStep(Rule):
         return 0 if isinstance(self.codec, NoCodec) or step < self.dense_steps else 1
 
     def next_change(self, step: int) -> int | None:
-        """Return the end of the dense steps."""
+        """Return the end of the dense steps, if they lie ahead."""
         return self.dense_steps if self.phase(step) != self.phase(self.dense_steps) else None
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
@@ -95,7 +95,7 @@ class EveryStep(Rule):
         return CodecReducer(group, self.codec, program, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """One all-reduce a step, of gradients as they are or as the codec makes them."""
+        """One all-reduce a step, of gradients, encoded if there is a codec."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         wire_bytes = sum(self.codec.wire_bytes(shape, num_workers) for shape in shapes)
         encoded = Traffic("all_reduce", num_bytes, wire_bytes, first_step=self.dense_steps)

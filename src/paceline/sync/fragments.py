@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.errors import SettingsError
 
 _TOLERANCE = 1.1
-"""The largest fragment's bytes over those of the mean one."""
+"""Ratio of the largest fragment's bytes to the mean."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def cut_into_fragments(tensors: Mapping[str, Tensor], num_fragments: int) -> lis
     """Return views of `tensors`, each element in exactly one fragment, none of over 1.1 times the mean size.
 
     The largest go first, each into the smallest fragment so far, so that fragments have layers of all depths (the
-    strided pattern of Streaming DiLoCo). Tensors are cut, by rows and as ``name[begin:end]``, only where the bound is
-    not kept otherwise; it is broken only by single rows that are too large.
+    strided pattern of Streaming DiLoCo). Tensors are split, by rows and as ``name[begin:end]``, only if the bound
+    requires it; only single rows that are too large exceed it.
 
     Args:
-        tensors: By name; the same names and shapes lead to the same fragments.
-        num_fragments: At least 1.
+        tensors: Tensors by name; the same names and shapes lead to the same fragments.
+        num_fragments: Number of fragments, at least 1.
 
     Raises:
         SettingsError: Some fragment would be empty.

@@ -1,4 +1,4 @@
-"""What rules have in common whose workers mix their models with neighbours: a graph, messages, and the mean of all."""
+"""Common parts of rules whose workers mix their models with neighbours: a graph, messages, and the mean of all."""
 
 import time
 from abc import abstractmethod
@@ -17,30 +17,30 @@ from paceline.topology.graphs import Floats, Graph, RingGraph
 
 
 class GossipRule(Rule):
-    """Settings of a rule whose workers step by gradients of their own, and mix parameters with neighbours.
+    """Settings of a rule whose workers step by their own gradients, and mix parameters with neighbours.
 
-    What a worker counts for in the mean of all is what the graph says, not how many samples it had: weights are those
-    of the samples in one worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay
-    with their worker, and are pooled when the model is judged. Mixing is done in host memory, on GPUs too.
+    The graph decides a worker's weight in the mean of all, not its number of samples; samples are weighted within a
+    worker's step only. Clipping bounds each worker's own gradient. BatchNorm's statistics stay
+    with their worker, and are pooled for evaluation. Mixing runs in host memory, on GPUs too.
     """
 
     graph: Graph = RingGraph()
-    """Who is whose neighbour."""
+    """Graph of neighbours."""
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Never: neighbours are close to each other, not equal."""
+        """Always false: neighbours are close to each other, not equal."""
         return False
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
-        """Each worker steps by its own gradient."""
+        """Return this worker alone, which steps by its own gradient."""
         return [group.rank]
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
-        """Return what mixes; a worker alone has nobody to mix with.
+        """Return the synchroniser that mixes; None for a worker alone.
 
         Raises:
-            SettingsError: The graph cannot be of so many, or not do what the rule needs.
+            SettingsError: The graph does not exist for that number of workers, or does not suit the rule.
         """
         if context.group.size == 1:
             return None
@@ -48,10 +48,10 @@ class GossipRule(Rule):
 
     @abstractmethod
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what mixes, among two workers or more."""
+        """Return the synchroniser that mixes, among two workers or more."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """A message to each neighbour in every step; the mean over workers where they have more or fewer."""
+        """A message to each neighbour in every step; the mean over workers if their numbers differ."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         num_messages = count_messages(self.graph, num_workers)
         wire_bytes = round(num_messages * self.message_bytes(shapes))
@@ -63,7 +63,7 @@ class GossipRule(Rule):
 
 
 def count_messages(graph: Graph, num_workers: int) -> float:
-    """Return how many messages a worker sends in a step, on the mean."""
+    """Return the number of messages of a worker in a step, on average."""
     num_phases = graph.num_phases(num_workers) or 1
     counts = [len(graph.find_edges(num_workers, step)) for step in range(num_phases)]
     return sum(counts) / num_phases / num_workers
@@ -71,11 +71,11 @@ def count_messages(graph: Graph, num_workers: int) -> float:
 
 @dataclass(frozen=True)
 class MixingRow:
-    """One worker's part in a step of mixing.
+    """One worker's row of the mixing matrix in a step.
 
     Args:
-        weights: What each model counts for in the new one, by rank, this worker's among them.
-        destinations: The ranks that get this worker's model.
+        weights: Weight of each model in the new one, by rank, including this worker's.
+        destinations: Ranks that get this worker's model.
     """
 
     weights: Mapping[int, float]
@@ -83,7 +83,7 @@ class MixingRow:
 
     @classmethod
     def of(cls, mixing: Floats, rank: int) -> "MixingRow":
-        """Return the part of `rank` in a mixing matrix."""
+        """Return the row of `rank` in a mixing matrix."""
         weights = {source: weight for source, weight in enumerate(mixing[rank].tolist()) if weight or source == rank}
         destinations = [other for other, weight in enumerate(mixing[:, rank].tolist()) if weight and other != rank]
         return cls(weights, destinations)
@@ -97,11 +97,11 @@ class MixingRow:
 
 
 class MixingRows:
-    """This worker's part in each step of a graph's mixing.
+    """This worker's row in each step of a graph's mixing.
 
     Args:
-        graph: The graph.
-        group: The workers.
+        graph: Graph of neighbours.
+        group: Group of the workers.
     """
 
     def __init__(self, graph: Graph, group: Group) -> None:
@@ -110,7 +110,7 @@ class MixingRows:
         self._known: dict[int, MixingRow] = {}
 
     def at(self, step: int) -> MixingRow:
-        """Return it for a step."""
+        """Return the row of a step."""
         if self._num_phases is None:
             return self._make(step)
         phase = step % self._num_phases
@@ -123,12 +123,12 @@ class MixingRows:
 
 
 class FlatParameters:
-    """Parameters side by side in one buffer, of a dtype that holds all of them.
+    """Parameters in one flat buffer, of a dtype that can represent all of them.
 
-    Buffers are in host memory, where messages come from: parameters on a GPU are copied there and back.
+    Buffers are in host memory, which messages need: parameters on a GPU are copied there and back.
 
     Args:
-        parameters: By name.
+        parameters: Parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -147,15 +147,15 @@ class FlatParameters:
 
     @torch.no_grad()
     def write(self, buffer: Tensor) -> None:
-        """Fill the parameters with what a buffer holds."""
+        """Fill the parameters from a buffer."""
         for part, parameter in zip(buffer.split(self._sizes), self._parameters, strict=True):
             parameter.copy_(part.view(parameter.shape))
 
     @contextmanager
     def averaged(self, group: Group, numerator: Tensor, weight: float = 1.0) -> Iterator[None]:
-        """Inside, parameters are the sum over workers of numerators by that of weights; outside, their own again.
+        """While active, parameters are the sum of numerators divided by that of weights; afterwards, their own again.
 
-        It costs one all-reduce of their size. Every worker enters it.
+        The cost is one all-reduce of their size. Every worker enters it.
         """
         own = [parameter.detach().clone() for parameter in self._parameters]
         total = numerator.to(torch.promote_types(self.dtype, torch.float32), copy=True)
@@ -174,28 +174,28 @@ class FlatParameters:
 
 
 class GossipMessages:
-    """Messages of one size to some workers and from some, over connections of their own.
+    """Messages of one size to and from some workers, over separate connections.
 
-    All receives are posted first, so that no order among workers is needed. The buffers stay from one swap to the next:
-    one for what is sent and one for each worker that something ever came from.
+    All receives are posted first, so no order among workers is needed. The buffers are reused by every swap:
+    one for the outgoing message and one for each worker that has ever sent one.
 
     Args:
-        group: All workers.
-        num_elements: Size of a message.
-        dtype: Its dtype.
+        group: Group of all workers.
+        num_elements: Number of elements of a message.
+        dtype: Dtype of a message.
     """
 
     def __init__(self, group: Group, num_elements: int, dtype: torch.dtype) -> None:
         self._group = group.on_cpu().duplicate("gossip")
         self.outgoing = torch.zeros(num_elements, dtype=dtype)
-        """What is sent; to be left alone while a swap is under way."""
+        """Message to send; leave it alone while a swap is under way."""
         self._incoming: dict[int, Tensor] = {}
         self._works: list[Work] = []
         self._wire_bytes = 0
         self._waited_s = 0.0
 
     def start(self, sources: Sequence[int], destinations: Sequence[int], name: str) -> None:
-        """Start to send what `outgoing` holds, and to receive as much from each source."""
+        """Start to send `outgoing`, and to receive a message from each source."""
         assert not self._works, "one swap must end before the next begins"
         for source in sources:
             buffer = self._incoming.setdefault(source, torch.empty_like(self.outgoing))
@@ -204,7 +204,7 @@ class GossipMessages:
         self._wire_bytes += len(destinations) * self.outgoing.nbytes
 
     def finish(self) -> dict[int, Tensor]:
-        """Wait for all messages, and return the buffers of those that came, by rank."""
+        """Wait for all messages, and return the received ones, by rank."""
         began_s = time.perf_counter()
         for work in self._works:
             work.wait()
@@ -213,12 +213,12 @@ class GossipMessages:
         return self._incoming
 
     def take_costs(self) -> tuple[float, int]:
-        """Return the seconds waited and the bytes sent since it was last called."""
+        """Return the seconds waited and the bytes sent since the last call."""
         costs = self._waited_s, self._wire_bytes
         self._waited_s, self._wire_bytes = 0.0, 0
         return costs
 
     def close(self) -> None:
-        """Wait for what is under way, which the others wait for too, and let the connections go."""
+        """Wait for the messages under way, which the others wait for too, and close the connections."""
         self.finish()
         self._group.close()

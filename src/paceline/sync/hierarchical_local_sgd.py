@@ -18,7 +18,7 @@ class HierarchicalLocalSGD(PeriodicRule):
     """Hierarchical local SGD (Lin et al. 2020, arXiv:1808.07217): every_step in a host, local_sgd between hosts.
 
     The workers of a host sum their gradients at every step, and so have the same parameters; after `period` steps all
-    take on the mean over hosts, by the weight of the samples that each has used. With one worker a host it is
+    take the mean over hosts, by the weight of the samples that each has used. With one worker a host it is
     local_sgd, on one host every_step. On the wire are a host's gradients at every step inside it, without the codec,
     and one all-reduce of the parameters a period, of which groups that know their hosts send one worker's part between
     hosts.
@@ -28,7 +28,7 @@ class HierarchicalLocalSGD(PeriodicRule):
     """
 
     host_size: int | None = Field(default=None, ge=1)
-    """Workers of a host, in the order of ranks; by default those that run on one machine."""
+    """Number of workers of a host, in the order of ranks; by default those on one machine."""
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the workers of this worker's host."""
@@ -38,13 +38,13 @@ class HierarchicalLocalSGD(PeriodicRule):
         return range(first, min(first + self.host_size, group.size))
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
-        """Return what averages over hosts; a worker alone has nobody to average with."""
+        """Return the synchroniser that averages over hosts; None for a worker alone."""
         if context.group.size == 1:
             return None
         return PeriodicSynchroniser(context, self, SyncSchedule(self.period))
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """One all-reduce a step inside a host, all workers being of one without `host_size`; one a period of all."""
+        """One all-reduce a step inside a host (of all workers without `host_size`); one a period of all."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         num_neighbours = min(self.host_size or num_workers, num_workers)
         inside = Traffic(

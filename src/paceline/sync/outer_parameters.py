@@ -1,4 +1,4 @@
-"""Outer parameters: what workers last had in common, and the exchange of how far each has moved away from it."""
+"""Outer parameters: the last common values of the workers, and the exchange of each worker's difference from them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,24 +12,24 @@ from paceline.errors import NonFiniteError, SettingsError
 from paceline.sync.reducer import FlatBucket, GradientReducer
 
 _BUCKET_BYTES = 16 * 2**20
-"""While one bucket is on the wire the next is filled."""
+"""Size of a bucket: while one is on the wire the next is filled."""
 
 OuterUpdate = Callable[[str, Tensor, Tensor], None]
-"""Updates a block's outer parameters, in place, given its name, its outer parameters and its mean difference."""
+"""Function that updates a block's outer parameters in place, given its name, these and its mean difference."""
 
 
 class OuterParameters:
-    """The value that some tensors had on all workers after the last sync step, and what is exchanged at the next one.
+    """Values that some tensors had on all workers after the last sync step, and the exchange at the next one.
 
     Each worker sends its differences from the outer parameters, times the weight of the samples that made them. They
-    are small, so that codecs suit them, and what a codec holds back is added to those of the next sync step. Of tensors
-    of less than 32 bits the outer parameters and the sums have 32. It holds two copies of the tensors.
+    are small, so codecs suit them, and residuals of a codec are added to the differences of the next sync step. If
+    tensors have less than 32 bits, the outer parameters and the sums have 32. It holds two copies of the tensors.
 
     Args:
-        name: What errors call it.
+        name: Name in errors.
         values: This worker's tensors, by block; changed in place by `apply`.
-        group: The workers; all of them make it in the same step.
-        reducer: Sums the differences.
+        group: Group of the workers; all of them make it in the same step.
+        reducer: Reducer of the differences.
     """
 
     def __init__(self, name: str, values: Mapping[str, Tensor], group: Group, reducer: GradientReducer) -> None:
@@ -38,12 +38,12 @@ class OuterParameters:
         self._group = group
         self._reducer = reducer
         self.tensors = {block: value.detach().to(_sum_dtype(value), copy=True) for block, value in values.items()}
-        """The outer parameters of each block: the same bits on every worker."""
+        """Outer parameters of each block, bitwise equal on all workers."""
         self._buckets = _pack(name, self.tensors, group, reducer.bucket_bytes or _BUCKET_BYTES)
         self._works: list[Work] = []
         self._total_weight = 0.0
         self.is_sent = False
-        """Whether differences were sent that have not been applied."""
+        """Whether sent differences have not been applied yet."""
 
     @property
     def wire_bytes(self) -> int:
@@ -52,11 +52,11 @@ class OuterParameters:
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """The mean difference of each block, once it has arrived."""
+        """Mean difference of each block, once it has arrived."""
         return {block: view for bucket in self._buckets for block, view in bucket.blocks.items()}
 
     def send(self, weight: float, total_weight: float, step: int) -> None:
-        """Start to exchange the differences, which count by this worker's `weight` in the `total_weight` of all."""
+        """Start to exchange the differences, with this worker's `weight` in the `total_weight` of all."""
         assert not self.is_sent
         self.is_sent, self._total_weight = True, total_weight
         for bucket in self._buckets:
@@ -64,15 +64,15 @@ class OuterParameters:
             bucket.num_non_finite = 0
             for block, view in bucket.blocks.items():
                 torch.sub(self.tensors[block], self._values[block], out=view)
-            # A worker without samples counts for nothing, whatever its tensors are: NaN times 0 is NaN.
+            # A worker without samples counts as zeros, whatever its tensors are: NaN times 0 is NaN.
             bucket.numerators.mul_(weight) if weight else bucket.numerators.zero_()
             self._works.append(self._reducer.reduce(bucket, lambda: total_weight, step))
 
     def receive(self) -> float:
-        """Wait until the mean difference is known, and return the seconds waited; nothing is changed yet.
+        """Wait for the mean difference, and return the seconds waited; nothing changes yet.
 
         Raises:
-            NonFiniteError: It is not finite.
+            NonFiniteError: The mean difference is not finite.
         """
         if not self._works:
             return 0.0
@@ -90,10 +90,10 @@ class OuterParameters:
         return time.perf_counter() - began_s
 
     def apply(self, outer_update: OuterUpdate | None = None, mixing: float = 0.0) -> None:
-        """Update the outer parameters by what has arrived, and make them the worker's tensors.
+        """Update the outer parameters by the mean difference, and copy them to the worker's tensors.
 
         Args:
-            outer_update: How outer parameters change; by the mean difference without it.
+            outer_update: Update of the outer parameters; by default the mean difference is added.
             mixing: Weight that the worker's own tensors keep.
         """
         self.update(outer_update)
@@ -105,7 +105,7 @@ class OuterParameters:
                 value.copy_(outer)
 
     def update(self, outer_update: OuterUpdate | None = None) -> None:
-        """Update the outer parameters by what has arrived, and leave the worker's tensors as they are; see `apply`."""
+        """Update the outer parameters by the mean difference, without changing the worker's tensors; see `apply`."""
         assert self.is_sent
         assert not self._works
         for block, mean in self.mean.items():
@@ -117,9 +117,9 @@ class OuterParameters:
 
     @contextmanager
     def averaged(self, weight: float) -> Iterator[None]:
-        """Inside, the worker's tensors are the mean over all workers by their `weight`; outside, its own again.
+        """While active, the worker's tensors are the mean over all workers by `weight`; afterwards, its own again.
 
-        Where nobody has any weight they count alike. It costs one all-reduce of their size, which is not compressed.
+        If all weights are 0 they count equally. The cost is one uncompressed all-reduce of their size.
         """
         total = torch.tensor([weight], dtype=torch.float64, device=self._group.device)
         self._group.all_reduce(total, name=f"weight of {self._name}").wait()
@@ -139,9 +139,9 @@ class OuterParameters:
                 value.copy_(own[block])
 
     def state(self) -> dict[str, Tensor]:
-        """Return the outer parameters, and a mean difference that was sent and not applied: the same on all workers.
+        """Return the outer parameters, and a mean difference that is not applied yet: the same on all workers.
 
-        What is on the wire is waited for.
+        Waits for an exchange under way.
         """
         self.receive()
         state = {f"{self._name}/{block}": tensor for block, tensor in self.tensors.items()}
@@ -150,10 +150,10 @@ class OuterParameters:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take on what `state` returned.
+        """Load the result of `state`.
 
         Raises:
-            SettingsError: It is of other blocks.
+            SettingsError: The state is that of other blocks.
         """
         missing = [block for block in self.tensors if f"{self._name}/{block}" not in state]
         if missing:

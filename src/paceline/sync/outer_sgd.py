@@ -1,4 +1,4 @@
-"""The outer optimizer of DiLoCo: SGD with momentum on the mean difference of workers from what they had in common."""
+"""The outer optimizer of DiLoCo: SGD with momentum on the workers' mean difference from their common parameters."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ class OuterSGD:
     """Moves outer parameters against the mean difference, as torch.optim.SGD moves parameters against their gradient.
 
     v <- momentum * v + d; x <- x - learning_rate * (d + momentum * v) with Nesterov's momentum, - learning_rate * v
-    without. As there (and in optax) v begins as the first difference, so that with a learning rate of 0.7 and a
+    without. As in torch and optax v begins as the first difference, so that with a learning rate of 0.7 and a
     Nesterov momentum of 0.9 the first step is 0.7 * (1 + 0.9) = 1.33 times the mean difference.
 
     Args:
-        learning_rate: 1 without momentum ends at the workers' mean exactly.
-        momentum: 0 keeps no state.
+        learning_rate: Learning rate; 1 without momentum ends at the workers' mean exactly.
+        momentum: Momentum; 0 keeps no state.
         nesterov: Whether momentum is Nesterov's.
     """
 
@@ -38,6 +38,6 @@ class OuterSGD:
         return {f"velocity/{block}": velocity for block, velocity in self._velocities.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take on what `state` returned."""
+        """Load the result of `state`."""
         prefix = "velocity/"
         self._velocities = {n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)}

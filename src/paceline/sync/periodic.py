@@ -1,4 +1,4 @@
-"""What rules have in common whose workers step alone, and synchronise once in a period: settings and synchroniser."""
+"""Common parts of rules whose workers step alone, and synchronise once in a period: settings and synchroniser."""
 
 import time
 import warnings
@@ -30,9 +30,9 @@ class PeriodicRule(Rule):
     period: int = Field(default=16, ge=1)
     """Steps from one exchange to the next."""
     codec: Codec = NoCodec()
-    """How differences are made smaller for the wire; what it holds back is added to the next ones."""
+    """Codec of the differences; its residuals are added to the next ones."""
     program: Algorithm | None = None
-    """The collective program that sums them; by default what the group thinks best."""
+    """Collective program that sums them; by default the group's own choice."""
 
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
@@ -46,43 +46,43 @@ class PeriodicRule(Rule):
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Only after a sync step."""
+        """Always false: replicas are equal only after a sync step."""
         return False
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
-        """Each worker steps by its own gradient."""
+        """Return this worker alone, which steps by its own gradient."""
         return [group.rank]
 
     def start_difference_reducer(self, group: Group, seed: int) -> GradientReducer:
-        """Return what sums differences of parameters."""
+        """Return the reducer of differences of parameters."""
         return EveryStep(codec=self.codec, program=self.program).start_reducer(group, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """One all-reduce a period, of differences as the codec makes them."""
+        """One all-reduce a period, of differences, encoded if there is a codec."""
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         wire_bytes = sum(self.codec.wire_bytes(shape, num_workers) for shape in shapes)
         return (Traffic("all_reduce", num_bytes, wire_bytes, self.period),)
 
 
 class LocalRule(PeriodicRule):
-    """Settings of a periodic rule whose workers may keep together at first."""
+    """Settings of a periodic rule with optional synchronous steps at the beginning."""
 
     synchronous_steps: int = Field(default=0, ge=0)
-    """Steps at the beginning in which gradients are averaged at every step, as every_step does it without a codec: it
-    is where workers drift apart most (Lin et al. 2020, arXiv:1808.07217; DiLoCo's paper starts from a model that was
-    trained so). Then each worker has the same parameters and the same optimizer state. Best it covers the warm-up of
-    the learning rate."""
+    """Steps at the beginning in which gradients are averaged at every step, like every_step without a codec: workers
+    drift apart most there (Lin et al. 2020, arXiv:1808.07217; DiLoCo's paper starts from a model that was trained like
+    that). Then each worker has the same parameters and the same optimizer state. It should cover the warm-up of the
+    learning rate."""
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return all workers in the synchronous steps, then the worker itself."""
         return range(group.size) if step < self.synchronous_steps else super().reduce_ranks(group, step)
 
     def next_change(self, step: int) -> int | None:
-        """Return the end of the synchronous steps."""
+        """Return the end of the synchronous steps, if it lies ahead."""
         return self.synchronous_steps if step < self.synchronous_steps else None
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """One all-reduce of gradients in each synchronous step, then what workers that step alone exchange."""
+        """One all-reduce of gradients in each synchronous step, then the traffic of workers that step alone."""
         start = self.synchronous_steps
         local = tuple(replace(each, first_step=start) for each in self.local_traffic(shapes, num_workers))
         if not start:
@@ -91,12 +91,12 @@ class LocalRule(PeriodicRule):
         return (*gradients, *local)
 
     def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """Return what workers that step alone exchange: by default one all-reduce a period."""
+        """Return the traffic of workers that step alone: by default one all-reduce a period."""
         return super().traffic(shapes, num_workers)
 
 
 def check_start(is_local: bool, number: int, synchronous_steps: int) -> None:
-    """Raise SettingsError where workers, by their checkpoint, step alone already and here do not yet."""
+    """Raise SettingsError if workers, by their checkpoint, step alone already and here do not yet."""
     if is_local and number < synchronous_steps:
         raise SettingsError(
             f"synchronous_steps must be as in the checkpoint, whose workers step alone in step {number} already, but "
@@ -108,8 +108,8 @@ class SyncSchedule:
     """Which steps are sync steps: the last of each period.
 
     Args:
-        period: Steps of a period.
-        start: Steps done before the first one begins.
+        period: Number of steps of a period.
+        start: Number of steps before the first period.
     """
 
     def __init__(self, period: int, start: int = 0) -> None:
@@ -120,14 +120,14 @@ class SyncSchedule:
         return number >= self.start and (number + 1 - self.start) % self.period == 0
 
     def record(self, number: int, waited_s: float, group: Group) -> None:
-        """Learn from a sync step whose exchange took `waited_s`; every worker calls it."""
+        """Measure a sync step whose exchange took `waited_s`; every worker calls it."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt: the same on all workers."""
+        """Return the measured state: the same on all workers."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take on what `state` returned."""
+        """Load the result of `state`."""
 
 
 class PeriodicSynchroniser(Synchroniser):
@@ -135,9 +135,9 @@ class PeriodicSynchroniser(Synchroniser):
 
     Args:
         context: The worker's model, optimizer and group.
-        rule: Says how differences are exchanged.
-        schedule: Says which steps are sync steps.
-        outer: How the common parameters move; to the workers' mean without it.
+        rule: Rule that says how differences are exchanged.
+        schedule: Schedule of the sync steps.
+        outer: Optimizer of the outer parameters; None moves them to the workers' mean.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class PeriodicSynchroniser(Synchroniser):
         self._weight = 0.0
 
     def is_sync_step(self, number: int) -> bool:
-        """Ask the schedule."""
+        """Return whether the schedule has a sync step there."""
         return self._schedule.is_due(number)
 
     def before_update(self, step: LocalStep) -> None:
-        """Note what workers have in common before the first step that each takes alone.
+        """Copy the common parameters before the first step that each worker takes alone.
 
         Raises:
             SettingsError: A checkpoint of workers that stepped alone was loaded, but they do not step alone here.
@@ -164,7 +164,7 @@ class PeriodicSynchroniser(Synchroniser):
             self._outer_parameters = self._make_outer_parameters()
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Exchange and update parameters at the end of a period; nothing if nobody had a sample in it."""
+        """Exchange and update parameters at the end of a period; nothing if no worker had a sample in it."""
         self._weight = step.weight
         if self._outer_parameters is None or not self.is_sync_step(step.number):
             return SyncResult()
@@ -183,21 +183,21 @@ class PeriodicSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the workers' mean, by the samples used since the last sync step."""
+        """While active, parameters are the workers' mean, by the samples used since the last sync step."""
         with self._outer_parameters.averaged(self._weight) if self._outer_parameters is not None else nullcontext():
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the outer parameters, the outer optimizer's state, and what the schedule has learnt."""
+        """Return the outer parameters, the outer optimizer's state, and the state of the schedule."""
         state = self._outer_parameters.state() if self._outer_parameters is not None else {}
         return state | (self._outer.state() if self._outer is not None else {}) | self._schedule.state()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec holds back."""
+        """Return the codec's residuals."""
         return self._feedback.state()
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on in the period; among another number of workers, with the outer parameters that those who saved had."""
+        """Continue the period; with another number of workers, from the outer parameters in the state."""
         self._outer_parameters = None
         if any(name.startswith("parameters/") for name in shared):
             self._outer_parameters = self._make_outer_parameters()
@@ -212,11 +212,11 @@ class PeriodicSynchroniser(Synchroniser):
         return {"weight": self._weight}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take it on."""
+        """Load it."""
         self._weight = document["weight"]
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""
         self._reducer.close()
 
     def _make_outer_parameters(self) -> OuterParameters:
@@ -225,14 +225,14 @@ class PeriodicSynchroniser(Synchroniser):
 
 
 class ErrorFeedback:
-    """What a codec holds back of differences, on its way into a checkpoint and out of it.
+    """Residuals of a codec of differences, saved to and loaded from a checkpoint.
 
     Args:
-        reducer: Keeps it.
-        codec: Its codec.
-        context: The worker whose differences they are.
-        shapes: Of the blocks; of the parameters without it.
-        kind: What its tensors are called.
+        reducer: Reducer that keeps them.
+        codec: Codec of the reducer.
+        context: Context of the worker.
+        shapes: Shapes of the blocks; by default of the parameters.
+        kind: Prefix of the tensors' names.
     """
 
     def __init__(
@@ -248,11 +248,11 @@ class ErrorFeedback:
         self._has_warned = context.group.rank != 0
 
     def state(self) -> dict[str, Tensor]:
-        """Return it, as named tensors."""
+        """Return the residuals, as named tensors."""
         return {f"{self._prefix}{name}": tensor for name, tensor in self._reducer.state().items()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take on what all workers saved; what another codec has held back is lost, with a warning."""
+        """Load the residuals that all workers saved; those of another codec are dropped, with a warning."""
         kept = [
             {name.removeprefix(self._prefix): t for name, t in tensors.items() if name.startswith(self._prefix)}
             for tensors in saved
@@ -261,8 +261,7 @@ class ErrorFeedback:
             self._reducer.load_state(kept, self._shapes)
         elif any(name.startswith(f"{self._kind}/") for tensors in saved for name in tensors) and not self._has_warned:
             warnings.warn(
-                "parts of differences that another codec had held back are lost; resume with the same codec to keep "
-                "them",
+                "residuals of another codec are dropped; resume with the same codec to keep them",
                 FeedbackDroppedWarning,
                 stacklevel=2,
             )

@@ -12,7 +12,7 @@ class PostLocalSGD(LocalSGD):
 
     At the beginning, when parameters move far, workers stay together; later, often from the first decay of the
     learning rate on, they step alone for a period, which generalises as well as small batches do. It is local_sgd
-    with another default: without synchronous steps the two are one, and if they never end, it is every_step.
+    with another default: without synchronous steps both are the same, and if they never end, it is every_step.
     Optimizer state is the same on all workers until then, and each worker's own from there.
 
     On the wire are all gradients at every synchronous step, without the codec, then one all-reduce of the parameters a

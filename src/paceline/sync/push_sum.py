@@ -1,4 +1,4 @@
-"""Push-sum: decentralised SGD over directed graphs; each model travels with the weight that it is the numerator of."""
+"""Push-sum: decentralised SGD over directed graphs; each model is a numerator that is sent with its weight."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 from paceline.topology.graphs import Graph, OnePeerExponentialGraph
 
 _WEIGHT_BYTES = 8
-"""Of the weight, in float64, that a message begins with."""
+"""Bytes of the weight, in float64, at the beginning of a message."""
 
 
 @register("push_sum")
@@ -21,9 +21,9 @@ class PushSum(GossipRule):
 
     Workers keep a numerator x and a weight w, 1 at first, and mix both:
     x_i <- sum_j P_ij x_j - lr * g_i(x_i / w_i)
-    and w_i <- sum_j P_ij w_j. Only the columns of P must sum to 1, so a worker need not hear from those that it sends
-    to. Where rows do too all weights stay 1, and it is dpsgd on the same graph. The model is x / w, for forward, and
-    the sum of numerators by that of weights where it is judged and saved.
+    and w_i <- sum_j P_ij w_j. Only the columns of P must sum to 1, so a worker need not receive from those that it
+    sends to. If rows do too all weights stay 1, and it is dpsgd on the same graph. The model is x / w in forward, and
+    the sum of numerators divided by that of weights for evaluation and checkpoints.
 
     On the wire is one message of the parameters and 8 bytes to each neighbour and step, while the next gradients are
     computed. Clipping bounds each worker's own gradient. It differs from the paper in that mixing comes before the step
@@ -32,31 +32,31 @@ class PushSum(GossipRule):
     """
 
     graph: Graph = OnePeerExponentialGraph()
-    """Who sends to whom; directed, if it is to be."""
+    """Graph of destinations, which may be directed."""
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
-        """Return what mixes.
+        """Return the synchroniser that mixes.
 
         Raises:
-            SettingsError: The graph cannot be of so many workers.
+            SettingsError: The graph does not exist for that number of workers.
         """
         self.graph.mixing_matrix(context.group.size)
         return PushSumSynchroniser(context, self.graph)
 
     def message_bytes(self, shapes: Sequence[Size]) -> int:
-        """Return that of the parameters and the weight."""
+        """Return the size of the parameters and the weight."""
         return super().message_bytes(shapes) + _WEIGHT_BYTES
 
 
 class PushSumSynchroniser(Synchroniser):
     """Mixes a worker's numerator and weight with those of its neighbours. Between steps parameters are their quotient.
 
-    Nothing of a swap that is under way is in a checkpoint: what was sent does not change until it ends, so it is sent
-    again.
+    A swap that is under way is not in a checkpoint: its message does not change until it ends, so it is
+    sent again.
 
     Args:
         context: The worker's model, optimizer and group.
-        graph: Who sends to whom.
+        graph: Graph of destinations.
     """
 
     def __init__(self, context: WorkerContext, graph: Graph) -> None:
@@ -68,10 +68,10 @@ class PushSumSynchroniser(Synchroniser):
         self._weight, self._numerator = self._parts(self._swap.outgoing)
         self._has_begun = False
         self._row: MixingRow | None = None
-        """Of the swap under way."""
+        """Row of the swap under way."""
 
     def before_update(self, step: LocalStep) -> None:
-        """Mix, and hand the numerator to the optimizer; gradients were made of the quotient from before."""
+        """Mix, and give the numerator to the optimizer; the gradients are those of the quotient before."""
         self._begin()
         row = self._row or self._start(step.number)
         models = self._swap.finish() | {self._context.group.rank: self._swap.outgoing}
@@ -83,7 +83,7 @@ class PushSumSynchroniser(Synchroniser):
         self._costs = self._swap.take_costs()
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Make parameters the quotient again, and start to send; the messages mixed in this step are counted."""
+        """Set parameters to the quotient again, and start to send; the messages mixed in this step are counted."""
         self._flat.read(self._numerator)
         self._flat.write(self._numerator / float(self._weight))
         self._start(step.number + 1)
@@ -91,7 +91,7 @@ class PushSumSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the sum of numerators by that of weights."""
+        """While active, parameters are the sum of numerators divided by that of weights."""
         self._begin()
         with self._flat.averaged(self._context.group, self._numerator, float(self._weight)):
             yield
@@ -102,7 +102,7 @@ class PushSumSynchroniser(Synchroniser):
         return {"numerator": self._numerator.clone(), "weight": self._weight.clone()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take both on; workers that were not among as many begin from the consensus with weight 1."""
+        """Load both; with another number of workers all begin from the consensus with weight 1."""
         self._swap.finish()
         self._row, self._has_begun = None, False
         self._begin()
@@ -112,11 +112,11 @@ class PushSumSynchroniser(Synchroniser):
             self._weight.copy_(mine["weight"])
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
         self._swap.close()
 
     def _begin(self) -> None:
-        """Take parameters as they are for numerators, with weight 1, before anything else was done."""
+        """Take the present parameters as numerators, with weight 1, before the first use."""
         if not self._has_begun:
             self._flat.read(self._numerator)
             self._weight.fill_(1)

@@ -1,6 +1,6 @@
-"""What sums tensors over workers, in flat buckets: as they are, or through a codec.
+"""The contract of a reducer, which sums tensors over workers in flat buckets, encoded if there is a codec.
 
-Everything exchanged is a numerator whose weight travels beside it; `finalize` divides.
+Every exchanged value is a numerator with a weight; `finalize` divides.
 """
 
 from abc import ABC, abstractmethod
@@ -17,21 +17,21 @@ class FlatBucket:
     """Some parameters' gradients, exchanged together.
 
     Args:
-        name: What errors call it.
-        buffer: Flat: the gradients of all blocks, then one element a block that says whether it was used here.
-        blocks: The gradients, by parameter: views of the buffer.
+        name: Name in errors.
+        buffer: Flat buffer: the gradients of all blocks, then one element per block that says whether it was used here.
+        blocks: Gradients by parameter, as views of the buffer.
     """
 
     name: str
     buffer: Tensor
     blocks: dict[str, Tensor]
     num_non_finite: int = 0
-    """Workers whose gradients were not finite, where the exchange looked; known once it is done."""
+    """Number of workers whose gradients were not finite, if the exchange checks it; known once it is done."""
 
     numerators: Tensor = field(init=False)
-    """The gradients' part of the buffer."""
+    """Part of the buffer with the gradients."""
     flags: Tensor = field(init=False)
-    """The usage elements at the buffer's end: summed, they say which blocks nobody used."""
+    """Usage elements at the buffer's end: summed, they say which blocks no worker used."""
 
     def __post_init__(self) -> None:
         num_elements = len(self.buffer) - len(self.blocks)
@@ -39,55 +39,55 @@ class FlatBucket:
 
 
 class GradientReducer(ABC):
-    """Sums flat buckets over the workers. Ranks call it alike; buckets are summed in the order of the calls."""
+    """Sums flat buckets over the workers. All ranks make the same calls; buckets are summed in that order."""
 
     bucket_bytes: int | None = None
-    """Size of a bucket that suits it; None where the device's does."""
+    """Best size of a bucket; None for the device's default."""
 
     max_in_flight: int = 1
-    """Exchanges under way at a time."""
+    """Number of exchanges under way at a time."""
 
     can_split: bool = False
-    """Whether any part of a buffer may be exchanged by itself, with the same result."""
+    """Whether any part of a buffer may be exchanged separately, with the same result."""
 
     state_of: str = ""
-    """Name of the codec whose state it keeps; no other can go on from that."""
+    """Name of the codec whose state it keeps; no other codec can load it."""
 
     @abstractmethod
     def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
         """Start to sum the bucket's blocks and flags over the workers, in place.
 
         Args:
-            bucket: What is summed; to be left alone until the work is done.
-            divisor: Returns what numerators are divided by to become gradients, once all workers have said their
-                weights. May be called from another thread.
-            step: Updates done before.
-            loss_scale: What fp16's gradients are scaled by; they stay so.
+            bucket: Bucket to sum; leave it alone until the work is done.
+            divisor: Function that returns the divisor of numerators, once the weights of all workers are known. May be
+                called from another thread.
+            step: Number of updates done before.
+            loss_scale: Scale of fp16's gradients, which stays in the sum.
         """
 
     def begin_layout(self, buckets: Sequence[FlatBucket]) -> None:
-        """Note the buckets of a step, from now on."""
+        """Set the buckets of a step, from now on."""
 
     @abstractmethod
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """Make means of an arrived bucket's sums, in place."""
+        """Divide an arrived bucket's sums, in place, to make them means."""
 
     def commit(self, unused: Collection[str]) -> None:
-        """Keep the state that this step's exchanges led to, but for blocks that nobody used: these have no gradient."""
+        """Keep the new state of this step's exchanges, except for `unused` blocks, which have no gradient."""
 
     def roll_back(self) -> None:
-        """Keep the state from before this step: its sums were not used."""
+        """Keep the state before this step: its sums were not used."""
 
     def state(self) -> dict[str, Tensor]:
         """Return this worker's state, as named tensors."""
         return {}
 
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-        """Take on the states that all workers saved, of whatever number they were."""
+        """Load the states that all workers saved, whatever their number was."""
 
     @abstractmethod
     def wire_bytes(self, bucket: FlatBucket) -> int:
-        """Return the bytes this worker sends for such a bucket."""
+        """Return the bytes that this worker sends for such a bucket."""
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""

@@ -1,4 +1,4 @@
-"""How gradients are summed over the workers at every step: as they are, or through a codec."""
+"""The reducers of gradients: uncompressed, or through a codec."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -19,8 +19,8 @@ class DenseReducer(GradientReducer):
     """Sums whole buffers: by the group's own all-reduce, or by a program.
 
     Args:
-        group: The workers.
-        program: Runs in place of the group's own all-reduce.
+        group: Group of the workers.
+        program: Program that replaces the group's own all-reduce.
     """
 
     can_split = True
@@ -35,28 +35,28 @@ class DenseReducer(GradientReducer):
         return self._group.all_reduce(bucket.buffer, name=bucket.name)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """Divide; by exactly 1 it costs no pass over the buffer."""
+        """Divide; a divisor of exactly 1 costs no pass over the buffer."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
 
     def commit(self, unused: Collection[str]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def wire_bytes(self, bucket: FlatBucket) -> int:
-        """Return what an all-reduce sends that sends as little as can be."""
+        """Return the bytes of an all-reduce that sends the least."""
         return round(2 * (self._size - 1) / self._size * bucket.numerators.nbytes)
 
     def close(self) -> None:
-        """Close the connections that are this reducer's own."""
+        """Close this reducer's own connections."""
         if self._program is not None:
             self._program.close()
 
 
 class CodecReducer(GradientReducer):
-    """Sums blocks through a codec, in a thread of its own, and keeps the codec's state.
+    """Sums blocks through a codec, in a separate thread, and keeps the codec's state.
 
-    A codec gets gradients that are divided by the weight already, so that what it keeps of one step has the right
-    weight in any other. Whether they are finite is told to all with each bucket: signs and largest elements hide it.
+    A codec gets gradients that are already divided by the weight, so that residuals of one step have the right
+    weight in any other. Each bucket tells all workers whether they are finite: signs and largest elements hide it.
     """
 
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
@@ -71,45 +71,45 @@ class CodecReducer(GradientReducer):
         self._pending: dict[str, State] = {}
 
     def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
-        """Queue the bucket; every rank takes the thread of the same number for it."""
+        """Queue the bucket; every rank uses the thread of the same number for it."""
         thread = self._threads[self._num_reductions % len(self._threads)]
         self._num_reductions += 1
 
         def job() -> None:
-            with torch.cuda.device_of(bucket.buffer):  # a thread begins on GPU 0; of tensors on the CPU it knows none
+            with torch.cuda.device_of(bucket.buffer):  # a thread begins on GPU 0; -1 for a CPU tensor changes nothing
                 self._reduce(bucket, thread.group, divisor() * loss_scale, step, loss_scale)
 
         return thread.channel.submit(job)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the codec has divided already."""
 
     def commit(self, unused: Collection[str]) -> None:
-        """Keep what came of the exchanges."""
+        """Keep the states of the exchanges."""
         self._states |= {block: state for block, state in self._pending.items() if block not in unused}
         self._pending = {}
 
     def roll_back(self) -> None:
-        """Forget what came of the exchanges."""
+        """Drop the states of the exchanges."""
         self._pending = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is kept of each block, as ``<block>/<site>``."""
+        """Return the state of each block, as ``<block>/<site>``."""
         return {f"{block}/{site}": kept for block, state in self._states.items() for site, kept in state.items()}
 
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-        """Take on this worker's state; that of another number of workers is handed on, so that nothing is lost."""
+        """Load this worker's state; that of another number of workers is divided, so that nothing is lost."""
         for block, shape in shapes.items():
             by_worker = [_of_block(tensors, block) for tensors in saved]
             if any(by_worker):
                 self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
     def wire_bytes(self, bucket: FlatBucket) -> int:
-        """Return the codec's own price."""
+        """Return the codec's stated bytes."""
         return sum(self._codec.wire_bytes(view.shape, self._size) for view in bucket.blocks.values())
 
     def close(self) -> None:
-        """Let threads and connections go."""
+        """Close threads and connections."""
         for thread in self._threads:
             thread.close()
 
@@ -136,7 +136,7 @@ class CodecReducer(GradientReducer):
 
 
 class _CodecThread:
-    """A thread that sums buckets through a codec, and connections that nobody else uses."""
+    """A thread that sums buckets through a codec, with its own connections."""
 
     def __init__(self, group: Group, program: Algorithm | None) -> None:
         self._connections = group.duplicate("codec")
@@ -146,7 +146,7 @@ class _CodecThread:
         self.channel = Channel("paceline-codec")
 
     def close(self) -> None:
-        """Let them go."""
+        """Close them."""
         self.channel.close()
         if self.group is not self._connections:
             self.group.close()

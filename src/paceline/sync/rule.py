@@ -1,8 +1,8 @@
-"""What a synchronisation method is: four small answers.
+"""The contract of a synchronisation rule: four small answers.
 
-*What* is exchanged, *when*, *with whom*, and *what is done on arrival*. A rule is settings only. Of it a replica makes
-a `GradientReducer`, which sums gradients at every step over its `reduce_ranks`, and a `Synchroniser`, which does the
-rest: what happens to parameters, or with servers.
+*What* is exchanged, *when*, *with whom*, and *how arrivals are applied*. A rule is settings only. A replica makes
+from it a `GradientReducer`, which sums gradients at every step over its `reduce_ranks`, and a `Synchroniser`, which
+does everything else with parameters or servers.
 """
 
 from abc import abstractmethod
@@ -21,16 +21,16 @@ from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of exchange puts on the wire, for simulator and planner.
+    """Traffic of one kind of exchange, for simulator and planner.
 
     Args:
-        collective: The operation, by its usual name: ``all_reduce``, ``send``, ``push``, ``pull``.
-        num_bytes: Size of the buffer it runs on, in bytes, before any codec.
-        wire_bytes: What a worker sends in one.
-        period: Steps from one to the next.
-        peers: With whom.
-        first_step: The step that the first period begins with.
-        end_step: The step from which on it does not happen any more; None where it goes on.
+        collective: Usual name of the operation: ``all_reduce``, ``send``, ``push``, ``pull``.
+        num_bytes: Size of its buffer, in bytes, before any codec.
+        wire_bytes: Bytes that a worker sends in one exchange.
+        period: Steps from one exchange to the next.
+        peers: Partners of a worker.
+        first_step: Step with which the first period begins.
+        end_step: Step from which on it no longer happens; None if it continues.
     """
 
     collective: str
@@ -42,7 +42,7 @@ class Traffic:
     end_step: int | None = None
 
     def count(self, num_steps: int) -> float:
-        """Return how often it happens in the first `num_steps` of a training; parts of a period count as such."""
+        """Return the number of exchanges in the first `num_steps` of a training; parts of a period count as such."""
         end_step = num_steps if self.end_step is None else min(num_steps, self.end_step)
         return max(end_step - self.first_step, 0) / self.period
 
@@ -55,11 +55,11 @@ class Rule(Family):
     @property
     @abstractmethod
     def keeps_replicas_equal(self) -> bool:
-        """Whether parameters are the same on all workers after every step, so that hashing them is a check."""
+        """Whether parameters are equal on all workers after every step, so that their hashes can be compared."""
 
     @property
     def carries_momentum(self) -> bool:
-        """Whether momentum is part of what is exchanged, so that the optimizer must have none of its own."""
+        """Whether the exchanged values include momentum, so that the optimizer must have none."""
         return False
 
     @property
@@ -69,25 +69,25 @@ class Rule(Family):
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether it needs gradients as well as parameters, whole ones: ranks cannot share a model then."""
+        """Whether it needs gradients as well as parameters, in full: ranks cannot share a model then."""
         return False
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether workers go through steps of their own, at their own pace, together only to evaluate and save."""
+        """Whether workers step at their own pace, together only to evaluate and save."""
         return False
 
     @property
     def num_server_processes(self) -> int:
-        """Processes that only serve: the last ranks of all, beyond the workers."""
+        """Number of processes that only serve: the last ranks of all, after the workers."""
         return 0
 
     def serve(self, context: WorkerContext, num_workers: int) -> None:
-        """Be one of the processes that only serve, until all workers have left.
+        """Run one of the processes that only serve, until all workers have left.
 
         Args:
-            context: A model and an optimizer as the workers build them; its `world` is all processes, workers first.
-            num_workers: How many of them are workers.
+            context: Model and optimizer, built like the workers'; `world` is the group of all processes, workers first.
+            num_workers: Number of workers among them.
 
         Raises:
             CommunicationError: Workers were lost.
@@ -95,31 +95,31 @@ class Rule(Family):
         raise AssertionError(f"sync {self.name} has no processes that only serve")
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
-        """Return the ranks, this one among them, over whose gradients this worker's are summed in a step."""
+        """Return the ranks, including this one, that sum their gradients in a step."""
         return range(group.size)
 
     def phase(self, step: int) -> int:
-        """Return which part of the training a step is in; with each, what sums gradients is started anew."""
+        """Return the phase of training of a step; each phase starts a new reducer."""
         return 0
 
     def next_change(self, step: int) -> int | None:
-        """Return the first step after `step` in which `reduce_ranks` or `phase` change; None if they stay."""
+        """Return the first step after `step` in which `reduce_ranks` or `phase` change; None if they do not."""
         return None
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
-        """Return what sums gradients over `group`, the workers of `reduce_ranks`. Each of them calls it.
+        """Return the reducer of gradients over `group`, the workers of `reduce_ranks`. Each of them calls it.
 
         Args:
-            group: The workers.
+            group: Group of these workers.
             seed: Random seed of the codecs.
-            step: The first step that it is for; the last one is that of its `phase`.
+            step: First step that uses it; the last one is that of its `phase`.
         """
         return DenseReducer(group, None)
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
-        """Return what does the rest, or None where summed gradients are all. Every worker calls it, also one alone."""
+        """Return the synchroniser, or None if summing gradients is all. Every worker calls it, also one alone."""
         return None
 
     @abstractmethod
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """Return what exchanges of a model, with fp32 parameters of those shapes, put on the wire."""
+        """Return the traffic of a model's exchanges, with fp32 parameters of those shapes."""

@@ -1,4 +1,4 @@
-"""The sample dispatcher of workers that go at their own pace: it runs in the process of the first of them."""
+"""The sample dispatcher of workers that go at their own pace: it runs in the process of the first worker."""
 
 import threading
 import time
@@ -18,24 +18,24 @@ _LONGEST_POLL_S = 0.05
 
 
 class ClaimAnswer(IntEnum):
-    """What a claim gets."""
+    """Answer to a claim."""
 
     TAKE = 0
-    """An interval."""
+    """An interval of samples."""
     WAIT = 1
-    """Nothing now: all is handed out, and not yet used."""
+    """Nothing now: all samples are handed out, and some are not used yet."""
     DONE = 2
     """Nothing more before the boundary."""
 
 
 class SampleAssignments:
-    """Who has which samples, without threads or time. What a worker had that is gone is handed out again."""
+    """Samples of each worker, without threads or time. Samples of a lost worker are handed out again."""
 
     def __init__(self) -> None:
         self.claim_next: Callable[[int], SampleRange] | None = None
-        """Returns the next positions, at most so many."""
+        """Function that returns the next positions, at most the given number."""
         self.mark_used: Callable[[int, int], None] | None = None
-        """Told which positions were used."""
+        """Function that is called with positions that were used."""
         self.boundary = 0
         self.is_stopping = False
         self._is_exhausted = True
@@ -43,13 +43,13 @@ class SampleAssignments:
         self._returned: list[SampleRange] = []
 
     def set_boundary(self, position: int) -> None:
-        """Hand out what is before `position`, from now on."""
+        """Hand out positions before `position`, from now on."""
         self.boundary = position
         self._is_exhausted = False
         self._returned.clear()
 
     def claim(self, worker: int, num_samples: int, boundary: int) -> tuple[ClaimAnswer, SampleRange]:
-        """Answer a worker that knows of that boundary: it may know of a newer one than this dispatcher does."""
+        """Answer a worker that knows that boundary, which may be newer than the dispatcher's."""
         if boundary != self.boundary or self.claim_next is None:
             return ClaimAnswer.WAIT, (0, 0)
         found = self._next(self.claim_next, num_samples)
@@ -59,7 +59,7 @@ class SampleAssignments:
         return (ClaimAnswer.WAIT if any(self._assigned.values()) else ClaimAnswer.DONE), (0, 0)
 
     def ack(self, worker: int, interval: SampleRange, *, is_used: bool) -> None:
-        """Note that a worker has used what it claimed, or that it could not."""
+        """Record that a worker has used its claim, or that it could not."""
         assert self.mark_used is not None
         self._assigned[worker].remove(interval)
         if is_used:
@@ -68,7 +68,7 @@ class SampleAssignments:
             self._returned.append(interval)
 
     def release(self, worker: int) -> None:
-        """Take back what a worker had, which is gone."""
+        """Take back the samples of a worker that is gone."""
         self._returned += self._assigned.pop(worker, [])
 
     def _next(self, claim_next: Callable[[int], SampleRange], num_samples: int) -> SampleRange | None:
@@ -88,10 +88,10 @@ class DispatcherClient(SampleDispatcher):
     """One worker's client of the sample dispatcher, which runs in rank 0's process. Every worker opens it.
 
     Args:
-        group: All workers.
-        when_idle: Called when this worker has nothing to do while others still have, before it waits: nobody may
+        group: Group of all workers.
+        when_idle: Function called before this worker waits without samples while others still have some: no worker may
             wait for its next step. May be called from another thread, while no step is under way here.
-        was_used: Returns whether the last step has counted; if not, its samples are handed out again.
+        was_used: Function that returns whether the last step counted; if not, its samples are handed out again.
     """
 
     def __init__(
@@ -102,29 +102,29 @@ class DispatcherClient(SampleDispatcher):
         self._endpoint = RpcEndpoint(group, [(rank, 0) for rank in range(group.size)], self._service, "dispatcher")
         self._client = self._endpoint.clients[0]
         self._boundary = 0
-        # Each is counted by one thread only.
+        # Only one thread changes each counter.
         self._num_claimed = self._num_acknowledged = 0
         self._is_stopping = False
         self._has_asked = False
 
     @property
     def is_stopping(self) -> bool:
-        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+        """Whether `claim` returned None because a stop was requested."""
         return self._is_stopping
 
     def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
-        """Set, on rank 0, where samples come from."""
+        """Set the source of samples, on rank 0."""
         if self._service is not None:
             self._service.set_source(claim_next, mark_used)
 
     def set_boundary(self, position: int) -> None:
-        """Hand out nothing at or after `position`."""
+        """Hand out no position from `position` on."""
         self._boundary = position
         if self._service is not None:
             self._service.set_boundary(position)
 
     def claim(self, num_samples: int) -> SampleRange | None:
-        """Return positions that nobody else has, once there are some; None where all come together."""
+        """Return positions that no other worker has, once there are some; None where all workers come together."""
         poll_s = _POLL_S
         while True:
             header, _ = self._client.call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
@@ -140,33 +140,33 @@ class DispatcherClient(SampleDispatcher):
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     def ack(self, interval: SampleRange) -> bool:
-        """Note that claimed positions were used; False if the step did not count."""
+        """Record that claimed positions were used; False if the step did not count."""
         is_used = self._was_used()
         self._client.call(RpcHeader(_Kind.ACK, start=interval[0], stop=interval[1], weight=float(is_used)))
         self._num_acknowledged += 1
         return is_used
 
     def ask_to_stop(self) -> None:
-        """Let nothing new be handed out to anybody."""
+        """Stop handing out samples, to all workers."""
         if not self._has_asked:
             self._has_asked = True
             self._client.call(RpcHeader(_Kind.STOP))
 
     def close(self) -> None:
-        """Leave; the dispatcher itself stays until all have left."""
+        """Leave; the dispatcher runs until all have left."""
         self._endpoint.close()
 
 
 class _Kind(IntEnum):
     CLAIM = 0
-    """`start`: at most so many; `stop`: the boundary that the worker knows of."""
+    """`start`: largest number of samples; `stop`: the boundary that the worker knows."""
     ACK = 1
     """`weight` 0: they were not used."""
     STOP = 2
 
 
 class _DispatcherService(RpcService):
-    """The dispatcher itself."""
+    """Service of the dispatcher on rank 0."""
 
     def __init__(self) -> None:
         self._assignments = SampleAssignments()

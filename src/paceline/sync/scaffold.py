@@ -1,4 +1,4 @@
-"""SCAFFOLD: local SGD whose workers correct their gradients for how their data differ from everybody's."""
+"""SCAFFOLD: local SGD whose workers correct their gradients for the difference of their data from the others'."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,26 +18,26 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 class Scaffold(PeriodicRule):
     """Stochastic controlled averaging (SCAFFOLD; Karimireddy et al. 2020, arXiv:1910.06378).
 
-    Each worker steps by g_i - c_i + c. At the end of a period c_i becomes the mean of the gradients g_i that the worker
-    has had in it, c the mean of all c_i, and parameters their mean, all by the weight of the samples used. Where
+    Each worker steps by g_i - c_i + c. At the end of a period c_i becomes the mean of the worker's gradients g_i in it,
+    c the mean of all c_i, and parameters their mean, all by the weight of the samples used. If
     workers' data differ, local_sgd with a constant learning rate ends beside the optimum, and this does not. The first
-    period is local_sgd's; so are all where data do not differ. With a period of 1 and SGD it is every_step while
+    period is that of local_sgd; so are all if data do not differ. With a period of 1 and SGD it is every_step while
     weights stay the same.
 
     On the wire are two all-reduces of the parameters' size a period, each with the codec. It holds six copies of the
     parameters. Clipping bounds each worker's own gradient, before the correction, which is not clipped. With plain SGD
     c_i is that of the paper's option II, (x - y_i) / (steps * learning rate) - c + c_i; written as a mean of gradients
     it does not depend on the optimizer or its rate. Weights are those of one period, where the paper samples workers
-    that count alike; its outer learning rate is 1 here.
+    that count equally; its outer learning rate is 1 here.
     """
 
     @property
     def reads_gradients(self) -> bool:
-        """Yes: variates correct them."""
+        """Always true: control variates correct them."""
         return True
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
-        """Return what corrects and averages; a worker alone has nothing to correct."""
+        """Return the synchroniser that corrects and averages; None for a worker alone."""
         return ScaffoldSynchroniser(context, self) if context.group.size > 1 else None
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
@@ -59,7 +59,7 @@ class ScaffoldSynchroniser(Synchroniser):
         self._reducer = rule.start_difference_reducer(context.group, context.seed + 1)
         self._feedback = ErrorFeedback(self._reducer, rule.codec, context, kind="feedback of variates")
         self._own = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
-        """This worker's control variates."""
+        """Control variates of this worker."""
         self._sums = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
         """Sums of the gradients of the period, each times the weight of its samples."""
         self._common = OuterParameters("variates", self._sums, context.group, self._reducer)
@@ -67,17 +67,17 @@ class ScaffoldSynchroniser(Synchroniser):
         self._weight = 0.0
 
     def is_sync_step(self, number: int) -> bool:
-        """The last step of a period is one."""
+        """Return whether the step is the last of a period."""
         return self._averaging.is_sync_step(number)
 
     def before_update(self, step: LocalStep) -> None:
-        """Add the gradients to the period's, and correct them."""
+        """Add the gradients to the period's sums, and correct them."""
         self._averaging.before_update(step)
         weight, self._weight = step.weight - self._weight, step.weight
         if not weight:
             return
         gradients = {name: p.grad for name, p in self._context.parameters.items() if p.grad is not None}
-        # fp16 overflows now and then; the optimizer leaves such a step out.
+        # fp16 overflows now and then; the optimizer skips such a step.
         if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
             self._sum_weight += weight
             for name, gradient in gradients.items():
@@ -90,7 +90,7 @@ class ScaffoldSynchroniser(Synchroniser):
                 parameter.grad = correction
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Exchange, and average what arrives, at the end of a period."""
+        """Exchange, and apply the means, at the end of a period."""
         result = self._averaging.after_update(step)
         if not self.is_sync_step(step.number):
             return result
@@ -110,22 +110,22 @@ class ScaffoldSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the workers' mean, by the samples used since the last sync step."""
+        """While active, parameters are the workers' mean, by the samples used since the last sync step."""
         with self._averaging.consensus():
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return what workers have in common: parameters and control variates."""
+        """Return the common state of the workers: parameters and control variates."""
         return self._averaging.shared_state() | self._common.state()
 
     def state(self) -> dict[str, Tensor]:
-        """Return this worker's control variates, the sums of the period, and what codecs hold back."""
+        """Return this worker's control variates, the sums of the period, and the codecs' residuals."""
         state = self._averaging.state() | self._feedback.state()
         state |= {f"own/{name}": tensor for name, tensor in self._own.items()}
         return state | {f"sum/{name}": tensor for name, tensor in self._sums.items()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on in the period; among another number of workers with no correction until their first sync step."""
+        """Continue the period; with another number of workers there is no correction until their first sync step."""
         self._averaging.load_state(saved, shared)
         self._feedback.load_state(saved)
         if any(name.startswith("variates/") for name in shared):
@@ -141,11 +141,11 @@ class ScaffoldSynchroniser(Synchroniser):
         return {"averaging": self._averaging.document(), "weight": self._weight, "sum_weight": self._sum_weight}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take them on."""
+        """Load them."""
         self._averaging.load_document(document["averaging"])
         self._weight, self._sum_weight = document["weight"], document["sum_weight"]
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""
         self._averaging.close()
         self._reducer.close()

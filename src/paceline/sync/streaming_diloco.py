@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo a fragment of the model at a time, each exchanged while workers go on."""
+"""Streaming DiLoCo: DiLoCo with one fragment of the model at a time, each exchanged while workers continue."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,24 +24,24 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 class StreamingDiLoCo(DiLoCo):
     """Streaming DiLoCo with overlapping communication (Douillard et al. 2025, arXiv:2501.18512).
 
-    Each fragment has its own turn in the period, in which its outer gradient leaves, through the codec if there is
-    one. `delay` steps later the mean has arrived, the outer optimizer steps, and x_i <- mixing * x_i +
-    (1 - mixing) * x, so that not all of what worker i did meanwhile is lost. With one fragment and no delay and mixing
-    it is diloco. On the wire is what diloco sends, in `num_fragments` parts of at most 1.1 times the mean size.
+    Each fragment has its own turn in the period, in which its outer gradient is sent, through the codec if there is
+    one. `delay` steps later the mean has arrived, the outer optimizer steps, and x_i <- mixing * x_i + (1 - mixing) *
+    x, so that not all of worker i's progress meanwhile is lost. With one fragment and no delay and mixing it is diloco.
+    On the wire are the bytes of diloco, in `num_fragments` parts of at most 1.1 times the mean size.
 
     Clipping bounds each worker's own gradient. BatchNorm's statistics are pooled by second moments once a period.
-    What was sent and has not been applied is in the checkpoint.
+    A mean that has been sent but not applied is in the checkpoint.
     It differs from the paper in that fragments are balanced by bytes rather than of whole layers (`fragments.py`),
-    that any codec does where the paper has 4-bit floats, with error feedback, that workers count by the samples that
+    that any codec works where the paper has 4-bit floats, with error feedback, that workers count by the samples that
     they used since the fragment's last turn, and that the first turn of a fragment comes before a whole period.
     """
 
     num_fragments: int = Field(default=4, ge=1)
-    """Parts of the model, at most `period`; turns are spread evenly over the period."""
+    """Number of fragments of the model, at most `period`; turns are spread evenly over the period."""
     delay: int = Field(default=1, ge=0)
-    """Steps from when a fragment is sent to when its mean is applied, less than `period`; 0 waits for it."""
+    """Steps from the sending of a fragment to the use of its mean, less than `period`; 0 waits for it."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
-    """Weight that a worker's own parameters keep when a fragment is applied: 0 takes on the common ones."""
+    """Weight that a worker's own parameters keep when a fragment is applied: 0 takes the common ones."""
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -54,11 +54,11 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def turns(self) -> list[int]:
-        """When in the period each fragment leaves: the last one at its end, as 0."""
+        """Turn of each fragment, as steps into the period; the last one, at its end, is 0."""
         return [(place + 1) * self.period // self.num_fragments % self.period for place in range(self.num_fragments)]
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
-        """Return what exchanges the fragments."""
+        """Return the synchroniser that exchanges the fragments."""
         return StreamingSynchroniser(context, self)
 
     def local_traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
@@ -88,7 +88,7 @@ class StreamingSynchroniser(Synchroniser):
 
     def __init__(self, context: WorkerContext, rule: StreamingDiLoCo) -> None:
         self._context, self._rule = context, rule
-        # An exchange that goes on beside computing must not hold up the control values of the steps meanwhile.
+        # An exchange beside computing must not delay the control values of the steps meanwhile.
         self._group = context.group.duplicate("fragments") if rule.delay else context.group
         self._reducer = rule.start_difference_reducer(self._group, context.seed)
         self._outer = OuterSGD(rule.outer_learning_rate, rule.outer_momentum, rule.nesterov)
@@ -99,22 +99,22 @@ class StreamingSynchroniser(Synchroniser):
         self._weights = [0.0] * rule.num_fragments
         """Weight of this worker's samples from each fragment's last turn to the last turn of any."""
         self._total_weights = [0.0] * rule.num_fragments
-        """Those of all workers."""
+        """Weight of all workers' samples in the same steps."""
         self._weight = 0.0
         """Weight of this worker's samples since the last turn of any."""
 
     def is_sync_step(self, number: int) -> bool:
-        """Every turn of a fragment is one."""
+        """Return whether a fragment has its turn."""
         return number >= self._rule.synchronous_steps and self._turn(number) in self._rule.turns
 
     def before_update(self, step: LocalStep) -> None:
-        """Note what workers have in common before the first step that each takes alone."""
+        """Copy the common parameters before the first step that each worker takes alone."""
         check_start(bool(self._fragments), step.number, self._rule.synchronous_steps)
         if not self._fragments and step.number >= self._rule.synchronous_steps:
             self._make_fragments()
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Apply what is due, then send what is due."""
+        """Apply the fragments that are due, then send the one that is due."""
         if not self._fragments:
             return SyncResult()
         waited_s = self._apply_due(step.number)
@@ -130,7 +130,7 @@ class StreamingSynchroniser(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the workers' mean, by the samples used since each fragment's last turn."""
+        """While active, parameters are the workers' mean, by the samples used since each fragment's last turn."""
         with ExitStack() as stack:
             for fragment, weight in zip(self._fragments, self._weights, strict=False):
                 stack.enter_context(fragment.averaged(weight + self._weight))
@@ -144,13 +144,13 @@ class StreamingSynchroniser(Synchroniser):
         return state
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec holds back, once what is on the wire has arrived."""
+        """Return the codec's residuals, once the exchange under way has ended."""
         for fragment in self._fragments:
             fragment.receive()
         return self._feedback.state()
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Go on in the period, with what had been sent."""
+        """Continue the period, with the fragments that had been sent."""
         self._fragments = []
         if any(name.startswith("fragment") for name in shared):
             self._make_fragments()
@@ -164,18 +164,18 @@ class StreamingSynchroniser(Synchroniser):
         return {"weight": self._weight, "weights": self._weights, "total_weights": self._total_weights}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take them on."""
+        """Load them."""
         self._weight = document["weight"]
         self._weights, self._total_weights = list(document["weights"]), list(document["total_weights"])
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""
         self._reducer.close()
         if self._group is not self._context.group:
             self._group.close()
 
     def _turn(self, number: int) -> int:
-        """Return the place in the period of the end of step `number`."""
+        """Return the position in the period of the end of step `number`."""
         return (number + 1 - self._rule.synchronous_steps) % self._rule.period
 
     def _make_fragments(self) -> None:
@@ -185,7 +185,7 @@ class StreamingSynchroniser(Synchroniser):
         ]
 
     def _send_due(self, number: int) -> int:
-        """Send the fragment whose turn it is, unless nobody had a sample, and return the bytes on the wire."""
+        """Send the fragment whose turn it is, unless no worker had a sample, and return the bytes on the wire."""
         turn = self._turn(number)
         place = self._rule.turns.index(turn)
         weight, total_weight = self._weights[place], self._total_weights[place]

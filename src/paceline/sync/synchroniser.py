@@ -1,4 +1,4 @@
-"""What workers do to their parameters beyond summing gradients: average, mix, pull towards each other, push."""
+"""What workers do with their parameters besides summing gradients: average, mix, pull, push."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from paceline.comm.group import Group
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a rule works on: one worker's model, and the workers it belongs to.
+    """The objects that a rule works on: one worker's model, and the groups of the worker.
 
     Args:
         module: The worker's model.
-        optimizer: Over parameters of the module.
-        group: All workers.
+        optimizer: Optimizer of the module's parameters.
+        group: Group of all workers.
         seed: Random seed of the rule.
-        world: All processes, the workers first, where servers have some of their own.
-        local_parameters: What this rank holds of each parameter, where ranks share them.
+        world: Group of all processes, the workers first, if servers have their own processes.
+        local_parameters: This rank's part of each parameter, if ranks share them.
     """
 
     module: nn.Module
@@ -34,18 +34,18 @@ class WorkerContext:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Those that are trained, by name; their tensors here, which may be changed in place."""
+        """Trained parameters by name: this rank's tensors, which may be changed in place."""
         return dict(self.local_parameters or {name: p for name, p in self.module.named_parameters() if p.requires_grad})
 
 
 @dataclass(frozen=True)
 class LocalStep:
-    """The step that this worker is at.
+    """The present step of this worker.
 
     Args:
-        number: Updates done before.
-        weight: Weight of this worker's samples since the last sync step, with those of this step.
-        total_weight: Weight of all workers' samples since then, where this is a sync step; else 0.
+        number: Number of updates done before.
+        weight: Weight of this worker's samples since the last sync step, including this step.
+        total_weight: Weight of all workers' samples since then, if this is a sync step; else 0.
         stop_requested: Whether this worker was asked to stop.
     """
 
@@ -57,12 +57,12 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What a rule did in a step.
+    """Result of a rule in a step.
 
     Args:
-        waited_s: How long this worker stood still for others.
-        wire_bytes: What it put on the wire.
-        stop: Whether all workers stop here; of rules without sync steps, which agree on it by themselves.
+        waited_s: How long this worker waited for others.
+        wire_bytes: Bytes that it sent.
+        stop: Whether all workers stop here; for rules without sync steps, whose workers agree on it themselves.
     """
 
     waited_s: float = 0.0
@@ -76,36 +76,36 @@ class SampleDispatcher(ABC):
     @property
     @abstractmethod
     def is_stopping(self) -> bool:
-        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+        """Whether `claim` returned None because a stop was requested."""
 
     @abstractmethod
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
-        """Set, on rank 0, where samples come from: `claim_next` returns the next, `mark_used` hears what was used."""
+        """Set the source of samples, on rank 0: `claim_next` returns the next, `mark_used` is called with used ones."""
 
     @abstractmethod
     def set_boundary(self, position: int) -> None:
-        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
+        """Hand out no position from `position` on; every worker calls it, after reaching the boundary before."""
 
     @abstractmethod
     def claim(self, num_samples: int) -> tuple[int, int] | None:
-        """Return start and stop of at most so many positions that nobody else has; from any thread.
+        """Return start and stop of at most `num_samples` positions that no other worker has; from any thread.
 
         It waits while all are handed out and not yet acknowledged. None once all before the boundary have been used,
-        or somebody was asked to stop and what was handed out has been used.
+        or a stop was requested and all samples that were handed out have been used.
         """
 
     @abstractmethod
     def ack(self, interval: tuple[int, int]) -> bool:
-        """Note that claimed positions were used; False if the push was dropped, so that they are handed out again."""
+        """Record that claimed positions were used; False if the push was dropped, so that they are handed out again."""
 
 
 @dataclass(frozen=True)
 class Delays:
-    """How stale pushes to a server have been.
+    """Delays of pushes to a server.
 
     Args:
-        counts: Pushes, by how many updates of others came between their pull and them.
-        num_dropped: Pushes that came too late for their step.
+        counts: Number of pushes by delay: the number of others' updates between their pull and them.
+        num_dropped: Number of pushes that came too late for their step.
     """
 
     counts: dict[int, int]
@@ -113,19 +113,20 @@ class Delays:
 
 
 class Synchroniser(ABC):
-    """Carries a rule out on the parameters of one replica; it holds connections and state.
+    """Executes a rule on the parameters of one replica; it holds connections and state.
 
     In each step the replica computes gradients, sums them over `Rule.reduce_ranks`, clips them, and calls
-    `before_update`, its optimizer, and `after_update`. Every worker calls alike, unless the rule is asynchronous.
+    `before_update`, its optimizer, and `after_update`. All workers make the same calls, unless the rule is
+    asynchronous.
     """
 
     @property
     def dispatcher(self) -> SampleDispatcher | None:
-        """Where workers that go at their own pace get their samples; None where they step together."""
+        """Source of samples of workers that go at their own pace; None if they step together."""
         return None
 
     def count_delays(self) -> Delays | None:
-        """Return how stale this run's pushes have been; None where there are none."""
+        """Return the delays of this run's pushes; None if there are no pushes."""
         return None
 
     def is_sync_step(self, number: int) -> bool:
@@ -133,36 +134,36 @@ class Synchroniser(ABC):
         return False
 
     def before_update(self, step: LocalStep) -> None:
-        """Change gradients, or parameters, before the optimizer takes its step: gradients are of these parameters."""
+        """Change gradients or parameters before the optimizer's step; the gradients are those of these parameters."""
 
     @abstractmethod
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Exchange what is due, after the optimizer has taken its step."""
+        """Exchange what is due, after the optimizer's step."""
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are what all workers together stand for, to be judged and saved; outside, their own again.
+        """While active, parameters are the consensus of all workers, to evaluate and save; afterwards, their own again.
 
-        Every worker enters it at the same step. By default parameters stay as they are.
+        Every worker enters it at the same step. By default parameters do not change.
         """
         yield
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the state that is the same on every worker, as named tensors: it is saved once."""
+        """Return the common state of all workers, as named tensors: it is saved once."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return this worker's own state, as named tensors, with what is on the wire applied first or waited for."""
+        """Return this worker's own state, as named tensors; exchanges under way are finished first."""
         return {}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take on a saved state; parameters, buffers and the optimizer's state have been loaded before.
+        """Load a saved state; parameters, buffers and the optimizer's state have been loaded before.
 
         Args:
-            saved: Those of all workers, by rank. If they are as many as now, only this worker's is filled in, and its
-                parameters are those it had; else parameters are the consensus. Empty if another rule saved them:
-                then the rule begins anew from these parameters.
-            shared: What was the same on every worker; empty too if another rule saved it.
+            saved: States of all workers, by rank. If their number is the same as now, only this worker's is filled in,
+                and parameters are its own; else parameters are the consensus. Empty if another rule saved them: then
+                the rule restarts from these parameters.
+            shared: Common state of the workers; empty too if another rule saved it.
         """
 
     def document(self) -> dict[str, Any]:
@@ -170,7 +171,7 @@ class Synchroniser(ABC):
         return {}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take on a saved document, of the same worker among as many."""
+        """Load a saved document of the same worker, if the number of workers is the same."""
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""

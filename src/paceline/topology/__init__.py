@@ -1,4 +1,4 @@
-"""Layer 1: who is connected to whom, and how well."""
+"""Layer 1: connections between ranks, and how fast they are."""
 
 from paceline.topology.cluster import Cluster, Network
 from paceline.topology.graphs import Graph

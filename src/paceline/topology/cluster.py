@@ -1,7 +1,7 @@
-"""What a cluster is: settings that describe its kind, and the network they make of a number of ranks.
+"""The contract of a cluster: settings that describe its kind, and its network for a number of ranks.
 
 A network is a set of directed links, each with a capacity, and a route of links from every rank to every
-other. Routes are worked out when they are asked for: 4,096 ranks have 16 million of them. Links are full duplex
+other. Routes are computed on demand: 4,096 ranks have 16 million of them. Links are full duplex
 unless a variant says otherwise: a cable is two links, one each way, which do not slow each other down.
 """
 
@@ -23,15 +23,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster, as ranks 0, 1, ... see them; ranks fill its hosts in order.
+    """The links of a cluster for ranks 0, 1, ..., which fill its hosts in order.
 
     Args:
-        capacities_bytes_per_s: Of each link.
-        latencies_s: Time that a message spends on each link beside its bytes.
-        route: Returns the links from sources to destinations, shape ``(num_pairs, most links of a route)``;
-            -1 fills up shorter ones.
-        reduce_bytes_per_s: Received bytes that a rank adds to its own in a second.
-        message_s: Time of a rank's processor or network card for each message, sent or received.
+        capacities_bytes_per_s: Capacity of each link.
+        latencies_s: Latency of each link: the time of a message on it without its bytes.
+        route: Function that returns the links from sources to destinations, shape ``(num_pairs, most links of a
+            route)``; -1 pads shorter routes.
+        reduce_bytes_per_s: Received bytes that a rank adds to its own per second.
+        message_s: Time that a rank's processor or network card spends on each message, sent or received.
     """
 
     capacities_bytes_per_s: Floats
@@ -42,7 +42,7 @@ class Network:
 
     def route_latencies_s(self, routes: Integers) -> Floats:
         """Return the latency of each route."""
-        padded = np.append(self.latencies_s, 0.0)  # what fills up a shorter route, -1, finds the zero
+        padded = np.append(self.latencies_s, 0.0)  # the padding of a shorter route, -1, finds the zero
         return np.asarray(padded[routes].sum(axis=1))
 
 
@@ -52,22 +52,22 @@ class Cluster(Family):
     family = "cluster"
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("100gbit")
-    """Of one link of the network, each way, in bytes/s or with a unit: 100gbit, 12.5GB/s."""
+    """Bandwidth of one link of the network, each way, in bytes/s or with a unit: 100gbit, 12.5GB/s."""
     latency_s: float = Field(default=5e-6, ge=0)
-    """From one end of the network to the other, through one switch."""
+    """Latency from one end of the network to the other, through one switch."""
     message_s: float = Field(default=1e-6, ge=0)
-    """What a rank spends on each message, sent or received: a hundred at once take a hundred times as long."""
+    """Time that a rank spends on each message, sent or received: a hundred at once take a hundred times as long."""
     reduce_speed: BytesPerSecond = BytesPerSecond.parse("200GB/s")
-    """Received bytes that one device adds to its own in a second: about a third of its memory's bandwidth."""
+    """Received bytes that one device adds to its own per second: about a third of its memory's bandwidth."""
 
     @property
     def devices_per_island(self) -> int:
-        """Devices that are nearer to each other than to the rest; 1: no such."""
+        """Number of devices that are closer to each other than to the rest; 1 if there are no such groups."""
         return 1
 
     @abstractmethod
     def network(self, num_ranks: int) -> Network:
-        """Return the network of so many ranks.
+        """Return the network of `num_ranks` ranks.
 
         Raises:
             SettingsError: The cluster has fewer devices.

@@ -1,4 +1,4 @@
-"""Which edges a gossip graph should have where some links are faster than others."""
+"""Choice of a gossip graph's edges where some links are faster than others."""
 
 import numpy as np
 
@@ -8,17 +8,17 @@ Pair = tuple[int, int]
 
 
 def choose_edges(seconds: Floats, candidates: Edges, num_pairs: int) -> Edges:
-    """Return undirected edges that connect all ranks, on links that are fast.
+    """Return undirected edges that connect all ranks over fast links.
 
-    A link's price is its seconds times the links that the busier of its ranks then has, since these share its network
-    card. The cheapest links that connect all come first, and then, one after another, the link that does most for the
-    second smallest eigenvalue of the graph's Laplacian at its price: that with the largest (v_i - v_j)^2 / price, where
-    v is the eigenvector (Ghosh and Boyd 2006, "Growing well-connected graphs", who have no prices).
+    A link's price is its seconds times the number of links that the busier of its ranks then has, since these share its
+    network card. The cheapest links that connect all come first, and then, one after another, the link that adds most
+    to the second smallest eigenvalue of the graph's Laplacian for its price: the one with the largest (v_i - v_j)^2 /
+    price, where v is the eigenvector (Ghosh and Boyd 2006, "Growing well-connected graphs", without prices).
 
     Args:
-        seconds: What a message takes from rank to rank, shape (num_ranks, num_ranks), symmetric.
-        candidates: The edges there may be, both ways; they connect all ranks.
-        num_pairs: Pairs of ranks to be joined, at least one less than there are ranks.
+        seconds: Time of a message from rank to rank, shape (num_ranks, num_ranks), symmetric.
+        candidates: Possible edges, both ways; they connect all ranks.
+        num_pairs: Number of pairs of ranks to join, at least the number of ranks less one.
     """
     num_ranks = len(seconds)
     left = sorted((a, b) for a, b in candidates if a < b)

@@ -1,7 +1,7 @@
-"""Gossip graphs: which ranks mix their models in a step, and with what weights.
+"""Gossip graphs: which ranks mix their models in a step, and with which weights.
 
 A graph has directed edges (source, destination); one whose edges all go both ways is undirected. Its mixing matrix W
-says what comes of models x in a step: rank i has ``sum_j W[i, j] x_j`` afterwards.
+gives the models x after a step: rank i has ``sum_j W[i, j] x_j``.
 """
 
 from abc import abstractmethod
@@ -17,11 +17,11 @@ from paceline.topology.torus import squarest
 
 Floats = NDArray[np.float64]
 Edges = set[tuple[int, int]]
-"""(source, destination), each another rank."""
+"""Pairs (source, destination) of different ranks."""
 Rank = Annotated[int, Field(ge=0)]
 
 _SMALL = 1e-12
-"""What a computed sum may be off by."""
+"""Tolerance of computed sums."""
 
 
 class Graph(Family):
@@ -39,11 +39,11 @@ class Graph(Family):
         """Return the edges of a step.
 
         Raises:
-            SettingsError: There is no such graph of so many ranks.
+            SettingsError: The graph does not exist for that number of ranks.
         """
 
     def num_phases(self, num_ranks: int) -> int | None:
-        """Return after how many steps it repeats: 1 for one that stays as it is, None for one that never does."""
+        """Return the number of steps after which it repeats: 1 for a static graph, None for one that never repeats."""
         return 1
 
     def mixing_matrix(self, num_ranks: int, step: int = 0) -> Floats:
@@ -54,15 +54,16 @@ class Graph(Family):
         model evenly among itself and those it sends to: columns sum to 1, and rows too where all degrees are equal.
 
         Raises:
-            SettingsError: There is no such graph of so many ranks.
+            SettingsError: The graph does not exist for that number of ranks.
         """
         return mix_over(self.find_edges(num_ranks, step), num_ranks)
 
     def spectral_gap(self, num_ranks: int) -> float:
-        """Return 1 less the factor by which disagreement shrinks in a step, in the long run.
+        """Return 1 less the factor by which disagreement shrinks per step, in the long run.
 
-        That factor is the second largest modulus of an eigenvalue of W, or, where the graph changes, of the product of
-        a whole cycle's, to the power of 1 / num_phases. It is 0 for a disconnected graph and 1 for exact averaging.
+        That factor is the second largest modulus of an eigenvalue of W, or, if the graph changes, of the product of the
+        W of a whole cycle, to the power of 1 / num_phases. The gap is 0 for a disconnected graph and 1 for exact
+        averaging.
         """
         num_phases = self.num_phases(num_ranks)
         assert num_phases is not None, "a graph that never repeats must say it by itself"
@@ -76,26 +77,26 @@ class Graph(Family):
 
 @register("ring")
 class RingGraph(Graph):
-    """Each rank with the one before and the one after it. Its gap shrinks with the square of the number of ranks."""
+    """Each rank with the ranks before and after it. Its gap shrinks with the square of the number of ranks."""
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them."""
+        """Return the edges of the ring."""
         return _circulant(num_ranks, (1, -1))
 
 
 @register("torus")
 class TorusGraph(Graph):
-    """Each rank with its neighbours on a grid whose ends are joined: four, but three of two rows, and two of one."""
+    """Each rank with its neighbours on a grid with joined ends: four, or three with two rows, or two with one row."""
 
     shape: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
-    """Rows and columns; none: as nearly square as the number of ranks allows."""
+    """Rows and columns; None: as nearly square as the number of ranks allows."""
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them."""
+        """Return the edges of the torus."""
         rows, columns = self.shape or squarest(num_ranks)
         if rows * columns != num_ranks:
             raise SettingsError(
-                f"shape must be of as many places as ranks, {num_ranks}, but got {rows} x {columns} = "
+                f"shape must have as many cells as there are ranks, {num_ranks}, but got {rows} x {columns} = "
                 f"{rows * columns}; leave it out, or give another"
             )
         ranks = np.arange(num_ranks).reshape(rows, columns)
@@ -108,17 +109,17 @@ class TorusGraph(Graph):
 class ExponentialGraph(Graph):
     """Each rank sends to those 1, 2, 4, 8, ... ranks after it (Ying et al. 2021, "Exponential Graph is Provably ...").
 
-    It is directed, and doubly stochastic all the same. With ceil(log2 n) messages a step its gap is about 2 / log2 n.
+    It is directed, yet doubly stochastic. With ceil(log2 n) messages a step its gap is about 2 / log2 n.
     """
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them."""
+        """Return the edges of every step."""
         return _circulant(num_ranks, _powers_below(num_ranks))
 
 
 @register("one_peer_exponential")
 class OnePeerExponentialGraph(Graph):
-    """One message a step: to the rank 1 after, then 2, then 4, ..., and round again (Assran 2019, Ying et al. 2021).
+    """One message a step: to the rank 1 after, then 2, then 4, ..., and from the start (Assran 2019, Ying et al. 2021).
 
     For a number of ranks that is a power of two, n = 2^k, every k steps give the exact average; for others they do not.
     """
@@ -126,38 +127,38 @@ class OnePeerExponentialGraph(Graph):
     is_static = False
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return those of the step."""
+        """Return the edges of the step."""
         shifts = _powers_below(num_ranks)
         return _circulant(num_ranks, shifts[step % len(shifts) :][:1]) if shifts else set()
 
     def num_phases(self, num_ranks: int) -> int | None:
-        """One for each power of two."""
+        """Return one phase for each power of two."""
         return max(1, len(_powers_below(num_ranks)))
 
 
 @register("random_pairs")
 class RandomPairsGraph(Graph):
-    """In each step ranks are paired at random, and both of a pair take their average (Boyd et al. 2006).
+    """In each step ranks are paired at random, and both ranks of a pair take their average (Boyd et al. 2006).
 
-    Of an odd number one stays alone. All ranks draw the same pairs.
+    With an odd number one rank stays alone. All ranks draw the same pairs.
     """
 
     is_static = False
     seed: int = Field(default=0, ge=0)
-    """Of what is drawn."""
+    """Seed of the pairs."""
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return those drawn for the step."""
+        """Return the pairs of the step."""
         order = np.random.default_rng((self.seed, step)).permutation(num_ranks).tolist()
         pairs = list(zip(order[::2], order[1::2], strict=False))
         return {(a, b) for a, b in pairs} | {(b, a) for a, b in pairs}
 
     def num_phases(self, num_ranks: int) -> int | None:
-        """It never repeats."""
+        """Return None: it never repeats."""
         return None
 
     def spectral_gap(self, num_ranks: int) -> float:
-        """Return it for the expected square of the disagreement, which E[W] shrinks, since every W is a projection."""
+        """Return the gap for the expected squared disagreement, which E[W] shrinks, since every W is a projection."""
         if num_ranks <= 2:
             return 1.0
         square = 0.5 if num_ranks % 2 else (num_ranks - 2) / (2 * (num_ranks - 1))
@@ -166,30 +167,30 @@ class RandomPairsGraph(Graph):
 
 @register("complete")
 class CompleteGraph(Graph):
-    """Everybody with everybody: one step is the exact average, at n - 1 messages a rank."""
+    """Every rank with every other: one step is the exact average, at n - 1 messages a rank."""
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them."""
+        """Return all edges."""
         return _circulant(num_ranks, range(1, num_ranks))
 
 
 @register("star")
 class StarGraph(Graph):
-    """Rank 0 with everybody else: it has n - 1 messages a step, the others one."""
+    """Rank 0 with every other rank: it has n - 1 messages a step, the others one."""
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them."""
+        """Return the edges of the star."""
         return {edge for other in range(1, num_ranks) for edge in ((0, other), (other, 0))}
 
 
 @register("edge_list")
 class EdgeListGraph(Graph):
-    """Edges that somebody gives: ``--sync.graph edge_list --sync.graph.edges '[[0, 1], [1, 2]]'``."""
+    """Edges from a list: ``--sync.graph edge_list --sync.graph.edges '[[0, 1], [1, 2]]'``."""
 
     edges: tuple[tuple[Rank, Rank], ...] = ()
-    """Pairs of ranks; from the first to the second where they are directed."""
+    """Pairs of ranks; if directed, from the first to the second."""
     is_directed: bool = False
-    """Whether edges go one way only. Then columns of the mixing matrix sum to 1, which is enough for push-sum alone."""
+    """Whether edges go one way only. Then columns of the mixing matrix sum to 1, which only push-sum can use."""
 
     @model_validator(mode="after")
     def _check_edges(self) -> Self:
@@ -197,21 +198,21 @@ class EdgeListGraph(Graph):
         if loops:
             raise SettingsError(
                 f"an edge must join two ranks, but got {loops[0]} with itself; leave it out: "
-                "what a rank keeps of its own is worked out"
+                "a rank's own weight is computed"
             )
         return self
 
     def find_edges(self, num_ranks: int, step: int = 0) -> Edges:
-        """Return them.
+        """Return the edges of the list.
 
         Raises:
-            SettingsError: An edge is of a rank that there is not, or the graph is not connected.
+            SettingsError: An edge has an unknown rank, or the graph is not connected.
         """
         unknown = sorted({rank for edge in self.edges for rank in edge if rank >= num_ranks})
         if unknown:
             raise SettingsError(
                 f"edges must join ranks from 0 to {num_ranks - 1}, but got {unknown[0]}; "
-                f"take it out, or use more than {unknown[-1]} workers"
+                f"remove it, or use more than {unknown[-1]} workers"
             )
         edges = set(self.edges) | (set() if self.is_directed else {(b, a) for a, b in self.edges})
         _check_connected(edges, num_ranks)
@@ -231,7 +232,7 @@ def mix_over(edges: Edges, num_ranks: int) -> Floats:
 
 
 def is_doubly_stochastic(mixing: Floats) -> bool:
-    """Whether no weight is negative, and rows and columns sum to 1: then mixing keeps the mean."""
+    """Whether no weight is negative, and rows and columns sum to 1: then mixing preserves the mean."""
     sums = np.concatenate([mixing.sum(0), mixing.sum(1)])
     return bool((mixing >= -_SMALL).all() and np.allclose(sums, 1, rtol=0, atol=_SMALL))
 
@@ -246,7 +247,7 @@ def _powers_below(number: int) -> tuple[int, ...]:
 
 
 def _check_connected(edges: Edges, num_ranks: int) -> None:
-    for away, words in ((0, "from it"), (1, "to it")):
+    for away, words in ((0, "to rank {}"), (1, "from rank {}")):
         reached, waiting = {0}, [0]
         while waiting:
             here = waiting.pop()
@@ -256,6 +257,6 @@ def _check_connected(edges: Edges, num_ranks: int) -> None:
         missing = sorted(set(range(num_ranks)) - reached)
         if missing:
             raise SettingsError(
-                f"edges must connect all {num_ranks} ranks, but rank 0 has no way {words} for rank {missing[0]}; "
-                f"add an edge to rank {missing[0]}, or between those that are joined with it and the others"
+                f"edges must connect all {num_ranks} ranks, but rank 0 has no path {words.format(missing[0])}; "
+                f"add an edge to rank {missing[0]}, or from a rank joined to it to one of the others"
             )

@@ -14,31 +14,31 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Hosts(Cluster):
-    """Settings of hosts with devices and network cards; the presets are these with defaults of their own.
+    """Settings of hosts with devices and network cards; the presets have their own defaults for them.
 
     Devices of one host talk through a switch inside it (NVLink, PCIe), which takes nothing from the network cards.
-    Cards go to a switch that never blocks. With `hosts_per_pod` there is one such switch for each pod, and pods are
-    joined by their uplinks, whose load is taken to be balanced perfectly: a pod has one thick cable each way.
+    Cards go to a switch that never blocks. With `hosts_per_pod` there is one such switch for each pod, and uplinks join
+    the pods. Their load counts as perfectly balanced: a pod has one thick cable each way.
     """
 
     num_hosts: Count | None = None
-    """Hosts there are; none: as many as the ranks need."""
+    """Number of hosts; None: as many as the ranks need."""
     devices_per_host: Count = 1
-    """Devices, and so ranks, of a host."""
+    """Devices, and so ranks, per host."""
     nics_per_host: Count = 1
-    """Network cards of a host, each of `bandwidth`; device d uses card d mod nics_per_host."""
+    """Network cards per host, each of `bandwidth`; device d uses card d mod nics_per_host."""
     local_bandwidth: BytesPerSecond = BytesPerSecond.parse("25GB/s")
-    """Of a device to the others of its host, each way; the default is PCIe 4.0 with 16 lanes."""
+    """Bandwidth of a device to the others of its host, each way; the default is PCIe 4.0 with 16 lanes."""
     local_latency_s: float = Field(default=2e-6, ge=0)
-    """From one device to another of its host."""
+    """Latency from one device to another of its host."""
     host_bandwidths: dict[int, BytesPerSecond] = Field(default={})
-    """Bandwidth of the cards of single hosts that differ, by host: {3: "10gbit"} is one slow host."""
+    """Bandwidth of the cards of single hosts that differ, by host: {3: "10gbit"} makes host 3 slow."""
     hosts_per_pod: Count | None = None
-    """Hosts on one switch; none: all of them."""
+    """Hosts per switch; None: all of them."""
     oversubscription: float = Field(default=1.0, ge=1)
-    """Bandwidth of a pod's cards over that of its uplink."""
+    """Bandwidth of a pod's cards divided by that of its uplink."""
     core_latency_s: float = Field(default=5e-6, ge=0)
-    """What the way from one pod to another adds."""
+    """Additional latency from one pod to another."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
@@ -51,7 +51,7 @@ class Hosts(Cluster):
 
     @property
     def devices_per_island(self) -> int:
-        """Those of a host, or, where each host has one, those of a pod."""
+        """Devices of a host, or, if each host has one, devices of a pod."""
         return self.devices_per_host if self.devices_per_host > 1 else self.hosts_per_pod or 1
 
     def network(self, num_ranks: int) -> Network:
@@ -61,7 +61,7 @@ class Hosts(Cluster):
         pod_bandwidth = self.bandwidth * self.nics_per_host * (self.hosts_per_pod or num_hosts) / self.oversubscription
         bandwidths = np.full(num_hosts, float(self.bandwidth))
         for host, bandwidth in self.host_bandwidths.items():
-            bandwidths[host : host + 1] = bandwidth  # a host that these ranks do not reach is left out
+            bandwidths[host : host + 1] = bandwidth  # a host without ranks is left out
         kinds = [
             (np.repeat(bandwidths, self.nics_per_host), self.latency_s),
             (np.full(num_hosts * self.devices_per_host, float(self.local_bandwidth)), self.local_latency_s),
@@ -89,7 +89,7 @@ class Hosts(Cluster):
 
 @dataclass(frozen=True)
 class _HostRoutes:
-    """The routes between devices: inside a host, under one switch, or over the uplinks of two pods."""
+    """Routes between devices: inside a host, under one switch, or over the uplinks of two pods."""
 
     num_hosts: int
     devices_per_host: int

@@ -1,4 +1,4 @@
-"""How ranks are laid out: the axes of a mesh, how long each is, and where a rank stands on them."""
+"""How ranks share the work: the axes of a mesh, their lengths, and the coordinates of a rank on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from paceline.registry import Settings
 
 Axis = Literal["pipeline", "data", "sharded", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Outermost first: ranks that differ on the last are neighbours, so that the busiest axes stay inside a host."""
+"""Outermost first: ranks that differ on the last axis are neighbours, so that the busiest axes stay inside a host."""
 
 
 class Layout(Settings):
-    """How many ranks share which part of the work. The product of all axes is the number of ranks."""
+    """Number of ranks that share each part of the work. The product of all axes is the number of ranks."""
 
     data: int | None = Field(default=None, ge=1)
-    """Replicas of the model, each with samples of its own; by default as many as the other axes leave."""
+    """Replicas of the model, each with its own samples; by default as many as the other axes leave."""
     sharded: int = Field(default=1, ge=1)
-    """Ranks that share parameters, gradients and optimizer state of one replica, each with samples of its own (ZeRO,
+    """Ranks that share parameters, gradients and optimizer state of one replica, each with its own samples (ZeRO,
     FSDP)."""
     zero_stage: Literal[1, 2, 3] = 3
-    """What `sharded` ranks share (Rajbhandari 2020): 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """State that `sharded` ranks share (Rajbhandari 2020): 1 optimizer state, 2 gradients too, 3 parameters too."""
     context: int = Field(default=1, ge=1)
     """Ranks that share each sample's sequence."""
     tensor: int = Field(default=1, ge=1)
     """Ranks that share each matrix."""
     pipeline: int = Field(default=1, ge=1)
-    """Ranks that hold one part of the layers each."""
+    """Ranks that each hold one part of the layers."""
 
     def resolve(self, num_ranks: int) -> "Axes":
         """Return the axes of `num_ranks` ranks.
@@ -57,22 +57,22 @@ class Layout(Settings):
 
     @property
     def ranks_of_worker(self) -> int:
-        """Ranks that one worker spans: those that see the same samples."""
+        """Number of ranks of one worker: those that see the same samples."""
         return self.context * self.tensor * self.pipeline
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether ranks with whole parameters of their own share the optimizer's state."""
+        """Whether ranks with complete parameters share the optimizer's state."""
         return self.sharded > 1 and self.zero_stage == 1
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether the sharded axis cuts gradients, or parameters too."""
+        """Whether the sharded axis splits gradients, or parameters too."""
         return self.sharded > 1 and self.zero_stage > 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are only replicas."""
+        """Whether there are only data-parallel replicas."""
         return self.sharded * self.ranks_of_worker == 1
 
 
@@ -84,19 +84,19 @@ class Axes:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole mesh."""
+        """Number of ranks of the whole mesh."""
         return prod(self.sizes)
 
     def size(self, *axes: Axis) -> int:
-        """Return the number of ranks that `axes` together have."""
+        """Return the number of ranks on `axes` together."""
         return prod(self.sizes[AXES.index(axis)] for axis in axes)
 
     def coordinate(self, rank: int, axis: Axis) -> int:
-        """Return where `rank` stands on `axis`."""
+        """Return the coordinate of `rank` on `axis`."""
         return self._coordinates(rank)[AXES.index(axis)]
 
     def ranks_along(self, rank: int, *axes: Axis) -> list[int]:
-        """Return the ranks that stand where `rank` does but on `axes`, ascending."""
+        """Return the ranks with the coordinates of `rank` except on `axes`, ascending."""
         mine = self._coordinates(rank)
         ranges = [
             range(size) if axis in axes else [place] for axis, size, place in zip(AXES, self.sizes, mine, strict=True)

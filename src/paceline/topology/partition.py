@@ -1,4 +1,4 @@
-"""Cutting a sequence into contiguous parts so that the dearest part is as cheap as it can be."""
+"""Partition of a sequence into contiguous parts, such that the most expensive part is as cheap as possible."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -10,11 +10,11 @@ _ROUNDING = 1e-9
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[range]:
-    """Return the places of each part of a sequence of `costs`, in order; none is empty.
+    """Return the indices of each part of a sequence of `costs`, in order; none is empty.
 
-    The dearest part is as cheap as any cut can make it. Of all such cuts it is one whose parts are the most even (the
-    least sum of squares), for whoever holds several parts. Both by dynamic programming (the linear partition
-    problem), in num_parts * len(costs)^2 steps at most.
+    The most expensive part is as cheap as any partition can make it. Of all such partitions it is one with the most
+    even parts (the least sum of squares), which suits ranks that hold several parts. Both are found by dynamic
+    programming (the linear partition problem), in at most num_parts * len(costs)^2 steps.
 
     Raises:
         SettingsError: There are fewer items than parts, or a cost is negative or not finite.
@@ -39,16 +39,16 @@ def partition(costs: Sequence[float], num_parts: int) -> list[range]:
 
 
 def _cut(sums: Sequence[float], num_parts: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Return the least value of all cuts, and where the parts of one begin that has it.
+    """Return the least value of all partitions, and the beginnings of the parts of one that has it.
 
     Args:
-        sums: Of the first i costs, for each i.
-        num_parts: Parts that none may be empty.
-        join: The value of a cut, from that of its first parts and the cost of the last; it grows with both.
+        sums: Sum of the first i costs, for each i.
+        num_parts: Number of parts, none of them empty.
+        join: Value of a partition, from that of its first parts and the cost of the last; it grows with both.
     """
     num_items = len(sums) - 1
-    values = [0.0] + [inf] * num_items  # of the first i items, in as many parts as rounds were made
-    begins: list[list[int]] = []  # where the last of these parts begins
+    values = [0.0] + [inf] * num_items  # value of the first i items, in one part per round so far
+    begins: list[list[int]] = []  # beginning of the last of these parts
     for k in range(1, num_parts + 1):
         row = [inf] * (num_items + 1)
         places = [0] * (num_items + 1)

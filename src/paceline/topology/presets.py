@@ -16,15 +16,15 @@ class Switch(Hosts):
 
 @register("fat_tree")
 class FatTree(Hosts):
-    """Pods of hosts whose uplinks are thinner than what the pod could send (Al-Fares 2008, oversubscribed).
+    """Pods of hosts whose uplinks have less bandwidth than all cards of the pod (Al-Fares 2008, oversubscribed).
 
     With an oversubscription of 1 no uplink is ever full, and it is a switch with more latency between pods.
     """
 
     hosts_per_pod: Count | None = 16
-    """Hosts on one switch; none: all of them."""
+    """Hosts per switch; None: all of them."""
     oversubscription: float = Field(default=4.0, ge=1)
-    """Bandwidth of a pod's cards over that of its uplink."""
+    """Bandwidth of a pod's cards divided by that of its uplink."""
 
 
 @register("dgx_a100")
@@ -32,15 +32,15 @@ class DGXA100(Hosts):
     """Hosts of 8 A100 joined by NVLink 3 (600 GB/s, both ways together), with 8 cards of 200 Gb/s."""
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("200gbit")
-    """Of one network card, each way."""
+    """Bandwidth of one network card, each way."""
     devices_per_host: Count = 8
-    """Devices, and so ranks, of a host."""
+    """Devices, and so ranks, per host."""
     nics_per_host: Count = 8
-    """Network cards of a host, each of `bandwidth`; device d uses card d mod nics_per_host."""
+    """Network cards per host, each of `bandwidth`; device d uses card d mod nics_per_host."""
     local_bandwidth: BytesPerSecond = BytesPerSecond.parse("300GB/s")
-    """Of a device to the others of its host, each way."""
+    """Bandwidth of a device to the others of its host, each way."""
     reduce_speed: BytesPerSecond = BytesPerSecond.parse("600GB/s")
-    """Received bytes that one device adds to its own in a second: about a third of its memory's bandwidth."""
+    """Received bytes that one device adds to its own per second: about a third of its memory's bandwidth."""
 
 
 @register("dgx_h100")
@@ -48,15 +48,15 @@ class DGXH100(Hosts):
     """Hosts of 8 H100 joined by NVLink 4 (900 GB/s, both ways together), with 8 cards of 400 Gb/s."""
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("400gbit")
-    """Of one network card, each way."""
+    """Bandwidth of one network card, each way."""
     devices_per_host: Count = 8
-    """Devices, and so ranks, of a host."""
+    """Devices, and so ranks, per host."""
     nics_per_host: Count = 8
-    """Network cards of a host, each of `bandwidth`; device d uses card d mod nics_per_host."""
+    """Network cards per host, each of `bandwidth`; device d uses card d mod nics_per_host."""
     local_bandwidth: BytesPerSecond = BytesPerSecond.parse("450GB/s")
-    """Of a device to the others of its host, each way."""
+    """Bandwidth of a device to the others of its host, each way."""
     reduce_speed: BytesPerSecond = BytesPerSecond.parse("1TB/s")
-    """Received bytes that one device adds to its own in a second: about a third of its memory's bandwidth."""
+    """Received bytes that one device adds to its own per second: about a third of its memory's bandwidth."""
 
 
 @register("loopback")
@@ -64,13 +64,13 @@ class Loopback(Cluster):
     """One host whose processes talk through its memory: all transfers share one bus, both ways."""
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("4GB/s")
-    """Of the bus, for all transfers together."""
+    """Bandwidth of the bus, for all transfers together."""
     latency_s: float = Field(default=2e-5, ge=0)
-    """Of one message through the kernel."""
+    """Latency of one message through the kernel."""
     message_s: float = Field(default=1e-5, ge=0)
-    """What a rank spends on each message, sent or received."""
+    """Time that a rank spends on each message, sent or received."""
     reduce_speed: BytesPerSecond = BytesPerSecond.parse("4GB/s")
-    """Received bytes that one process adds to its own in a second."""
+    """Received bytes that one process adds to its own per second."""
 
     def network(self, num_ranks: int) -> Network:
         """Return the one link."""

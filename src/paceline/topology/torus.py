@@ -19,16 +19,16 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, m
 class TorusCluster(Cluster):
     """Devices on a ring, a 2-D or a 3-D torus (TPU pods, K computer), row by row.
 
-    A message goes along the last dim first, then the one before, each the shorter way round: on every cable of the
-    way it shares the bandwidth with whoever else passes.
+    A message goes along the last dim first, then the one before, each the shorter way round. On every cable it shares
+    the bandwidth with the other messages there.
     """
 
     bandwidth: BytesPerSecond = BytesPerSecond.parse("50GB/s")
-    """Of one cable, each way."""
+    """Bandwidth of one cable, each way."""
     latency_s: float = Field(default=1e-6, ge=0)
-    """Of one cable."""
+    """Latency of one cable."""
     shape: Shape | None = None
-    """Devices on each dim; none: two dims, as nearly square as the number of ranks allows."""
+    """Devices on each dim; None: two dims, as nearly square as the number of ranks allows."""
 
     def network(self, num_ranks: int) -> Network:
         """Return two links, there and back, for each device and dim."""
@@ -49,7 +49,7 @@ class TorusCluster(Cluster):
 
 
 def squarest(num_ranks: int) -> tuple[int, int]:
-    """Return two factors of `num_ranks`, the smaller first, as near to each other as can be."""
+    """Return two factors of `num_ranks`, the smaller first, that are as close to each other as possible."""
     rows = next(size for size in range(math.isqrt(num_ranks), 0, -1) if num_ranks % size == 0)
     return rows, num_ranks // rows
 

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them at the edges: ``100gbit``, ``12.5GB/s``, ``64MiB``."""
+"""Numbers with units, as people write them: ``100gbit``, ``12.5GB/s``, ``64MiB``."""
 
 import re
 from typing import Any, Self
@@ -18,7 +18,7 @@ class BytesPerSecond(float):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Tell pydantic how a value is checked."""
+        """Return pydantic's schema, which parses a value."""
         return core_schema.no_info_plain_validator_function(cls.parse)
 
     @classmethod
@@ -26,7 +26,7 @@ class BytesPerSecond(float):
         """Return `value` in bytes/s; a plain number is bytes/s already.
 
         Raises:
-            SettingsError: It is no positive speed.
+            SettingsError: `value` is not a positive speed.
         """
         speed = _parse(value, "a speed", "100gbit, 12.5GB/s or a number of bytes/s", has_time=True)
         return cls(speed)
@@ -36,7 +36,7 @@ def parse_size(value: float | str) -> float:
     """Return a size as bytes: ``100MB`` (powers of 1,000), ``64MiB`` (of 1,024), or a plain number of bytes.
 
     Raises:
-        SettingsError: It is no positive size.
+        SettingsError: `value` is not a positive size.
     """
     return _parse(value, "a size", "100MB, 64MiB or a number of bytes", has_time=False)
 

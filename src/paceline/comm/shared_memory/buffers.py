@@ -1,4 +1,4 @@
-"""Buffers in shared memory: what was handed out, and where everybody's part of it is."""
+"""Buffers in shared memory: the segments that exist, and where each rank's part of them is."""
 
 import struct
 import weakref
@@ -17,12 +17,12 @@ NOWHERE = PLACE.pack(-1, 0)
 class _Shared:
     number: int
     buffer: "weakref.ref[object]"
-    """Of the segment. Only tensors keep it: when this rank's own has died, the mapping goes."""
+    """Buffer of the segment. Only tensors keep it alive: when this rank's last one is freed, so is the mapping."""
     part_bytes: int
 
 
 class Buffers:
-    """The segments of which this rank holds a tensor."""
+    """Segments of which this rank holds a tensor."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -31,11 +31,11 @@ class Buffers:
         self._shared: dict[int, _Shared] = {}
 
     def num_bytes(self, num_elements: int, dtype: torch.dtype) -> int:
-        """Return the size of a segment with a buffer for each rank; each has pages of its own."""
+        """Return the size of a segment with one buffer per rank; each buffer has its own pages."""
         return self._size * round_to_pages(num_elements * dtype.itemsize)
 
     def map(self, descriptor: int, num_bytes: int) -> Segment:
-        """Reserve this rank's part of a segment and map all parts; see there for errors."""
+        """Reserve this rank's part of a segment and map all parts; raises the errors of `Segment`."""
         length = num_bytes // self._size
         own = self._rank * length, length
         reserve(descriptor, *own)
@@ -53,15 +53,16 @@ class Buffers:
         return tensor
 
     def locate(self, flat: Tensor) -> bytes:
-        """Return where a tensor is, as other ranks can read it."""
+        """Return the position of a tensor in a form that other ranks can read."""
         start = flat.untyped_storage().data_ptr()
         entry = self._shared.get(start)
         return PLACE.pack(entry.number, flat.data_ptr() - start) if entry is not None else NOWHERE
 
     def find_parts(self, flat: Tensor, places: list[bytes]) -> list[Tensor] | None:
-        """Return all ranks' tensors like `flat`, given their places; None if they are not all in one segment.
+        """Return all ranks' tensors like `flat`, given their positions; None if they are not all in one segment.
 
-        It is the same on every rank: where all name one segment, each has it, as its own tensor keeps it.
+        The result is the same on every rank: if all name one segment, each has it mapped, since its own tensor keeps
+        it.
         """
         numbers = {PLACE.unpack(place)[0] for place in places}
         entry = self._shared.get(flat.untyped_storage().data_ptr())
@@ -74,5 +75,5 @@ class Buffers:
 
 
 def _forget(shared: dict[int, _Shared], start: int, entry: _Shared) -> None:
-    if shared.get(start) is entry:  # the address may belong to a newer one by now
+    if shared.get(start) is entry:  # a newer segment may have the address by now
         del shared[start]

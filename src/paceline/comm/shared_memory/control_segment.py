@@ -1,4 +1,4 @@
-"""What a group of one host shares from the start: the flight recorder, and two rings."""
+"""The segment that the ranks of a host share from the start: the flight recorder, and two rings."""
 
 import os
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from paceline.comm.shared_memory.rendezvous import Hub, exchange_documents, find
 from paceline.comm.shared_memory.ring import SharedRing
 from paceline.comm.shared_memory.segment import Segment, create, reserve, round_to_pages
 
-# Small operations run in the caller's thread, through many slots; the others in one of their own, through few. Large
-# slots of all ranks should fit the cache together.
+# Small operations run in the caller's thread, with many slots; large ones in a thread of their own, with few. The
+# large slots of all ranks should fit the cache together.
 SMALL_BYTES = 16 * 2**10
 _SMALL_SLOTS = 16
 _LARGE_BYTES = 2**20
@@ -22,7 +22,7 @@ _LARGE_SLOTS = 6
 
 @dataclass(frozen=True)
 class ControlSegment:
-    """This rank's ends of what is shared."""
+    """This rank's handles of the shared segment."""
 
     hub: Hub
     recorder: FlightRecorder
@@ -31,11 +31,11 @@ class ControlSegment:
 
 
 def open_control_segment(store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> ControlSegment:
-    """Meet the other ranks of a host, and share memory with them; errors call ranks by their `names`.
+    """Connect to the other ranks of a host, and share memory with them; errors number ranks by `names`.
 
     Raises:
-        SharedMemoryError: Some rank cannot; it is raised on all of them.
-        CommunicationError: Some rank did not come.
+        SharedMemoryError: Some rank cannot share memory; raised on all ranks.
+        CommunicationError: Some rank did not connect.
     """
     size = len(names)
     hub, obstacle, address, descriptor = Hub(rank, size), find_obstacle(), None, None

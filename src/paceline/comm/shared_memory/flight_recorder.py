@@ -1,6 +1,6 @@
-"""Flight recorder in shared memory: what each rank has begun, where it waits, and whether it lives.
+"""Flight recorder in shared memory: the operations that each rank has begun, where it waits, and whether it lives.
 
-A rank is told to live by a lock that it holds on its byte of the segment's file. The kernel lets go of it when the
+A rank lives as long as it holds a lock on its byte of the segment's file. The kernel releases the lock when the
 process ends, however it ends. (A socket would not do: it stays open in the children that a data loader has forked.)
 """
 
@@ -19,20 +19,20 @@ from paceline.comm.shared_memory.futex import fence
 from paceline.errors import CommunicationError, PeerTimeoutError
 
 NUM_ENTRIES = 512
-"""Operations whose entries are kept."""
+"""Number of operations whose entries are kept."""
 MAX_AHEAD = NUM_ENTRIES // 2
-"""An operation may be begun when the one this many before it is finished; then entries live until all have read them.
+"""An operation may begin when the one this many before it is finished; entries live until all ranks have read them.
 
-To begin operation s + NUM_ENTRIES takes over the entry of s; it takes that s + MAX_AHEAD is finished here, so that
-all have begun it, and so have finished s, and read the entries of s.
+Beginning operation s + NUM_ENTRIES overwrites the entry of s. That requires that s + MAX_AHEAD is finished here, so
+that all ranks have begun it, and so have finished s, and read the entries of s.
 """
 _ENTRY_BYTES = 192
 _NAME_BYTES = 96
 _HEADER_BYTES = 1024
 BLOCK_BYTES = _HEADER_BYTES + NUM_ENTRIES * _ENTRY_BYTES
-"""Shared memory for each rank."""
+"""Bytes of shared memory per rank."""
 
-# Places in the header: words of 4 bytes (those others sleep on have a cache line of their own), then text.
+# Offsets in the header: words of 4 bytes (those that other ranks wait on have their own cache line), then text.
 _RING, _RING_STRIDE = 0, 16
 _BEGUN, _WAITING, _LEFT, _PID = 32, 33, 34, 35
 _WAITING_SINCE = 18  # in words of 8 bytes
@@ -46,7 +46,7 @@ _WORD = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a rank has begun; `entry` is what it wrote of it, the same on every rank."""
+    """An operation that a rank has begun; `entry` is its record, which must be the same on every rank."""
 
     sequence: int
     name: str
@@ -54,15 +54,15 @@ class Operation:
 
 
 class FlightRecorder:
-    """The ranks' blocks at the beginning of a shared segment.
+    """Blocks of all ranks at the beginning of a shared segment.
 
     Args:
         memory: The segment.
-        address: Where it begins.
-        descriptor: Of its file, for the locks; the caller's until `own_descriptor`.
-        rank: Of this process.
-        names: What errors call each rank.
-        timeout_s: How long others are waited for.
+        address: Address of the segment's first byte.
+        descriptor: File descriptor of the segment, for the locks; the caller owns it until `own_descriptor`.
+        rank: Rank of this process.
+        names: Number of each rank in errors.
+        timeout_s: Longest time to wait for other ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FlightRecorder:
         self._write_text(_HOST, _HOST_BYTES, socket.gethostname())
 
     def own_descriptor(self) -> None:
-        """Close it with this recorder; nobody else may, since to close any of a file's lets go of all locks on it."""
+        """Close the descriptor with this recorder, nowhere else: closing any descriptor of a file drops its locks."""
         weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def ring_word(self, rank: int, ring: int) -> int:
@@ -94,7 +94,7 @@ class FlightRecorder:
         return rank * BLOCK_BYTES // 4 + _RING + ring * _RING_STRIDE
 
     def begin(self, name: str, details: str) -> Operation:
-        """Note that this rank begins its next operation."""
+        """Record that this rank begins its next operation."""
         if self.failure is not None:
             raise self.failure
         self._sequence = sequence = (self._sequence + 1) % _WORD
@@ -107,19 +107,19 @@ class FlightRecorder:
         return Operation(sequence, name, entry)
 
     def wait_in(self, sequence: int) -> None:
-        """Note that this rank waits in an operation; 0 when it no longer does."""
+        """Record the operation that this rank waits in; 0 when it no longer waits."""
         self._doubles[self._block // 8 + _WAITING_SINCE] = time.monotonic()
         self.words[self._block // 4 + _WAITING] = sequence
 
     def leave(self, last_words: str = "") -> None:
-        """Note that this rank does nothing any more; the words of the first call stand."""
+        """Record that this rank does nothing any more; the `last_words` of the first call count."""
         if not self.words[self._block // 4 + _LEFT]:
             self._write_text(_LAST_WORDS, _LAST_WORDS_BYTES, last_words or "it has finished")
             fence()
             self.words[self._block // 4 + _LEFT] = 1
 
     def check_same(self, operation: Operation) -> None:
-        """Compare what all ranks run, once all have begun it.
+        """Compare the operation of all ranks, once all have begun it.
 
         Raises:
             CommunicationError: They run different operations; the message says which.
@@ -130,7 +130,7 @@ class FlightRecorder:
                 self._raise_mismatch(operation)
 
     def check_peers(self, operation: Operation, began_s: float, find_late: Callable[[], list[int]]) -> None:
-        """Look whether those that `operation` waits for can still come; called now and then while waiting.
+        """Check that the ranks that `operation` waits for can still come; called now and then while waiting.
 
         Raises:
             PeerTimeoutError: They did not come in time.
@@ -141,7 +141,7 @@ class FlightRecorder:
         if any(self._runs_another(other, operation) for other in self.others):
             self._raise_mismatch(operation)
         gone = {other for other in self.others if self._has_left(other) or self.find_process(other) is None}
-        fence()  # who left may have done its part just before
+        fence()  # a rank that left may have done its part just before
         late = find_late()
         where = f"operation {operation.sequence} {operation.name!r} on rank {self.names[self.rank]}"
         if gone.intersection(late):
@@ -151,11 +151,11 @@ class FlightRecorder:
             self._fail(PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}"))
 
     def describe_others(self, sequence: int) -> str:
-        """Return in plain words where each other rank is, the ones that hold up operation `sequence` first."""
+        """Return a description of where each other rank is, those that hold up operation `sequence` first."""
         return describe_ranks({self.names[other]: self._read_heartbeat(other) for other in self.others}, sequence)
 
     def find_process(self, rank: int) -> int | None:
-        """Return the id of the process that is `rank`, 0 where it cannot be seen from here, or None if it is gone."""
+        """Return the process id of `rank`, 0 if it is invisible from here, or None if the process is gone."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind, _, _, _, pid = _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return None if kind == fcntl.F_UNLCK else max(pid, 0)
@@ -191,7 +191,7 @@ class FlightRecorder:
         return rank * BLOCK_BYTES + _HEADER_BYTES + sequence % NUM_ENTRIES * _ENTRY_BYTES
 
     def _read_entry(self, rank: int, sequence: int) -> tuple[str, str]:
-        """Return name and details of an operation of a rank; empty if it has not begun it, or long ago."""
+        """Return name and details of a rank's operation; empty if the rank has not begun it, or long ago."""
         place = self._entry_place(rank, sequence)
         found, name_length, what_length = _ENTRY.unpack(self._memory[place : place + _ENTRY.size])
         if found != sequence:
@@ -201,7 +201,7 @@ class FlightRecorder:
         return text[:name_length].decode(errors="replace"), text[name_length:].decode(errors="replace")
 
     def _read_heartbeat(self, rank: int) -> tuple[Heartbeat | None, Heartbeat | None]:
-        """Return the heartbeat of a rank twice, the second time with a later beat if it lives."""
+        """Return a rank's heartbeat twice, the second time with a later beat if the rank lives."""
         block = rank * BLOCK_BYTES // 4
         begun, waiting = self.words[block + _BEGUN], self.words[block + _WAITING]
         waited_s = time.monotonic() - self._doubles[block // 2 + _WAITING_SINCE] if waiting else 0.0
@@ -230,7 +230,7 @@ class FlightRecorder:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Return whether a process is stopped, as by SIGSTOP; False where that cannot be seen."""
+    """Return whether a process is stopped, as by SIGSTOP; False if its state is invisible."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]

@@ -41,27 +41,27 @@ from paceline.errors import CommunicationError
 
 
 class SharedMemoryWarning(UserWarning):
-    """Memory could not be shared; things work, and are slower."""
+    """Memory could not be shared; training works, but is slower."""
 
 
 class SharedMemoryGroup(Group):
     """Ranks that are processes of one host: the same boot, the same network namespace (`host_key`).
 
-    Operations of at most 16 KiB are posted at once, and finished by whoever waits for them. Larger ones run in a thread
-    of the group's own, asleep while it waits. Where all ranks sum a buffer that `allocate` made, each sums its
-    slice of everybody's and writes it to everybody; other tensors travel through a small shared ring, in chunks.
+    Operations of at most 16 KiB are posted at once, and finished by the thread that waits for them. Larger ones run in
+    the group's own thread, which sleeps while it waits. If all ranks sum a buffer that `allocate` made, each sums one
+    slice of all buffers and writes it to all of them; other tensors travel through a small shared ring, in chunks.
     Sums run in the order of ranks. Messages (`send`, `receive`) go over a `TorchGroup`.
 
     Args:
-        store: Where the ranks find each other; keys are this group's own (give it a prefix).
-        rank: This process's number.
+        store: Store by which the ranks find each other; all its keys belong to this group (give it a prefix).
+        rank: Rank of this process.
         size: Number of ranks.
-        timeout_s: How long an operation may take before `PeerTimeoutError`.
-        epoch: Number of the membership that this group is of.
-        names: What errors call each rank.
+        timeout_s: Longest time of an operation before `PeerTimeoutError`.
+        epoch: Number of the membership that the group belongs to.
+        names: Number of each rank in errors.
 
     Raises:
-        SharedMemoryError: Some rank cannot share memory; it is raised on all of them.
+        SharedMemoryError: Some rank cannot share memory; raised on all ranks.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SharedMemoryGroup(Group):
             names=self.names,
         )
         self._channel: Channel | None = None
-        """Made when it is first needed: many groups carry only what is small."""
+        """Made on first use: many groups carry small tensors only."""
         self._outstanding: deque[RingStep | Job] = deque()
         self._duplicates: list[Group] = []
         self._subgroups: list[Group] = []
@@ -121,14 +121,14 @@ class SharedMemoryGroup(Group):
         return self._submit(operation, lambda: self._copy(operation, transfer))
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Copy everybody's tensor to everybody."""
+        """Copy every rank's tensor to all ranks."""
         check_tensor(tensor, name)
         check_rows(output, self.size, tensor.nbytes, name)
         operation = self._begin(name, "all_gather", tensor)
         return self._transfer(operation, AllGatherTransfer(output, tensor.contiguous()))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
-        """Copy everybody's rows to whom they are for."""
+        """Copy every rank's rows to their destinations."""
         check_rows(tensor, self.size, tensor.nbytes // self.size, name)
         check_rows(output, self.size, tensor.nbytes // self.size, name)
         operation = self._begin(name, "all_to_all", tensor)
@@ -143,11 +143,11 @@ class SharedMemoryGroup(Group):
         return self._network.receive(tensor, source, tag=tag, name=name)
 
     def begin(self, name: str) -> None:
-        """Note it where messages are noted."""
+        """Record it in the network group, which sends the messages."""
         self._network.begin(name)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed buffer in shared memory, or with a warning a private one where memory is short."""
+        """Return a zeroed buffer in shared memory, or a private one with a warning if memory is short."""
         if self.size == 1 or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype)
         name = f"allocation of {num_elements} {dtype}"
@@ -168,7 +168,7 @@ class SharedMemoryGroup(Group):
         return list(range(self.size))
 
     def share(self, num_bytes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return everybody's buffers, or with a warning none where memory is short."""
+        """Return the buffers of all ranks, or none with a warning if memory is short."""
         *starts, total = accumulate((round_to_pages(num_bytes[rank]) for rank in range(self.size)), initial=0)
         if self.size == 1 or total == 0:
             return {}
@@ -176,7 +176,7 @@ class SharedMemoryGroup(Group):
         def map_all(descriptor: int) -> Segment:
             if num_bytes[self.rank]:
                 reserve(descriptor, starts[self.rank], num_bytes[self.rank])
-            return Segment(descriptor, total)  # others may need what is here after this rank has left
+            return Segment(descriptor, total)  # others may read this rank's part after it has left
 
         name = f"sharing of {total} bytes"
         memory, reasons = self._share_segment(name, total, map_all)
@@ -188,7 +188,7 @@ class SharedMemoryGroup(Group):
         return {rank: whole[start : start + num_bytes[rank]] for rank, start in enumerate(starts)}
 
     def duplicate(self, name: str) -> Group:
-        """Return a group with memory and connections of its own; without the memory where that is short."""
+        """Return a group with its own memory and connections; without the memory if that is short."""
         store = dist.PrefixStore(f"duplicate{len(self._duplicates)} {name}", self.store)
         group: Group
         try:
@@ -201,18 +201,18 @@ class SharedMemoryGroup(Group):
         return group
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
-        """Return a group with memory of its own among `ranks`."""
+        """Return a group with its own memory among `ranks`."""
         store = dist.PrefixStore(self._name_subgroup(ranks, name), self.store)
         subgroup = self._open(store, ranks)
         self._subgroups.append(subgroup)
         return subgroup
 
     def link(self, peer: int, name: str) -> Group:
-        """Return a pair over the network group."""
+        """Return a link over the network group."""
         return self._network.link(peer, name)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave once what was begun is done; with an `error`, at once."""
+        """Leave when all operations have ended; with an `error`, at once."""
         for duplicate in (*self._duplicates, *self._subgroups):
             duplicate.close(error)
         if self._is_closed:
@@ -285,7 +285,7 @@ class SharedMemoryGroup(Group):
         self._large.post(operation, None, None).wait()
 
     def _find_parts(self, operation: Operation, flat: Tensor) -> list[Tensor] | None:
-        """Return everybody's tensors, once all have begun the operation; None where they are not shared."""
+        """Return the tensors of all ranks, once all have begun the operation; None if they are not shared."""
         mine, places = self._buffers.locate(flat), list[bytes]()
 
         def read(slot: int) -> None:
@@ -300,7 +300,7 @@ class SharedMemoryGroup(Group):
     def _share_segment(
         self, name: str, num_bytes: int, map_here: Callable[[int], Segment]
     ) -> tuple[Segment | None, list[str | None]]:
-        """Return a segment that all ranks have mapped, or None and why not, by rank."""
+        """Return a segment that all ranks have mapped, or None and the reasons, by rank."""
         operation = self._begin(name, "allocate")
         self._small.post(operation, None, None).wait()
         made, memory, reason = None, None, None
@@ -326,7 +326,7 @@ T = TypeVar("T")
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what `make` does, or why the system did not let it."""
+    """Return the result of `make`, or the system's reason for refusing it."""
     try:
         return make(), None
     except OSError as error:
@@ -336,7 +336,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
 def _warn_of_private_buffer(name: str, reasons: Sequence[str | None]) -> None:
     failed = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
     warnings.warn(
-        f"{name} could not be made in shared memory ({failed}), so that what is in it is copied from rank to rank, "
+        f"{name} could not be made in shared memory ({failed}), so its contents are copied from rank to rank, "
         "which is slower; free memory on the host, or silence this with "
         "warnings.filterwarnings('ignore', category=paceline.comm.SharedMemoryWarning)",
         SharedMemoryWarning,

@@ -1,7 +1,7 @@
-"""How ranks of one host meet, so that memory without a name can pass from one to the others.
+"""How ranks of one host find each other, and pass anonymous memory from one to the others.
 
-They meet over a store, and rank 0 hands on descriptors over sockets. Sockets have abstract names: these are the network
-namespace's own, and vanish with the process. Whoever connects must know a token that is in the store.
+They find each other over a store, and rank 0 passes descriptors over sockets. The sockets have abstract names, which
+belong to the network namespace and vanish with the process. A rank that connects must know a token from the store.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _POLL_S = 0.1
 
 
 class SharedMemoryError(SettingsError):
-    """The ranks of a host cannot share memory; the message says which of them cannot, and why."""
+    """The ranks of a host cannot share memory; the message says which of them, and why."""
 
 
 def host_key() -> str:
-    """Return what is the same for all processes that can share memory: they booted together and share a network."""
+    """Return a key that is equal for all processes that can share memory: same boot, same network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -44,7 +44,7 @@ def host_key() -> str:
 def find_obstacle() -> str | None:
     """Return why this process cannot share memory, or None if it can."""
     if not futex.is_supported():
-        return f"{platform.system()} on {platform.machine()} has no futexes that are known here"
+        return f"{platform.system()} on {platform.machine()} has no futexes that Paceline knows"
     try:
         descriptor = segment.create(segment.PAGE_BYTES)
         try:
@@ -52,7 +52,7 @@ def find_obstacle() -> str | None:
             memory = segment.Segment(descriptor, segment.PAGE_BYTES)
         finally:
             os.close(descriptor)
-        futex.wait(memory.address, 1)  # the word is 0: it returns at once
+        futex.wait(memory.address, 1)  # the word is 0, so it returns at once
     except OSError as error:
         return str(error)
     return None
@@ -71,27 +71,27 @@ def exchange_documents(store: Store, rank: int, size: int, document: Any, timeou
     except RuntimeError as error:
         missing = [other for other in range(size) if not store.check([str(other)])]
         raise CommunicationError(
-            f"all {size} ranks must meet within {timeout_s:g} s, but {', '.join(map(str, missing))} did not come; "
-            "see what became of them"
+            f"all {size} ranks must connect within {timeout_s:g} s, but {', '.join(map(str, missing))} did not; "
+            "check that they were started and still run"
         ) from error
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def raise_together(reasons: Sequence[str | None]) -> None:
-    """Raise `SharedMemoryError` on every rank where some rank has a reason."""
+    """Raise `SharedMemoryError` on every rank if some rank has a reason."""
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if failed:
         raise SharedMemoryError(
             f"ranks of one host must be able to share memory, but some cannot ({'; '.join(failed)}); "
-            "free what is short, or use join(transport='network')"
+            "free the memory that is short, or use join(transport='network')"
         )
 
 
 class Hub:
-    """Sockets between rank 0 and each other rank, over which descriptors pass.
+    """Sockets between rank 0 and every other rank, for passing descriptors.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of ranks.
     """
 
@@ -103,7 +103,7 @@ class Hub:
         self._listener: socket.socket | None = None
 
     def open(self) -> dict[str, str]:
-        """Listen, on rank 0, and return the address that `connect` needs."""
+        """Listen, on rank 0, and return the address for `connect`."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = f"paceline-{os.urandom(16).hex()}"
         self._listener.bind(f"\0{name}")
@@ -114,7 +114,7 @@ class Hub:
         """Connect to rank 0; on rank 0 itself, wait for all others.
 
         Raises:
-            OSError: Somebody could not be reached.
+            OSError: Some rank could not be reached.
         """
         if self._rank != 0:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,15 +137,15 @@ class Hub:
         self._listener.close()
 
     def share(self, descriptor: int | None, timeout_s: float, check: Callable[[], None] = lambda: None) -> int:
-        """Return rank 0's `descriptor`, on every rank. The others pass None and own what they get.
+        """Return rank 0's `descriptor` on every rank. The others pass None and own the one that they get.
 
         Args:
-            descriptor: What rank 0 shares.
-            timeout_s: How long rank 0 is waited for.
-            check: Called now and then while waiting, to raise an error where rank 0 cannot come any more.
+            descriptor: Descriptor to share, on rank 0.
+            timeout_s: Longest time to wait for rank 0.
+            check: Function called now and then while waiting; raises an error if rank 0 can no longer come.
 
         Raises:
-            OSError: It could not be passed.
+            OSError: The descriptor could not be passed.
         """
         if descriptor is not None:
             for connection in self._sockets.values():

@@ -1,10 +1,10 @@
-"""A ring of slots through which ranks show each other data, step by step: each posts, and reads when all have posted.
+"""A ring of slots through which ranks exchange data, step by step: each posts, and reads when all have posted.
 
-A ring is used by one thread, in the same order on every rank. To post is to fill one's own slot of the step and to
-count one's word up; nobody has to wait for that, and it is all that the others need. A step is finished when all have
-posted it and this rank has read it. Before a rank posts a step it finishes the one half a ring before. So no count of
-readers is needed: who posts step s + ring, into the slot of s, has seen everybody post s + ring/2; and before they did
-they had finished s. They may even have read s later than that, in filling their slots of the steps up to s + ring/2.
+One thread uses a ring, in the same order on every rank. To post is to fill one's own slot of the step and to
+increment one's own word; that needs no waiting, and it is all that the others need. A step is finished when all ranks
+have posted it and this rank has read it. Before a rank posts a step it finishes the one half a ring before. So no count
+of readers is needed: a rank that posts step s + ring, into the slot of s, has seen all ranks post s + ring/2; and
+before they did they had finished s. They may even have read s later than that, to fill their slots up to s + ring/2.
 """
 
 import time
@@ -20,27 +20,27 @@ from paceline.comm.shared_memory.flight_recorder import FlightRecorder, Operatio
 
 _WORD = 2**32
 _SIGN = 2**31
-# The others are often some microseconds away, and to sleep and be woken takes fifty. So first give way to whoever
-# else wants the core, a few times: about 10 us. Small sums of two ranks take a third of the time then.
+# The others are often only some microseconds late, and to sleep and be woken takes fifty. So first let other threads
+# have the core a few times, about 10 us. Small sums of two ranks take a third of the time then.
 _NUM_YIELDS = 20
 
 Fill = Callable[[int], None]
-"""Writes this rank's data into its part of the slot given."""
+"""Function that writes this rank's data into its part of a slot."""
 Read = Callable[[int], None]
-"""Reads everybody's data of the slot given."""
+"""Function that reads all ranks' data of a slot."""
 
 
 class SharedRing:
     """This rank's end of a ring.
 
     Args:
-        number: Which of the recorder's rings it is.
-        recorder: Holds the words that count steps, and knows who lives.
+        number: Number of the ring in the recorder.
+        recorder: Flight recorder: holds the words that count steps, and knows which ranks live.
         memory: The whole segment, uint8.
-        first: Where the slots begin in it.
+        first: Offset of the slots in the segment.
         num_slots: Steps of the ring.
         slot_bytes: Bytes of one rank in one step.
-        is_callers_thread: Whether it is the thread of the group's user that waits in it.
+        is_callers_thread: Whether the thread of the group's user waits in the ring.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SharedRing:
         self._pending: deque[RingStep] = deque()
 
     def post(self, operation: Operation, fill: Fill | None, read: Read | None) -> "RingStep":
-        """Show the others what `fill` writes; `read` will read what they show."""
+        """Show the other ranks the data that `fill` writes; `read` will read theirs."""
         while len(self._pending) >= self._num_slots // 2:
             self._finish_oldest()
         slot = self._posted % self._num_slots
@@ -89,16 +89,16 @@ class SharedRing:
             self._finish_oldest()
 
     def wake_others(self) -> None:
-        """Let those who wait for this rank look what has become of it."""
+        """Wake the ranks that wait for this one, so that they check its state."""
         futex.wake(self._recorder.address + 4 * self._mine)
 
     def address(self, slot: int, rank: int | None = None) -> int:
-        """Return where a rank's part of a slot begins, by default this rank's."""
+        """Return the address of a rank's part of a slot, by default this rank's."""
         rank = self._recorder.rank if rank is None else rank
         return self._first_address + (slot * self._recorder.size + rank) * self.slot_bytes
 
     def rows(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return everybody's slots as tensors of `dtype`, by rank."""
+        """Return the slots of all ranks as tensors of `dtype`, by rank."""
         if dtype not in self._rows:
             typed = self._slots.view(dtype)
             self._rows[dtype] = [typed[number].unbind(0) for number in range(self._num_slots)]
@@ -115,10 +115,10 @@ class SharedRing:
             step.read(step.slot)
         self._pending.popleft()
         step.is_done = True
-        step.read = None  # what it held may go now
+        step.read = None  # frees what the closure holds
 
     def _wait_for(self, word: int, step: "RingStep") -> None:
-        """Sleep until the rank whose word it is has posted the step."""
+        """Sleep until the rank with this word has posted the step."""
         for _ in range(_NUM_YIELDS):
             futex.give_way()
             if not (self._words[word] - step.number) & _SIGN:
@@ -139,7 +139,7 @@ class SharedRing:
 
 
 class RingStep(Work):
-    """What was posted to a ring, and is finished where it is waited for."""
+    """A step posted to a ring; the thread that waits for it finishes it."""
 
     def __init__(self, ring: SharedRing, number: int, operation: Operation, slot: int, read: Read | None) -> None:
         self.number = number
@@ -150,5 +150,5 @@ class RingStep(Work):
         self._ring = ring
 
     def wait(self) -> None:
-        """Finish it and the steps before it."""
+        """Finish this step and those before it."""
         self._ring.finish(self)

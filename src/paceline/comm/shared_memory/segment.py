@@ -1,4 +1,4 @@
-"""Anonymous shared memory: it has no name, so that nothing of it is left when the processes that map it are gone."""
+"""Anonymous shared memory: it has no name, so nothing of it remains when the processes that map it are gone."""
 
 import ctypes
 import mmap
@@ -25,7 +25,7 @@ def round_to_pages(num_bytes: int) -> int:
 
 
 def create(num_bytes: int) -> int:
-    """Return the descriptor of a new segment, none of which takes memory yet.
+    """Return the descriptor of a new segment, which takes no memory yet.
 
     Raises:
         OSError: The system does not allow it.
@@ -40,10 +40,10 @@ def create(num_bytes: int) -> int:
 
 
 def reserve(descriptor: int, first: int, length: int) -> None:
-    """Take the memory of a part of a segment, on this process's memory node.
+    """Allocate the memory of a part of a segment, on this process's memory node.
 
     Raises:
-        OSError: There is not enough. Without this, whoever first writes there would get a SIGBUS.
+        OSError: There is not enough memory. Without this call, the first write there would get a SIGBUS.
     """
     os.posix_fallocate(descriptor, first, length)
 
@@ -52,13 +52,13 @@ class Segment:
     """A mapping of shared memory; it lives as long as something refers to `buffer`, as tensors made of it do.
 
     Args:
-        descriptor: What `create` returned, here or in another process; it may be closed afterwards.
-        num_bytes: Of the whole segment.
-        own: First byte and length of the part that nobody needs once this mapping is gone. Its memory is given back
+        descriptor: Descriptor that `create` returned, here or in another process; it may be closed afterwards.
+        num_bytes: Size of the whole segment.
+        own: First byte and length of the part that no process needs once this mapping is gone. Its memory is freed
             then, even if children that were forked meanwhile still map it.
 
     Raises:
-        OSError: It cannot be mapped.
+        OSError: The segment cannot be mapped.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, own: tuple[int, int] = (0, 0)) -> None:
@@ -73,14 +73,14 @@ class Segment:
         finalizer.atexit = False
 
     def populate(self) -> None:
-        """Enter all pages into the page table now, once every rank has reserved its part: later each costs a fault."""
+        """Fill the page table now, after every rank has reserved its part: later each page costs a fault."""
         assert _library is not None
         _library.madvise(self.address, len(self.buffer), _MADV_POPULATE_WRITE)  # older kernels refuse: no harm
 
 
 def _release(owner: int, address: int, num_bytes: int, first: int, length: int) -> None:
     assert _library is not None
-    if os.getpid() == owner:  # a forked child has a mapping of its own, which goes with it
+    if os.getpid() == owner:  # a forked child has its own mapping, which ends with it
         if length > 0:
             _library.madvise(address + first, length, _MADV_REMOVE)
         _library.munmap(address, num_bytes)

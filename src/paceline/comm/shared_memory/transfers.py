@@ -1,4 +1,4 @@
-"""The collective operations as what each rank writes into its slot, and what it reads from everybody's."""
+"""The collective operations as the data that each rank writes into its slot and reads from all slots."""
 
 import ctypes
 import functools
@@ -15,17 +15,17 @@ from paceline.comm.shared_memory.flight_recorder import Operation
 from paceline.comm.shared_memory.ring import RingStep, SharedRing
 from paceline.errors import SettingsError
 
-# A tile of each rank fits the cache together, and is below 32,768, from which on torch starts other threads.
+# Tiles of all ranks fit the cache together, and a tile is below 32,768 elements, where torch begins to use threads.
 TILE = 31 * 1024
 _LINE_BYTES = 64
 
 
 class Transfer(ABC):
-    """One operation on this rank's tensors, which can be cut into chunks.
+    """One operation on this rank's tensors, which can be split into chunks.
 
     Attributes:
-        num_bytes: What is cut.
-        copies: Bytes that a slot takes for each of them.
+        num_bytes: Size of the data to split.
+        copies: Bytes of a slot for each of them.
     """
 
     num_bytes: int
@@ -37,28 +37,28 @@ class Transfer(ABC):
 
     @abstractmethod
     def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
-        """Read the chunks of all from their slots."""
+        """Read all ranks' chunks from their slots."""
 
     def post(self, ring: SharedRing, operation: Operation) -> RingStep:
-        """Post all of it as one step."""
+        """Post the whole operation as one step."""
         return ring.post(
             operation, partial(self.fill, ring, 0, self.num_bytes), partial(self.read, ring, 0, self.num_bytes)
         )
 
     def run(self, ring: SharedRing, operation: Operation) -> None:
-        """Do all of it, in as many steps as it takes; a chunk is written while others still read the one before."""
+        """Run the whole operation in as many steps as needed; a chunk is written while others read the one before."""
         for begin, end in self.chunks(ring):
             step = ring.post(operation, partial(self.fill, ring, begin, end), partial(self.read, ring, begin, end))
         step.wait()
 
     def chunks(self, ring: SharedRing) -> list[tuple[int, int]]:
-        """Return begin and end of chunks that fit a slot; there is at least one."""
+        """Return begin and end of chunks that fit a slot; at least one."""
         width = ring.slot_bytes // self.copies // _LINE_BYTES * _LINE_BYTES
         return [(begin, min(begin + width, self.num_bytes)) for begin in range(0, max(1, self.num_bytes), width)]
 
 
 class SumTransfer(Transfer):
-    """All-reduce: each rank sums the slots of all, in the order of ranks."""
+    """All-reduce: each rank sums all slots, in the order of ranks."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
@@ -77,7 +77,7 @@ class SumTransfer(Transfer):
 
 
 class SlicedSumTransfer(SumTransfer):
-    """All-reduce of what is large: each rank sums one slice of a chunk, and all copy the slices of all."""
+    """All-reduce of large tensors: each rank sums one slice of a chunk, and all copy all slices."""
 
     def __init__(self, flat: Tensor, rank: int, size: int) -> None:
         super().__init__(flat)
@@ -85,7 +85,7 @@ class SlicedSumTransfer(SumTransfer):
         self._size = size
 
     def run(self, ring: SharedRing, operation: Operation) -> None:
-        """Take two steps a chunk; the next chunk is posted before this one is summed."""
+        """Take two steps per chunk; the next chunk is posted before this one is summed."""
         chunks = self.chunks(ring)
         steps = deque([self._show(ring, operation, chunks[0])])
         for number, (begin, end) in enumerate(chunks):
@@ -98,7 +98,7 @@ class SlicedSumTransfer(SumTransfer):
         summed.wait()
 
     def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
-        """Copy everybody's slice of the sum."""
+        """Copy the slices of the sum from all ranks."""
         for rank in range(self._size):
             first, last = self._slice(end - begin, rank)
             ctypes.memmove(self._pointer + begin + first, ring.address(slot, rank) + first, last - first)
@@ -107,7 +107,7 @@ class SlicedSumTransfer(SumTransfer):
         return ring.post(operation, partial(self.fill, ring, *chunk), None)
 
     def _sum_slice(self, ring: SharedRing, shown: int, num_bytes: int, slot: int) -> None:
-        """Sum this rank's slice of the slots `shown`, three steps ago at most, into its own `slot`."""
+        """Sum this rank's slice of the slots `shown`, at most three steps ago, into its own `slot`."""
         dtype, width = self._flat.dtype, self._flat.element_size()
         first, last = (place // width for place in self._slice(num_bytes, self._rank))
         output = ring.rows(slot, dtype)[self._rank][first:last]
@@ -120,7 +120,7 @@ class SlicedSumTransfer(SumTransfer):
 
 
 class BroadcastTransfer(Transfer):
-    """Broadcast: all read the source's slot."""
+    """Broadcast: all ranks read the source's slot."""
 
     def __init__(self, flat: Tensor, source: int, rank: int) -> None:
         self.flat = flat
@@ -141,7 +141,7 @@ class BroadcastTransfer(Transfer):
 
 
 class AllGatherTransfer(Transfer):
-    """All-gather: all read all slots."""
+    """All-gather: all ranks read all slots."""
 
     def __init__(self, output: Tensor, tensor: Tensor) -> None:
         self._tensors = output, tensor
@@ -154,7 +154,7 @@ class AllGatherTransfer(Transfer):
         ctypes.memmove(ring.address(slot), self._from + begin, end - begin)
 
     def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
-        """Copy the chunks of all to their rows."""
+        """Copy all ranks' chunks to their rows."""
         for rank in range(self._size):
             ctypes.memmove(self._to + rank * self.num_bytes + begin, ring.address(slot, rank), end - begin)
 
@@ -176,7 +176,7 @@ class AllToAllTransfer(Transfer):
             ctypes.memmove(ring.address(slot) + row * (end - begin), source, end - begin)
 
     def read(self, ring: SharedRing, begin: int, end: int, slot: int) -> None:
-        """Copy what the others have for this rank."""
+        """Copy this rank's row from all slots."""
         for rank in range(self.copies):
             source = ring.address(slot, rank) + self._rank * (end - begin)
             ctypes.memmove(self._to + rank * self.num_bytes + begin, source, end - begin)
@@ -193,10 +193,10 @@ def add_up(parts: Sequence[Tensor], output: Tensor) -> None:
 
 
 def sum_in_place(parts: Sequence[Tensor], rank: int) -> None:
-    """Sum this rank's slice of everybody's flat buffer, and write the sum into all of them.
+    """Sum this rank's slice of all flat buffers, and write the sum into all of them.
 
-    It is one pass: a tile is still in the cache when it is written. Each rank reads S and writes S bytes, S being the
-    size of a buffer.
+    This takes one pass: a tile is still in the cache when it is written. Each rank reads S and writes S bytes, where
+    S is the size of a buffer.
     """
     width = parts[0].element_size()
     first, last = (place // width for place in _slice_bounds(parts[0].nbytes, len(parts), rank))
@@ -207,22 +207,22 @@ def sum_in_place(parts: Sequence[Tensor], rank: int) -> None:
 
 
 def copy_in_tiles(source: Tensor, output: Tensor) -> None:
-    """Copy a flat tensor with this thread alone."""
+    """Copy a flat tensor in this thread alone."""
     for part, tile in zip(source.split(TILE), output.split(TILE), strict=True):
         tile.copy_(part)
 
 
 def flatten(tensor: Tensor, name: str) -> Tensor:
-    """Return all elements of a dense tensor in the order of memory, as a view.
+    """Return all elements of a dense tensor in memory order, as a view.
 
     Raises:
-        SettingsError: It is on another device, or has holes.
+        SettingsError: The tensor is on another device, or has gaps.
     """
     check_tensor(tensor, name)
     detached = tensor.detach()
     if detached.is_contiguous():
         return detached.view(-1)
-    if torch.empty_like(detached, device="meta").stride() != detached.stride():  # it keeps the strides of what is dense
+    if torch.empty_like(detached, device="meta").stride() != detached.stride():  # keeps strides of dense tensors only
         raise SettingsError(
             f"the tensor of {name!r} must be dense, but got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}; call contiguous() first"
@@ -242,7 +242,7 @@ def check_sum(dtype: torch.dtype) -> None:
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:
-    """Raise `SettingsError` for what shared memory cannot hold."""
+    """Raise `SettingsError` for a tensor that shared memory cannot hold."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise SettingsError(
             f"the tensor of {name!r} must be a strided tensor on a CPU, but got {tensor.layout} on {tensor.device}; "
@@ -251,13 +251,13 @@ def check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def check_source(source: int, size: int) -> None:
-    """Raise `SettingsError` where a broadcast has no source."""
+    """Raise `SettingsError` if the source of a broadcast is not a rank."""
     if not 0 <= source < size:
         raise SettingsError(f"the source of a broadcast must be a rank of 0..{size - 1}, but got {source}")
 
 
 def check_rows(tensor: Tensor, num_rows: int, row_bytes: int, name: str) -> None:
-    """Raise `SettingsError` unless a tensor has a row for each rank, one after another."""
+    """Raise `SettingsError` unless a tensor has one contiguous row per rank."""
     check_tensor(tensor, name)
     if len(tensor) != num_rows or tensor.nbytes != num_rows * row_bytes or not tensor.is_contiguous():
         raise SettingsError(
@@ -267,6 +267,6 @@ def check_rows(tensor: Tensor, num_rows: int, row_bytes: int, name: str) -> None
 
 
 def _slice_bounds(num_bytes: int, num_slices: int, index: int) -> tuple[int, int]:
-    """Return where one of `num_slices` slices begins and ends, in bytes; none share a cache line."""
+    """Return begin and end of a slice in bytes; no two slices share a cache line."""
     length = math.ceil(num_bytes / num_slices / _LINE_BYTES) * _LINE_BYTES
     return min(index * length, num_bytes), min((index + 1) * length, num_bytes)

@@ -1,9 +1,8 @@
 """Layer 4: the loops of codecs, each written up to three times: in plain torch, in numba for CPUs, in Triton for GPUs.
 
 A codec's kernels are the functions of the module ``torch_<codec>``, which is the reference and runs everywhere;
-``numba_<codec>`` and ``triton_<codec>`` have the same functions. (``torch_rows`` and ``triton_rows`` hold what those of
-int8 and one_bit share.) Neither numba nor Triton is imported before a codec that needs them meets a tensor that they
-are for.
+``numba_<codec>`` and ``triton_<codec>`` have the same functions. (``torch_rows`` and ``triton_rows`` hold the common
+parts of int8 and one_bit.) Neither numba nor Triton is imported before a codec needs it for a tensor.
 """
 
 import functools
@@ -17,7 +16,7 @@ import torch
 __all__ = ["find_kernels"]
 
 _COMPILERS = {"cpu": ("numba", "numba"), "cuda": ("triton", "'paceline[triton]'")}
-"""By device type: the compiler of its fast kernels, and what pip calls it."""
+"""By device type: the compiler of its fast kernels, and the pip requirement that installs it."""
 
 
 def find_kernels(codec: str, device: torch.device) -> ModuleType:

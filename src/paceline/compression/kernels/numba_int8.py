@@ -1,4 +1,4 @@
-"""`Int8`'s kernels for CPUs: one pass over memory, a tile at a time in the cache."""
+"""Kernels of `Int8` for CPUs: one pass over memory, a tile at a time in the cache."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ Bytes = NDArray[np.uint8]
 _PART = np.float32(PART)
 _SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
 _NOT_FINITE = np.int32(0x7F800000)
-"""Bits of infinity: those of NaN are larger, of all else smaller."""
+"""Bits of infinity: those of NaN are larger, all others smaller."""
 _ROUND = np.float32(1.5 * 2**23)
-"""Added and taken away again, it rounds smaller numbers to nearest, ties to even."""
+"""Adding and subtracting it rounds smaller numbers to nearest, ties to even."""
 
 
 def encode(
@@ -31,7 +31,7 @@ def encode(
     first_tile: int = 0,
     key: int | None = None,
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_int8.encode`."""
     assert (residual is None) == (new_residual is None)
     old = None if residual is None else residual.numpy()
     new = None if new_residual is None else new_residual.numpy()
@@ -41,7 +41,7 @@ def encode(
 
 
 def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
-    """Do what the reference does."""
+    """See the reference, `torch_rows.decode`."""
     flat = payload.view(-1).numpy()
     scales = flat.view(np.float32)
     _decode(flat.view(np.int8), scales, rows.row_bytes, rows.tiles_per_row, rows.tile, output.numpy(), add)
@@ -97,7 +97,7 @@ def _add(value: Floats, residual: Floats, wanted: Floats) -> None:
 
 @njit(nogil=True, cache=True)
 def _bits_of_largest(wanted: Floats) -> np.int32:
-    """Return the largest magnitude as the integer of its bits, among which NaN is the largest of all."""
+    """Return the largest magnitude as the integer of its bits; NaN is the largest of all."""
     bits = wanted.view(np.int32)
     largest = np.int32(0)
     for i in range(bits.size):

@@ -1,4 +1,4 @@
-"""`OneBit`'s kernels for CPUs: one pass over memory, a tile at a time in the cache."""
+"""Kernels of `OneBit` for CPUs: one pass over memory, a tile at a time in the cache."""
 
 import numpy as np
 from numba import njit
@@ -14,7 +14,7 @@ Bytes = NDArray[np.uint8]
 def encode(
     value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_one_bit.encode`."""
     assert (residual is None) == (new_residual is None)
     old = None if residual is None else residual.numpy()
     new = None if new_residual is None else new_residual.numpy()
@@ -24,7 +24,7 @@ def encode(
 
 
 def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
-    """Do what the reference does."""
+    """See the reference, `torch_rows.decode`."""
     flat = payload.view(-1).numpy()
     _decode(flat, flat.view(np.float32), rows.row_bytes, rows.tiles_per_row, rows.tile, output.numpy(), add)
 
@@ -70,7 +70,7 @@ def _encode(
     return finite
 
 
-# Sums may be reordered, so that they run in vectors; NaN and infinity are still respected.
+# Sums may be reordered, so that they are vectorised; NaN and infinity are still respected.
 @njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
 def _load_sum(value: Floats, residual: Floats, wanted: Floats) -> float:
     total = 0.0
@@ -92,7 +92,7 @@ def _load(value: Floats, wanted: Floats) -> float:
 
 @njit(nogil=True, cache=True)
 def _pack(flags: Bytes, packed: Bytes) -> None:
-    """Make one byte of 8 that are 0 or 1: the product brings bit 0 of byte i to bit 56 + i."""
+    """Pack 8 flags of 0 or 1 into each byte: the product brings bit 0 of byte i to bit 56 + i."""
     words = flags.view(np.uint64)
     for i in range(packed.size):
         packed[i] = np.uint8((words[i] * np.uint64(0x0102040810204080)) >> np.uint64(56))

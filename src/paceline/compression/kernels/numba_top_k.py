@@ -1,9 +1,9 @@
-"""Top-k selection on CPUs, in numba: about one pass over the block, whatever the data.
+"""Kernels of top-k for CPUs, in numba: about one pass over the block, whatever the data.
 
-A sample of the block tells a threshold that a few more than k elements are expected to reach. One pass adds the
-residual and collects those, and the exact k-th magnitude is then found among them. Where the sample misled (fewer
-than k, or far more), the exact threshold is found among all elements instead, in four more passes. What is
-selected is the same in both cases.
+A sample of the block gives a threshold that slightly more than k elements are expected to reach. One pass adds the
+residual and collects those elements, and the exact k-th magnitude is then found among them. If the sample misled (fewer
+than k, or far more), the exact threshold is found among all elements instead, in four more passes. The selection
+is the same in both cases.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 Array = npt.NDArray[Any]
 
 _TILE = 2048
-_DEVIATIONS = 4  # of the sampled threshold: the sample misleads about once in 30,000 blocks
+_DEVIATIONS = 4  # of the sampled threshold; the sample misleads about once in 30,000 blocks
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # bits of a float without its sign: as an integer, ordered as the magnitudes are
 _INFINITE = np.int32(0x7F800000)
 
@@ -24,7 +24,7 @@ _INFINITE = np.int32(0x7F800000)
 def select(
     value: Tensor, residual: Tensor | None, num_kept: int, remainder: Tensor, indices: Tensor, values: Tensor
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_top_k.select`."""
     kept = None if residual is None else residual.numpy()
     return bool(_select(value.numpy(), kept, num_kept, remainder.numpy(), indices.numpy(), values.numpy()))
 
@@ -48,7 +48,7 @@ def _select(
 
 @njit(nogil=True, cache=True)
 def _guess_threshold(value: Array, residual: Array | None, num_kept: int) -> np.float32:
-    """Return a magnitude that a few more than `num_kept` elements probably reach, by looking at a sample of them."""
+    """Return a magnitude that slightly more than `num_kept` elements probably reach, from a sample of them."""
     sample = _sample(value, residual)
     share = num_kept / value.size
     expected = sample.size * share
@@ -56,8 +56,8 @@ def _guess_threshold(value: Array, residual: Array | None, num_kept: int) -> np.
     if rank > sample.size:
         return np.float32(0)
     bits = np.empty(1, np.int32)
-    # At least the least positive number: in a sparse block zeros are not worth collecting. At most infinity: NaN is
-    # above every threshold, but no threshold itself.
+    # At least the smallest positive number: in a sparse block zeros are not worth collecting. At most infinity: NaN is
+    # above every threshold, but is no threshold itself.
     bits[0] = min(max(int(_find_threshold(sample.view(np.int32), sample.size, rank)[0]), 1), int(_INFINITE))
     threshold: np.float32 = bits.view(np.float32)[0]
     return threshold
@@ -65,12 +65,12 @@ def _guess_threshold(value: Array, residual: Array | None, num_kept: int) -> np.
 
 @njit(nogil=True, cache=True)
 def _sample(value: Array, residual: Array | None) -> Array:
-    """Return every 32nd element, but at least 1,024 and at most 16,384, if there are as many."""
+    """Return every 32nd element, but at least 1,024 and at most 16,384, if there are that many."""
     num_sampled = min(max(value.size // 32, min(value.size, 1024)), 16384)
     stride = value.size // num_sampled
     sample = np.empty(num_sampled, np.float32)
     for i in range(num_sampled):
-        # Scattered inside its stride, so that it does not run down one column of a matrix.
+        # Scattered inside its stride, so that the sample does not run down one column of a matrix.
         place = i * stride + ((i * 2654435761) >> 16) % stride
         sample[i] = value[place] if residual is None else value[place] + residual[place]
     return sample
@@ -86,12 +86,12 @@ def _add_and_collect(
     places: Array,
     bits: Array,
 ) -> int:
-    """Add up, and collect what reaches `threshold`; return how many did, or any number above `capacity`."""
+    """Add up, and collect elements that reach `threshold`; return their number, or any number above `capacity`."""
     marks = np.zeros(_TILE, np.uint8)
     words = marks.view(np.uint64)
     marked_words = np.empty(_TILE // 8, np.int64)
     count = 0
-    # Several simple loops over slices, and stores that do not branch: these are what the compiler makes fast.
+    # Several simple loops over slices, and stores without branches: the compiler makes these fast.
     for begin in range(0, value.size, _TILE):
         x = value[begin : begin + _TILE]
         y = remainder[begin : begin + _TILE]
@@ -122,7 +122,7 @@ def _add_and_collect(
 
 @njit(nogil=True, cache=True)
 def _find_threshold(bits: Array, count: int, rank: int) -> tuple[np.int32, int]:
-    """Return the `rank`-th largest magnitude of the first `count`, and how many of its equals are in the `rank`.
+    """Return the `rank`-th largest magnitude of the first `count`, and the number of its equals within the `rank`.
 
     Magnitudes are integers of 31 bits; they are found digit by digit (radix selection), in three passes.
     """
@@ -155,7 +155,7 @@ def _take(
     indices: Array,
     values: Array,
 ) -> bool:
-    """Select those above `threshold`, and the first `num_equal` at it; return whether they, and so all, are finite."""
+    """Select those above `threshold`, and the first `num_equal` at it; return whether all are finite."""
     floats = bits.view(np.float32)
     num_taken = 0
     largest = np.int32(0)

@@ -1,4 +1,4 @@
-"""The reference of `Int8`'s kernels: code times scale, the largest of a tile being 127 scales."""
+"""Reference kernels of `Int8`: code times scale, where the largest magnitude of a tile is 127 scales."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from paceline.compression.rows import RowLayout
 __all__ = ["decode", "encode"]
 
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-"""Tiles with a smaller scale are sent as zeros: its reciprocal might overflow."""
+"""Tiles with a smaller scale are sent as zeros: the reciprocal of the scale might overflow."""
 PART = 1 / 127
-"""A multiplication gives the same bits on any device; a division by 127 might not."""
+"""Multiplication by it gives the same bits on any device; division by 127 might not."""
 _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 
@@ -26,19 +26,19 @@ def encode(
     first_tile: int = 0,
     key: int | None = None,
 ) -> bool:
-    """Encode ``value + residual`` into `payload`, and what that left out into `new_residual`.
+    """Encode ``value + residual`` into `payload`, and the encoding error into `new_residual`.
 
     Args:
-        value: fp32, flat: what lies in the rows of `payload`, from its first on.
-        residual: Like `value`.
-        rows: How it lies there.
-        payload: ``rows.new_payload``; filled.
-        new_residual: Like `value`; filled. None with `residual`.
-        first_tile: Number, in the block, of the tile that `value` begins with.
-        key: Seeds stochastic rounding, in [0, 2**32); None rounds to nearest.
+        value: Flat fp32 elements of the rows of `payload`, from the first on.
+        residual: Residual, like `value`; None for zero.
+        rows: Layout of the payload's rows.
+        payload: Output, from ``rows.new_payload``.
+        new_residual: Output of the encoding error, like `value`; None if `residual` is None.
+        first_tile: Number in the block of the first tile of `value`.
+        key: Seed of stochastic rounding, in [0, 2**32); None rounds to nearest.
 
     Returns:
-        Whether all that was encoded is finite.
+        Whether all encoded elements are finite.
     """
     assert (residual is None) == (new_residual is None)
     wanted = value if residual is None else value + residual
@@ -60,7 +60,7 @@ def encode(
 
 
 def _uniform(num_tiles: int, tile: int, first_tile: int, key: int, device: torch.device) -> Tensor:
-    """Return numbers in [0, 1) that depend on key, tile and place in the tile alone: counters, mixed twice."""
+    """Return numbers in [0, 1) that depend on key, tile and position in the tile alone: counters, mixed twice."""
     tiles = torch.arange(first_tile, first_tile + num_tiles, device=device)
     places = torch.arange(tile, device=device)
     starts = _mix((key + tiles * _GOLDEN) & _MASK).unsqueeze(1)

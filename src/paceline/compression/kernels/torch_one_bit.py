@@ -1,4 +1,4 @@
-"""The reference of `OneBit`'s kernels: bit i of byte j says whether element 8 j + i is at least zero."""
+"""Reference kernels of `OneBit`: bit i of byte j says whether element 8 j + i is at least zero."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ __all__ = ["decode", "encode"]
 def encode(
     value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
 ) -> bool:
-    """Encode ``value + residual`` into `payload`, and what that left out into `new_residual`.
+    """Encode ``value + residual`` into `payload`, and the encoding error into `new_residual`.
 
     Args:
-        value: fp32, flat: what lies in the rows of `payload`, from its first on.
-        residual: Like `value`.
-        rows: How it lies there.
-        payload: ``rows.new_payload``; filled.
-        new_residual: Like `value`; filled. None with `residual`.
+        value: Flat fp32 elements of the rows of `payload`, from the first on.
+        residual: Residual, like `value`; None for zero.
+        rows: Layout of the payload's rows.
+        payload: Output, from ``rows.new_payload``.
+        new_residual: Output of the encoding error, like `value`; None if `residual` is None.
 
     Returns:
-        Whether all that was encoded is finite.
+        Whether all encoded elements are finite.
     """
     assert (residual is None) == (new_residual is None)
     wanted = value if residual is None else value + residual
@@ -35,7 +35,7 @@ def encode(
     if new_residual is not None:
         scale = scales.unsqueeze(1)
         new_residual.copy_((tiles - torch.where(signs, scale, -scale)).view(-1)[:num_elements])
-    # One byte of 8 flags, taken as a number: the product brings bit 0 of byte i to bit 56 + i.
+    # Eight flags as one 64-bit number: the product brings bit 0 of byte i to bit 56 + i.
     words = signs.view(torch.int64).view(-1)[: -(-num_elements // 8)]
     fill_rows(payload, rows, scales, ((words * 0x0102040810204080 >> 56) & 0xFF).to(torch.uint8))
     return bool(scales.isfinite().all())

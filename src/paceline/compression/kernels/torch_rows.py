@@ -1,4 +1,4 @@
-"""What the references of `Int8`'s and `OneBit`'s kernels have in common: tiles, and the rows that hold their codes."""
+"""Common parts of the reference kernels of `Int8` and `OneBit`: tiles, and the rows that hold their codes."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from paceline.compression.rows import RowLayout
 
 
 def cut_tiles(wanted: Tensor, tile: int) -> Tensor:
-    """Return flat elements as ``(num_tiles, tile)``, the last one filled up with zeros."""
+    """Return flat elements as ``(num_tiles, tile)``, the last tile padded with zeros."""
     num_tiles = -(-len(wanted) // tile)
     return F.pad(wanted, (0, num_tiles * tile - len(wanted))).view(num_tiles, tile)
 
@@ -25,7 +25,7 @@ def fill_rows(payload: Tensor, rows: RowLayout, scales: Tensor, codes: Tensor) -
 
 
 def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
-    """Fill `output`, flat, with what the rows of `payload` hold, or add that to it."""
+    """Fill `output`, flat, with the decoded rows of `payload`, or add them to it."""
     length = rows.tiles_per_row * rows.tile
     for row in range(len(payload)):
         part = output[row * length : (row + 1) * length]

@@ -1,4 +1,4 @@
-"""Top-k selection in plain torch: the reference."""
+"""Reference kernels of top-k, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ def select(
     """Split ``value + residual`` into its `num_kept` largest magnitudes and the rest.
 
     Args:
-        value: fp32, shape ``(d,)``.
-        residual: As `value`; None counts as zeros.
-        num_kept: How many are selected, in [1, d]. Of equal magnitudes the first are.
-        remainder: As `value`; gets the sum with zeros where an element was selected.
-        indices: int32 or int64, shape ``(num_kept,)``; gets their places, in rising order.
-        values: fp32, shape ``(num_kept,)``; gets the selected elements.
+        value: Elements: fp32, shape ``(d,)``.
+        residual: Residual, like `value`; None for zeros.
+        num_kept: Number of elements to select, in [1, d]. Of equal magnitudes the first are selected.
+        remainder: Output, like `value`: the sum with zeros where an element was selected.
+        indices: Output: int32 or int64, shape ``(num_kept,)``; positions of the selected elements, ascending.
+        values: Output: fp32, shape ``(num_kept,)``; the selected elements.
 
     Returns:
         Whether the sum is finite everywhere.
@@ -24,7 +24,7 @@ def select(
         remainder.copy_(value)
     else:
         torch.add(value, residual, out=remainder)
-    # As integers, bits without the sign are ordered as the magnitudes are; NaN comes above infinity.
+    # As integers, the bits without the sign are ordered like the magnitudes; NaN comes above infinity.
     magnitudes = remainder.view(torch.int32) & 0x7FFFFFFF
     threshold = magnitudes.topk(num_kept, sorted=False).values.min()
     above = magnitudes > threshold

@@ -1,4 +1,4 @@
-"""`Int8`'s kernels for GPUs: one pass over memory, a program for each tile."""
+"""Kernels of `Int8` for GPUs: one pass over memory, one program per tile."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,8 +16,8 @@ __all__ = ["decode", "encode"]
 _PART = tl.constexpr(PART)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_NOT_FINITE = tl.constexpr(0x7F800000)  # bits of infinity: those of NaN are larger, of all else smaller
-_ROUND = tl.constexpr(1.5 * 2**23)  # added and taken away again, it rounds to nearest, ties to even
+_NOT_FINITE = tl.constexpr(0x7F800000)  # bits of infinity: those of NaN are larger, all others smaller
+_ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds to nearest, ties to even
 
 
 def encode(
@@ -30,7 +30,7 @@ def encode(
     first_tile: int = 0,
     key: int | None = None,
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_int8.encode`."""
     assert (residual is None) == (new_residual is None)
     is_finite = torch.ones(1, dtype=torch.int32, device=value.device)
     keys = torch.tensor([key or 0], dtype=torch.int64, device=value.device).to(torch.uint32)

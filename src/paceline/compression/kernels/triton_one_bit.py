@@ -1,4 +1,4 @@
-"""`OneBit`'s kernels for GPUs: one pass over memory, a program for each tile."""
+"""Kernels of `OneBit` for GPUs: one pass over memory, one program per tile."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,7 +16,7 @@ __all__ = ["decode", "encode"]
 def encode(
     value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_one_bit.encode`."""
     assert (residual is None) == (new_residual is None)
     is_finite = torch.ones(1, dtype=torch.int32, device=value.device)
     if len(value):
@@ -59,7 +59,7 @@ def _encode(
         wanted += tl.load(residual_ptr + offsets, mask=is_inside, other=0.0)
     count = tl.minimum(size - index * tile, tile)
     scale = (tl.sum(tl.abs(wanted).to(tl.float64)) / count.to(tl.float64)).to(tl.float32)
-    tl.store(is_finite_ptr, 0, mask=~(tl.abs(scale) < float("inf")))  # NaN is not smaller than anything
+    tl.store(is_finite_ptr, 0, mask=~(tl.abs(scale) < float("inf")))  # NaN is not less than anything
     row = index // tiles_per_row
     place = index % tiles_per_row
     tl.store(scales_ptr + row * (row_bytes // 4) + place, scale)

@@ -1,4 +1,4 @@
-"""How `Int8` and `OneBit` are decoded on GPUs: one pass over memory, a program for each tile."""
+"""Decoding of `Int8` and `OneBit` on GPUs: one pass over memory, one program per tile."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -11,7 +11,7 @@ from paceline.compression.rows import RowLayout
 
 
 def decode(payload: Tensor, rows: RowLayout, output: Tensor, *, add: bool = False) -> None:
-    """Do what the reference does."""
+    """See the reference, `torch_rows.decode`."""
     if len(output):
         _decode[(-(-len(output) // rows.tile),)](
             payload.view(torch.int8),

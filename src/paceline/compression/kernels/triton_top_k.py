@@ -1,8 +1,8 @@
-"""Top-k selection on GPUs, in Triton: five passes, exact whatever the data.
+"""Kernels of top-k for GPUs, in Triton: five passes, exact whatever the data.
 
 The k-th magnitude, an integer of 31 bits, is found digit by digit (radix selection) from three histograms, the first
-of which is counted while the residual is added. Two more passes count what each program selects, and select it.
-Nothing waits for the GPU until the end.
+of which is counted while the residual is added. Two more passes count each program's selection, and select it.
+The host does not wait for the GPU until the end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,7 +19,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 def select(
     value: Tensor, residual: Tensor | None, num_kept: int, remainder: Tensor, indices: Tensor, values: Tensor
 ) -> bool:
-    """Do what the reference does."""
+    """See the reference, `torch_top_k.select`."""
     size = value.numel()
     grid = (triton.cdiv(size, _BLOCK),)
     threshold = torch.zeros(1, dtype=torch.int32, device=value.device)
@@ -40,7 +40,7 @@ def select(
 
 
 def _descend(histogram: Tensor, threshold: Tensor, rank: Tensor, shift: int) -> None:
-    """Add the next digit of the `rank`-th largest magnitude to `threshold`; leave in `rank` its rank below that."""
+    """Add the next digit of the `rank`-th largest magnitude to `threshold`; leave its rank below that in `rank`."""
     highest_first = histogram.flip(0)
     reached = highest_first.cumsum(0)
     num_above = (reached < rank).sum()

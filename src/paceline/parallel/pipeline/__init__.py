@@ -1,4 +1,4 @@
-"""Layer 6: a model cut into stages that ranks hold, and run as a pipeline."""
+"""Layer 6: a model split into stages on several ranks, run as a pipeline."""
 
 from paceline.parallel.pipeline.driver import Pipeline
 from paceline.parallel.pipeline.layers import HasPipelineLayers, PipelineLayer, list_layers

@@ -1,4 +1,4 @@
-"""What each layer of a model costs, estimated or measured, and where stages begin by it."""
+"""The cost of each layer of a model, estimated or measured, and the stages that balance it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,17 @@ def cut(
     mesh: Mesh,
     sample: tuple[Tensor, ...],
 ) -> list[range]:
-    """Return which layers each stage holds; every rank of the world calls it, and they all get the same.
+    """Return the layers of each stage; every rank of the world calls it, and they all get the same.
 
     Args:
-        model: The whole.
-        layers: Of it.
-        settings: Say where to cut, or by which costs.
-        mesh: The layout.
-        sample: Tensors that the first layer takes, for about one micro-batch.
+        model: The whole model.
+        layers: Layers of the model.
+        settings: Settings that say where stages begin, or how to balance them.
+        mesh: Mesh of the layout.
+        sample: Inputs of the first layer, for about one micro-batch.
 
     Raises:
-        SettingsError: The layers are too few, or `cuts` names what is none.
+        SettingsError: There are too few layers, or `cuts` names an unknown one.
     """
     num_stages = settings.count_stages(mesh.size("pipeline"), len(layers))
     if isinstance(settings.cuts, tuple):
@@ -50,7 +50,7 @@ def cut(
 
 
 def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
-    """Return each layer's flops of one forward, or where none has any, its number of parameters."""
+    """Return each layer's flops of one forward, or, if all are 0, its number of parameters."""
     flops: list[float] = []
     value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Te
 
 
 def measure(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
-    """Return the seconds that each layer takes for one forward and backward, as medians."""
+    """Return each layer's seconds of one forward and backward, as medians."""
     if sample[0].is_meta or any(parameter.is_meta for parameter in model.parameters()):
         raise SettingsError(
             "a model must have values to be measured, but it is on the meta device; take cuts estimated"
@@ -85,7 +85,7 @@ def measure(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Ten
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Leave buffers and random numbers as they were: what runs inside is a trial."""
+    """Restore buffers and the random state afterwards: the code inside is a trial."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
@@ -96,7 +96,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def _run_once(layer: PipelineLayer, value: Any, weights: list[Tensor]) -> Any:
-    """Run a layer forward and backward on its own, and return its output; no `grad` is touched."""
+    """Run a layer forward and backward separately, and return its output; no `grad` changes."""
     given = value if isinstance(value, tuple) else (value,)
     inputs = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in given)
     output = layer.run(inputs if isinstance(value, tuple) else inputs[0])
@@ -114,21 +114,21 @@ def _now(device: torch.device) -> float:
 
 
 def cut_at(names: Sequence[str], known: Sequence[str]) -> list[range]:
-    """Return the places of each stage's layers, of the `known` ones, where each but the first begins at a name.
+    """Return the indices of each stage's layers in `known`, where each stage but the first begins at a name.
 
     Raises:
-        SettingsError: There is no such layer, or not in this order.
+        SettingsError: A name is unknown, or the order is wrong.
     """
     for name in names:
         if name not in known[1:]:
             raise SettingsError(
-                f"cuts must name layers of the model that a stage can begin with, but got {name!r}; they are: "
+                f"cuts must name layers of the model at which a stage can begin, but got {name!r}; they are: "
                 f"{', '.join(known[1:])}"
             )
     begins = [0, *(known.index(name) for name in names), len(known)]
     if begins != sorted(set(begins)):
         raise SettingsError(
-            f"cuts must be in the order of the layers and each once, but got {', '.join(names)}; the layers are: "
+            f"cuts must be in the order of the layers without repeats, but got {', '.join(names)}; the layers are: "
             f"{', '.join(known)}"
         )
     return [range(begin, end) for begin, end in pairwise(begins)]

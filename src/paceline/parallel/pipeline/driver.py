@@ -1,4 +1,4 @@
-"""A model run as a pipeline: the part of it that this rank holds, and the step of a worker through all ranks."""
+"""A model run as a pipeline: this rank's stages of it, and the step of a worker through all ranks."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,26 +22,26 @@ from paceline.parallel.pipeline.stages import Stage, Value
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
 
 _MAX_KEPT = 4
-"""Shapes of micro-batches whose receive buffers are kept."""
+"""Number of micro-batch shapes whose receive buffers are kept."""
 _NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
 
 
 class Pipeline:
     """Some stages of a model, on each rank along the pipeline axis.
 
-    A step's gradients are complete in each `grad` when `run` has returned, and are sums: nothing is averaged.
-    Hooks that fire when a gradient has accumulated do so once a micro-batch, or never where backward is split.
+    A step's gradients are complete in each `grad` when `run` has returned, and are sums, not means.
+    Hooks on accumulated gradients fire once per micro-batch, or never if backward is split.
 
     Args:
-        module: The whole model, with the same values on every rank. It is cut in place: tensors that this rank does
-            not hold leave it, all others keep their names.
-        mesh: The layout.
+        module: Whole model, with the same values on every rank. It is split in place: tensors of other ranks are
+            removed, all others keep their names.
+        mesh: Mesh of the layout.
         settings: Order of work and cuts.
-        sample: Tensors that the first layer takes, for about one micro-batch, by which costs are taken.
-        peers: Ranks that will gather parameters of stages together with this one: theirs run as often as its own.
+        sample: Inputs of the first layer, for about one micro-batch, with which costs are measured.
+        peers: Ranks that gather parameters of stages together with this one: all run them equally often.
 
     Raises:
-        SettingsError: The model cannot be cut so.
+        SettingsError: The model cannot be split like this.
     """
 
     def __init__(
@@ -67,41 +67,42 @@ class Pipeline:
         self.layers_of_stages = [
             [layers[i] for i in places] for places in cut(module, layers, settings, mesh, _as_tuple(sample))
         ]
-        """The layers of each stage of the whole pipeline."""
+        """Layers of each stage of the whole pipeline."""
         self.num_stages = len(self.layers_of_stages)
         if peers is not None:
             self._check_gatherable(module)
         self.shared = self._find_shared(module)
-        """Names of the parameters and buffers that several ranks hold a copy of, with the places of these ranks on the
-        pipeline axis. Gradients of such a parameter must be summed over them."""
+        """Names of the parameters and buffers that several ranks hold a copy of, with the positions of these ranks on
+        the pipeline axis. Gradients of such a parameter must be summed over them."""
         keep_only(module, find_owned(module, self._layers_at(self.place)))
         self.module = module
-        """What this rank holds of the model, under the names of the whole."""
+        """This rank's part of the model, under the names of the whole."""
         self.stages = [
             Stage(module, layers, index, splits_backward=settings.behaviour.splits_backward)
             for index, layers in enumerate(self.layers_of_stages)
             if self._place_of(index) == self.place
         ]
-        """The stages of this rank."""
+        """Stages of this rank."""
         self.times: PipelineTimes | None = None
-        """Of the last step that was timed."""
+        """Times of the last timed step."""
 
     @property
     def last_place(self) -> int:
-        """The place on the pipeline axis of the rank that holds the last stage, and so outputs and losses."""
+        """Position on the pipeline axis of the rank with the last stage, and so with outputs and losses."""
         return self._place_of(self.num_stages - 1)
 
     def run(self, inputs: Value, data: Any, loss: ChunkLoss, *, timed: bool = False) -> list[Tensor]:
         """Run a worker's samples forward and backward, and return the loss of each micro-batch, if this rank has it.
 
-        Every rank of the pipeline calls it with the same samples. Gradients are added to what `grad` holds. Autocast
-        around it is that of forward and loss; backward runs without, in the dtypes of forward.
+        Every rank of the pipeline calls it with the same samples. Gradients are added to `grad`. Autocast
+        around it applies to forward and loss; backward runs without it, in the dtypes of forward.
 
         Args:
-            inputs: A tensor, or several, that the first stage takes, samples first.
-            data: Tensors of as many samples, in any nesting, of which the loss gets those of a micro-batch.
-            loss: From the output and the data of one micro-batch to what backward runs from: a sum, not a mean.
-            timed: Whether to fill `times`. On a GPU each piece of work is then waited for.
+            inputs: Inputs of the first stage: a tensor, or several, with the batch dim first.
+            data: Tensors of the same number of samples, in any nesting, of which the loss gets those of a micro-batch.
+            loss: Function from the output and the data of one micro-batch to the value that backward starts from: a
+                sum.
+            timed: Whether to fill `times`. On a GPU every operation is then waited for.
 
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
@@ -113,7 +114,7 @@ class Pipeline:
         losses: list[Tensor] | None = [] if is_last else None
         self._num_losses = 0
 
-        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # torch's schedules only cut tensors: these places
+        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # torch's schedules only split tensors: these indices
             chunk = slice(int(places[0]), int(places[-1]) + 1)
             return loss(output, select(data, chunk, num_samples))
 
@@ -134,7 +135,7 @@ class Pipeline:
     def evaluate(self, inputs: Value) -> Tensor | None:
         """Return the model's output for `inputs` on the rank of the last stage, None on others; no gradients.
 
-        Every rank of the pipeline calls it with the same samples. Whether modules train is left as it is.
+        Every rank of the pipeline calls it with the same samples. The training mode of modules does not change.
         """
         inputs = _as_tuple(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*self._gather_counts(inputs)), self.num_ranks)
@@ -148,14 +149,14 @@ class Pipeline:
         return torch.cat(tensors)
 
     def describe(self) -> list[list[str]]:
-        """Return, for each stage, its rank's place on the pipeline axis and its layers, as JSON."""
+        """Return, for each stage, its rank's position on the pipeline axis and its layers, as JSON."""
         return [
             [str(self._place_of(index)), *(layer.name for layer in layers)]
             for index, layers in enumerate(self.layers_of_stages)
         ]
 
     def close(self) -> None:
-        """Let go of all buffers."""
+        """Free all buffers."""
         self._made.clear()
 
     def _place_of(self, stage: int) -> int:
@@ -171,15 +172,15 @@ class Pipeline:
             if not any(tensor.requires_grad for tensor in tensors):
                 names = ", ".join(layer.name for layer in self._layers_at(place))
                 raise SettingsError(
-                    f"each rank of a pipeline must have parameters to train, but place {place} of {self.num_ranks} has "
-                    f"none in {names}; name other cuts with --pipeline.cuts, or take fewer ranks"
+                    f"each rank of a pipeline must have parameters to train, but position {place} of {self.num_ranks} "
+                    f"has none in {names}; name other cuts with --pipeline.cuts, or take fewer ranks"
                 )
         named = [*module.named_parameters(), *module.named_buffers()]
         places = {name: [i for i, tensors in enumerate(owned) if tensor in tensors] for name, tensor in named}
         return {name: holders for name, holders in places.items() if len(holders) > 1}
 
     def _check_gatherable(self, module: nn.Module) -> None:
-        """Refuse parameters that are of no module of their stage, or of two stages of a rank: FSDP gathers modules."""
+        """Refuse parameters outside of all modules of their stage, or in two stages of a rank: FSDP gathers modules."""
         modules = dict(module.named_modules())
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         holders: dict[tuple[Tensor, int], int] = {}
@@ -199,12 +200,12 @@ class Pipeline:
         return ForwardPass(self.stages, self.num_stages, self.settings.behaviour, self._group)
 
     def _make(self, inputs: tuple[Tensor, ...]) -> "_Made":
-        """Return torch's schedule for such inputs; the first time, a micro-batch goes forward to learn the shapes."""
+        """Return torch's schedule for such inputs; the first time, a micro-batch runs forward to find the shapes."""
         counts = self._gather_counts(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*counts), self.num_ranks)
         num_samples = len(inputs[0])
         chunk: tuple[Tensor, ...] = select(inputs, slice(num_samples // num_micro_batches), num_samples)
-        key = (*counts, *((one.shape, one.dtype) for one in chunk))  # new for one of the peers is new for all
+        key = (*counts, *((one.shape, one.dtype) for one in chunk))  # a key new to one of the peers is new to all
         made = self._made.pop(key, None)
         if made is None:
             trial = self._forward()
@@ -219,7 +220,7 @@ class Pipeline:
         return made
 
     def _gather_counts(self, inputs: tuple[Tensor, ...]) -> list[int]:
-        """Return how many samples each of the peers has."""
+        """Return the number of samples of each peer."""
         if self._peers is None or self._peers.size == 1:
             return [len(inputs[0])]
         counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
@@ -266,7 +267,7 @@ class Pipeline:
             if not any(word in str(error).lower() for word in _NETWORK_WORDS):
                 raise
             raise CommunicationError(
-                f"{what} of the pipeline lost a rank: place {self.place} of {self.num_ranks} heard of its neighbours: "
+                f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 

@@ -1,4 +1,4 @@
-"""A model cut into stages, run forward only: for evaluation, and to learn what stages send each other."""
+"""A model split into stages, run forward only: for evaluation, and to find the shapes that stages send."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ _HEADER = 1 + _MAX_TENSORS * (3 + _MAX_DIMS)
 
 
 class ForwardPass:
-    """Micro-batches on their way through the stages of all ranks; one object a pass.
+    """One forward pass of micro-batches through the stages of all ranks; one object per pass.
 
-    Each message goes with a header, so that no rank need know shapes beforehand. Stage by stage, all micro-batches
-    of one after the other; no message waits for another in a ring.
+    Each message has a header, so that no rank need know shapes beforehand. Stage by stage, each runs all micro-batches
+    one after the other; messages cannot deadlock.
     """
 
     def __init__(self, stages: Sequence[Stage], num_stages: int, order: Order, group: dist.ProcessGroup) -> None:
@@ -38,10 +38,10 @@ class ForwardPass:
         self._handed_over: dict[tuple[int, int], tuple[Value, bool]] = {}
         self._sends: list[tuple[dist.Work, Tensor]] = []
         self.descriptions: dict[int, tuple[Description, Description]] = {}
-        """What each stage of this rank takes in and gives out, of the last micro-batch."""
+        """Inputs and outputs of each stage of this rank, for the last micro-batch."""
 
     def run(self, chunks: Sequence[Value]) -> list[Value]:
-        """Return the model's output for each micro-batch on the rank of the last stage; nothing on others."""
+        """Return the model's output for each micro-batch on the rank of the last stage; an empty list on others."""
         with torch.no_grad():
             outputs = self._run(chunks)
         torch.clear_autocast_cache()  # weights cast here would have no graph, and get no gradients later
@@ -76,7 +76,7 @@ class ForwardPass:
         for tensor in (header, *tensors):
             work = dist.isend(tensor, group=self._group, group_dst=place)
             assert work is not None
-            self._sends.append((work, tensor))  # which must live until it is sent
+            self._sends.append((work, tensor))  # the tensor must live until it is sent
 
     def _take(self, stage: int, micro_batch: int) -> tuple[Value, bool]:
         if (stage, micro_batch) in self._handed_over:

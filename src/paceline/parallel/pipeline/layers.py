@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, and what is left of it on a rank that holds some of them."""
+"""A model as a sequence of layers, and its remaining part on a rank that holds some of them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from paceline.errors import SettingsError
 
 @dataclass(frozen=True)
 class PipelineLayer:
-    """A layer of a model, for a pipeline: the smallest part that it does not cut."""
+    """A layer of a model for a pipeline: the smallest part that it does not split."""
 
     name: str
-    """What cuts call it; the name of its submodule, where it is one."""
+    """Name in `cuts`; the name of its submodule, if it is one."""
     owns: tuple[str, ...]
     """Names of the submodules, parameters and buffers of the model that it uses. Several layers may own the same."""
     run: Callable[[Any], Any]
-    """From what the layer before returned to its own output. The first gets the model's input: where that is several
-    tensors, a tuple of them, in the order in which a batch holds them."""
+    """Function from the output of the layer before to its own output. The first gets the model's input: if that
+    is several tensors, a tuple of them in the order of the batch."""
 
     @classmethod
     def child(cls, module: nn.Module, name: str) -> "PipelineLayer":
-        """Return the layer that is a submodule, called with what the layer before returned."""
+        """Return the layer of a submodule, which is called with the output of the layer before."""
         return cls(name, (name,), partial(_run_child, module, name))
 
 
 @runtime_checkable
 class HasPipelineLayers(Protocol):
-    """A model that says itself which layers it is a sequence of: ``forward(x)`` runs them one after the other."""
+    """A model that lists its own layers: ``forward(x)`` runs them one after the other."""
 
     def pipeline_layers(self) -> Sequence[PipelineLayer]:
-        """Return them in the order in which they run; each between two tensors, or tuples of tensors."""
+        """Return the layers in the order of execution; each maps a tensor, or a tuple of tensors, to another."""
         ...
 
 
@@ -41,12 +41,12 @@ def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[Pipelin
     """Return the layers of `module`.
 
     Args:
-        module: One that has `pipeline_layers`, an `nn.Sequential` (those inside it are opened too), or any with a
+        module: Model with `pipeline_layers`, an `nn.Sequential` (nested ones are opened too), or any model with a
             `sequence`.
-        sequence: Names of its children in the order in which they run; ``layers.*`` are all children of ``layers``.
+        sequence: Names of its children in the order of execution; ``layers.*`` are all children of ``layers``.
 
     Raises:
-        SettingsError: It cannot be seen what the layers are, they leave parameters out, or a name is wrong.
+        SettingsError: The layers cannot be found, they leave parameters out, or a name is wrong.
     """
     if sequence:
         layers = [PipelineLayer.child(module, name) for pattern in sequence for name in _expand(module, pattern)]
@@ -58,7 +58,7 @@ def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[Pipelin
         children = ", ".join(name for name, _ in module.named_children())
         raise SettingsError(
             f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; name its "
-            f"children in the order in which they run with --pipeline.sequence (it has: {children}), or give it a "
+            f"children in the order of execution with --pipeline.sequence (it has: {children}), or give it a "
             "method `pipeline_layers`"
         )
     _check(module, layers)
@@ -80,9 +80,9 @@ def find_owned(module: nn.Module, layers: Sequence[PipelineLayer]) -> set[Tensor
 
 
 def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
-    """Take all parameters and buffers out of `module` but those `owned`, whose names stay what they are.
+    """Remove all parameters and buffers from `module` except `owned`, whose names do not change.
 
-    A submodule that has lost all it had becomes an `AbsentModule`.
+    A submodule without remaining tensors becomes an `AbsentModule`.
     """
     kept = {id(tensor) for tensor in owned}
     holders: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -90,7 +90,7 @@ def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
         for name, tensor in holder.items():
             if tensor is not None and id(tensor) not in kept:
                 holder[name] = None
-    for name, child in list(module._modules.items()):  # under all its names, should it have several
+    for name, child in list(module._modules.items()):  # under all its names, if it has several
         if child is None:
             continue
         tensors = [*child.parameters(), *child.buffers()]
@@ -101,17 +101,17 @@ def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
 
 
 class AbsentModule(nn.Module):
-    """What stands for a submodule that another rank of the pipeline holds."""
+    """Placeholder of a submodule that another rank of the pipeline holds."""
 
     def forward(self, *_: Any) -> NoReturn:
-        """Raise: there is nothing to run here."""
+        """Raise an error: there is nothing to run here."""
         raise SettingsError(
             "a module cut into stages must be run by its pipeline, but it was called; this part is on another rank"
         )
 
 
 def _run_child(module: nn.Module, name: str, value: Any) -> Any:
-    return module.get_submodule(name)(value)  # found anew each time: it may have been wrapped since
+    return module.get_submodule(name)(value)  # looked up on each call: it may have been wrapped since
 
 
 def _expand(module: nn.Module, pattern: str) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _check(module: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SettingsError(
-            f"the layers of a model must have names of their own, but {', '.join(twice)} come twice; name each once"
+            f"the layers of a model must have different names, but {', '.join(twice)} repeat; name each once"
         )
     owned = {id(tensor) for tensor in find_owned(module, layers)}
     left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) not in owned]

@@ -1,4 +1,4 @@
-"""How a model runs as a pipeline: in which order, in how many micro-batches, and where it is cut."""
+"""How a model runs as a pipeline: the order, the number of micro-batches, and the cuts."""
 
 from typing import Literal, Self
 
@@ -10,21 +10,21 @@ from paceline.registry import Settings
 
 
 class PipelineSettings(Settings):
-    """How the stages of a model work together; how many ranks hold them is the layout's to say."""
+    """How the stages of a model work together; the layout says how many ranks hold them."""
 
     order: OrderName = "1f1b"
-    """In which order a rank works: layer_wise (one micro-batch, one rank at a time), gpipe, 1f1b, interleaved,
+    """Order in which a rank works: layer_wise (one micro-batch, one rank at a time), gpipe, 1f1b, interleaved,
     zero_bubble, zbv."""
     num_micro_batches: int | None = Field(default=None, ge=1)
-    """Most micro-batches that a worker's samples are cut into, all of one size; by default twice as many as ranks."""
+    """Most micro-batches of a worker's samples, all of one size; by default twice as many as ranks."""
     stages_per_rank: int | None = Field(default=None, ge=1)
-    """Stages that each rank holds; by default 2 where the order needs several, else 1."""
+    """Stages that each rank holds; by default 2 if the order needs several, else 1."""
     cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"
     """Where stages begin: balanced by flops (estimated: the same at each start) or by time (measured); or the
-    names of the layers that all stages but the first begin with."""
+    names of the first layers of all stages but the first."""
     sequence: tuple[str, ...] = ()
-    """Children of the model in the order in which they run, each on what the one before returned; ``layers.*`` are all
-    children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pipeline_layers`."""
+    """Children of the model in the order of execution, each applied to the output of the one before; ``layers.*`` are
+    all children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pipeline_layers`."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -45,22 +45,22 @@ class PipelineSettings(Settings):
 
     @property
     def behaviour(self) -> Order:
-        """What `order` means."""
+        """Properties of `order`."""
         return ORDERS[self.order]
 
     @property
     def num_local_stages(self) -> int:
-        """Stages of each rank."""
+        """Number of stages of each rank."""
         return self.stages_per_rank or self.behaviour.stages_per_rank[0]
 
     def most_micro_batches(self, num_ranks: int) -> int:
-        """Return the most micro-batches that a pipeline of `num_ranks` makes."""
+        """Return the largest number of micro-batches of a pipeline of `num_ranks`."""
         return 1 if self.order == "layer_wise" else self.num_micro_batches or 2 * num_ranks
 
     def count_micro_batches(self, num_samples: int, num_ranks: int) -> int:
         """Return the number of equal micro-batches of `num_samples`: the largest allowed that divides it.
 
-        Samples that divide badly make few micro-batches (a prime number makes 1) and a large bubble.
+        A number of samples with few divisors makes few micro-batches (a prime number makes 1) and a large bubble.
         """
         most = min(num_samples, self.most_micro_batches(num_ranks))
         fitting = (n for n in range(most, 0, -1) if num_samples % n == 0 and self.behaviour.can_run(n, num_ranks))
@@ -70,7 +70,7 @@ class PipelineSettings(Settings):
         """Return the number of stages of a model of `num_layers`.
 
         Raises:
-            SettingsError: There are fewer layers than stages, or not as many `cuts` as they need.
+            SettingsError: There are fewer layers than stages, or `cuts` has the wrong length.
         """
         num_stages = num_ranks * self.num_local_stages
         product = f"pipeline({num_ranks}) * stages_per_rank({self.num_local_stages}) = {num_stages} stages"
@@ -81,7 +81,7 @@ class PipelineSettings(Settings):
             )
         if isinstance(self.cuts, tuple) and len(self.cuts) != num_stages - 1:
             raise SettingsError(
-                f"cuts must name where each stage but the first begins, but {product} need {num_stages - 1} names and "
-                f"got {len(self.cuts)}: {', '.join(self.cuts)}; name as many, or take cuts estimated"
+                f"cuts must name the first layer of each stage but the first, but {product} need {num_stages - 1} "
+                f"names and got {len(self.cuts)}: {', '.join(self.cuts)}; name as many, or take cuts estimated"
             )
         return num_stages

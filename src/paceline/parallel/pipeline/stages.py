@@ -9,17 +9,17 @@ from torch.nn import Parameter
 from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
 
 Value = Tensor | tuple[Tensor, ...]
-"""What goes from one layer to the next."""
+"""Value between two layers."""
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model, under their names in the model; it holds no copies.
 
     Args:
-        model: Whose layers they are.
-        layers: Those of the stage.
-        index: Its place among the stages of the model.
-        splits_backward: Whether torch will compute gradients of weights apart from those of inputs.
+        model: Model that the layers belong to.
+        layers: Layers of the stage.
+        index: Index of the stage among those of the model.
+        splits_backward: Whether torch will compute gradients of weights separately from those of inputs.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[PipelineLayer], index: int, *, splits_backward: bool) -> None:
@@ -38,13 +38,13 @@ class Stage(nn.Module):
         """Return the output of the last layer."""
         value: Value = values[0] if len(values) == 1 else values
         if self._begins_in_place:
-            value = _each(value, lambda one: one.clone())  # autograd forbids to change what a rank received
+            value = _each(value, lambda one: one.clone())  # autograd forbids changing a received tensor
         for layer in self.layers:
             value = layer.run(value)
         return _each(value, lambda one: self._sendable(one, values))
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Yield those of the layers as they are now, also where the model has got others since the cut."""
+        """Yield the layers' present parameters, also if the model has replaced them since the split."""
         (model,) = self._model
         owned = find_owned(model, self.layers)
         yield from (parameter for parameter in model.parameters() if parameter in owned)

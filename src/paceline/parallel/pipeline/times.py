@@ -1,4 +1,4 @@
-"""When a rank of a pipeline computed what: the bubble of a step, measured."""
+"""The times of a pipeline rank's work, which measure the bubble of a step."""
 
 import time
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from torch.distributed.pipelining import PipelineStage
 from paceline.monitor.events import PipelineMeasured
 
 WorkKind = Literal["forward", "backward", "inputs", "weights"]
-"""Backward: to inputs and weights at once; inputs and weights: to either, where the order parts them."""
+"""Kind of work: backward to inputs and weights at once, or, if the order splits it, inputs or weights."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work of a rank, by `time.perf_counter`."""
+    """One operation of a rank, by `time.perf_counter`."""
 
     work: WorkKind
     stage: int
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass
 class Clock:
-    """Writes down spans while it runs."""
+    """Recorder of spans; records while `is_running`."""
 
     device: torch.device
     is_running: bool = False
@@ -37,7 +37,7 @@ class Clock:
 
     @contextmanager
     def watch(self, work: WorkKind, stage: int, micro_batch: int) -> Iterator[None]:
-        """Time what happens inside."""
+        """Time the code inside."""
         if not self.is_running:
             yield
             return
@@ -53,15 +53,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """What one rank computed in one step."""
+    """Work of one rank in one step."""
 
     order: str
     ranks: list[int]
-    """Of the world, by their place on the pipeline."""
+    """Ranks of the world, in the order of the pipeline."""
     num_micro_batches: int
     stages_per_rank: int
     formula: float | None
-    """The bubble by the order's own formula."""
+    """Bubble by the order's own formula."""
     spans: list[Span]
 
     @property
@@ -70,7 +70,7 @@ class PipelineTimes:
         return sum(span.ended_s - span.began_s for span in self.spans)
 
     def to_event(self) -> PipelineMeasured:
-        """Return the event of it."""
+        """Return these times as an event."""
         to_unix_s = time.time() - time.perf_counter()
         first_s = min(span.began_s for span in self.spans)
         return PipelineMeasured(
@@ -89,7 +89,7 @@ class PipelineTimes:
 
 
 class TimedStage(PipelineStage):
-    """Torch's stage, whose work is timed, whose backward runs without autocast, and whose messages are contiguous."""
+    """Torch's stage with timed work, backward without autocast, and contiguous messages."""
 
     def __init__(self, *args: Any, clock: Clock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +103,7 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a micro-batch backward, to the inputs only where `full_backward` is false."""
+        """Run a micro-batch backward; to the inputs only if `full_backward` is false."""
         work: WorkKind = "backward" if full_backward else "inputs"
         with self._clock.watch(work, self.stage_index, bwd_chunk_id), self._without_autocast():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)

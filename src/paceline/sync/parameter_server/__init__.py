@@ -1,4 +1,4 @@
-"""Layer 5: rules whose parameters are kept by servers, and the servers."""
+"""Layer 5: rules whose servers keep the parameters, and the servers."""
 
 from paceline.sync.parameter_server.asgd import ASGD
 from paceline.sync.parameter_server.ssp import SSP

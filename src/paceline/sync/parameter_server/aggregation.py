@@ -1,4 +1,4 @@
-"""Aggregation of the pushes of one step: summed in the order of ranks, once enough are there."""
+"""Aggregation of the pushes of one step: summed in the order of ranks, once enough have arrived."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Aggregated:
     """The mean over the samples of all pushes.
 
     Args:
-        values: By block.
-        used: Whether some push had each.
-        rates: Learning rates.
+        values: Mean gradients, by block.
+        used: Whether any push had each block.
+        rates: Learning rates, by parameter group.
     """
 
     values: list[Tensor]
@@ -25,7 +25,7 @@ class Aggregated:
 
 
 def aggregate(pushes: Mapping[int, Push]) -> Aggregated | None:
-    """Return the mean of pushes by worker, or None if none had samples. It is summed where the first one lies."""
+    """Return the mean of pushes by worker, or None if none had samples. The first push's buffer holds the sum."""
     weighing = [pushes[worker] for worker in sorted(pushes) if pushes[worker].weight > 0]
     if not weighing:
         return None
@@ -41,14 +41,14 @@ def aggregate(pushes: Mapping[int, Push]) -> Aggregated | None:
 
 
 class StepAggregation(ServerUpdate):
-    """Keeps the pushes of a step until enough are there.
+    """Keeps the pushes of a step until enough have arrived.
 
     Args:
-        clocks: Say when enough are there.
-        apply: What is done with the mean of a step.
+        clocks: Clocks that say when enough have arrived.
+        apply: Function that applies the mean of a step.
 
     Attributes:
-        announce: Called with each step that is done and the workers that count in it.
+        announce: Function called with each finished step and the workers that count in it.
     """
 
     clocks: StepClocks
@@ -58,17 +58,17 @@ class StepAggregation(ServerUpdate):
         self._apply = apply
         self.announce: Callable[[int, Collection[int]], None] = lambda step, workers: None
         self._pushes: dict[int, Push] = {}
-        """Those of steps that are not done; their values lie in buffers that stay until they are replied to."""
+        """Pushes of unfinished steps; their values lie in buffers that stay until the reply."""
 
     def push(self, shard: Shard, push: Push) -> bool:
-        """Keep it, unless its step is done."""
+        """Keep the push, unless its step is finished."""
         if self.clocks.is_late(push.worker):
             return False
         self._pushes[push.worker] = push
         return True
 
     def settle(self, shard: Shard) -> None:
-        """Apply the step if enough are there."""
+        """Apply the step if enough pushes have arrived."""
         while self.clocks.is_complete:
             workers = self.clocks.advance()
             self.announce(self.clocks.step - 1, workers)

@@ -1,4 +1,4 @@
-"""With backup workers on several servers: the first server tells the others whose gradients a step takes."""
+"""Announcements with backup workers on several servers: the first says which workers' gradients count in a step."""
 
 import threading
 import weakref
@@ -19,12 +19,12 @@ _Announcements = SimpleQueue[tuple[int, Collection[int]] | None]
 
 
 class StepAnnouncements:
-    """What the first server announces to the others, in the order of steps. Every rank of the group makes it.
+    """Announcements of the first server to the others, in the order of steps. Every rank of the group makes it.
 
     Args:
-        group: Whose ranks the servers are on.
-        servers: Their ranks.
-        server: That of this rank, if there is one.
+        group: Group of the servers' ranks.
+        servers: Ranks of the servers.
+        server: Server of this rank, if any.
     """
 
     def __init__(self, group: Group, servers: Sequence[int], server: Server | None) -> None:
@@ -33,7 +33,7 @@ class StepAnnouncements:
         self._endpoint = RpcEndpoint(group, [(first, other) for other in others], follower, "announcements")
         announced: _Announcements = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # The thread knows no more than it needs, so that what is forgotten ends it.
+        # The thread refers only to what it needs, so that dropping this object ends it.
         self._end = weakref.finalize(self, announced.put, None)
         self._end.atexit = False
         if server is not None and group.rank == first:
@@ -46,7 +46,7 @@ class StepAnnouncements:
             self._thread.start()
 
     def close(self) -> None:
-        """Announce what is left, once no worker asks any more."""
+        """Send the remaining announcements, once no worker makes requests any more."""
         self._end()
         if self._thread is not None:
             self._thread.join()
@@ -67,21 +67,21 @@ def _announce(announced: _Announcements, clients: Sequence[RpcClient], server: S
 
 
 class _Follower(RpcService):
-    """Takes in what the first server announces."""
+    """Service that receives the first server's announcements."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
-        """Hand it to this process's server."""
+        """Pass the announcement to this process's server."""
         self._server.follow(header.clock, body.view(torch.int64).tolist())
         return lambda: (header, NOTHING)
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Without the first server no step can be done any more."""
+        """Fail: without the first server no step can finish."""
         if error is not None:
             self._server.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """A step that the announcement made due has failed."""
+        """Fail: a step that the announcement made due has failed."""
         self._server.fail(error)

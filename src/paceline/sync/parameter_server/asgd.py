@@ -1,4 +1,4 @@
-"""Asynchronous SGD: a server steps with each gradient, or with the mean of several, as they come."""
+"""Asynchronous SGD: a server steps with each gradient, or with the mean of several, on arrival."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,34 +17,35 @@ from paceline.sync.parameter_server.shard import Push, ServerUpdate, Shard
 
 @register("asgd")
 class ASGD(ServedRule):
-    """Asynchronous SGD (Dean et al. 2012, Downpour): nobody waits, and gradients are of older parameters.
+    """Asynchronous SGD (Dean et al. 2012, Downpour): no worker waits, and gradients are those of older parameters.
 
     Each worker pushes the mean gradient of its samples; the servers' optimizer, one for all workers, takes a step with
-    it at once, and the worker pulls what has become of the parameters. The delay of a push counts the updates
+    it at once, and the worker pulls the new parameters. The delay of a push is the number of updates
     between its pull and it. With one worker it is SGD. Wire: a push and a pull of all parameters a step.
 
     A push counts as one step whatever its weight, so that n workers make n steps where synchronous SGD makes one,
     unless `pushes_per_step` says otherwise; pushes without samples change nothing. Each worker clips its own gradient
-    before it pushes. Weight decay and momentum are the servers'. With several pushes to a step, those that wait for
-    others when workers stop, evaluate or save are stepped with then.
+    before it pushes. Weight decay and momentum are the servers'. With several pushes to a step, pushes that wait for
+    others when workers stop, evaluate or save are applied then.
 
-    What follows makes up for delays; on a push without delay each of them changes nothing.
+    The following settings compensate for delays; none of them changes a push without delay.
     """
 
     pushes_per_step: int = Field(default=1, ge=1)
-    """Pushes, whoever's, that servers take one step with the mean of (n-softsync of Zhang et al. 2016). With as many as
-    there are workers a step is of as many samples as a synchronous one, and learning rates are the same."""
+    """Number of pushes, of any workers, whose mean servers take one step with (n-softsync of Zhang et al. 2016). With
+    the number of workers a step has the samples of a synchronous one, and learning rates are the same."""
     scale_rate: bool = False
-    """Divide the learning rate of a push by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD). With several to
-    a step pushes are averaged with these factors as weights, and the rate is multiplied by the factors' mean."""
+    """Whether the learning rate of a push is divided by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD). With
+    several pushes to a step they are averaged with these factors as weights, and the rate is multiplied by their
+    mean."""
     compensation: float = Field(default=0.0, ge=0)
     """Lambda of delay compensation (Zheng et al. 2017, DC-ASGD): g + lambda g g (x - x_old), elementwise, where x_old
-    are the parameters that the gradient is of. The servers keep them for each worker. 0 for none."""
+    are the parameters of the gradient. The servers keep them for each worker. 0 for none."""
     compensation_decay: float | None = Field(default=None, ge=0, lt=1)
-    """Divide lambda by the root of a running mean of g g with this decay (DC-ASGD-a); none for a constant lambda."""
+    """Decay of a running mean of g g, by whose root lambda is divided (DC-ASGD-a); None for a constant lambda."""
     correct_momentum: bool = False
-    """Lower the servers' momentum (the first of Adam's betas) by what asynchrony adds (Mitliagkas et al. 2016): pushes
-    that are delayed by d on average act like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below
+    """Whether the servers' momentum (the first of Adam's betas) is lowered by what asynchrony adds (Mitliagkas et al.
+    2016): an average delay of d acts like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below
     0."""
 
     @model_validator(mode="after")
@@ -55,26 +56,26 @@ class ASGD(ServedRule):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def runs_optimizer(self) -> bool:
-        """Never: the servers' is run."""
+        """Always false: the servers' optimizer runs."""
         return False
 
     @property
     def sums_samples(self) -> bool:
-        """Never: each push is a mean."""
+        """Always false: each push is a mean."""
         return False
 
     def start_server_update(
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
-        """Return what applies pushes as they come."""
+        """Return the update that applies pushes on arrival."""
         if self.correct_momentum and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
             raise SettingsError(
-                f"the optimizer must have momentum where it is to be corrected, but got {type(optimizer).__name__}; "
+                f"the optimizer must have momentum with correct_momentum, but got {type(optimizer).__name__}; "
                 "take SGD or AdamW, or turn correct_momentum off"
             )
         return _AsynchronousUpdate(self)
@@ -84,12 +85,12 @@ _MOMENTUM: dict[str, Callable[[Any, float], Any]] = {
     "momentum": lambda momentum, by: max(0.0, momentum - by),
     "betas": lambda betas, by: (max(0.0, betas[0] - by), *betas[1:]),
 }
-"""How the setting of an optimizer that is its momentum is lowered."""
+"""Function that lowers the momentum, by its name in an optimizer's settings."""
 _EPSILON = 1e-7
 _SQUARES = "mean_square"
-"""What mean squares of gradients are called in checkpoints."""
+"""Name of mean squares of gradients in checkpoints."""
 _MEMORY = 0.99
-"""Of the running mean of delays."""
+"""Decay of the running mean of delays."""
 
 
 @contextmanager
@@ -109,17 +110,17 @@ class _PendingPushes:
     """Pushes that wait for others.
 
     Args:
-        values: Where they are added up; new ones without it.
+        values: Buffers of their sum; new ones by default.
     """
 
     def __init__(self, values: Sequence[Tensor] = ()) -> None:
         self.values = list(values)
         self.num_pushes = 0
         self.weight = 0.0
-        """The sum of the pushes' factors."""
+        """Sum of the pushes' factors."""
         self.used: list[bool] = []
         self.rates: list[float] = []
-        """Of the last push."""
+        """Learning rates of the last push."""
 
     def add(self, push: Push, factor: float) -> None:
         """Add `factor` times a push."""
@@ -144,7 +145,7 @@ class _AsynchronousUpdate(ServerUpdate):
         self._num_delays = 0
 
     def push(self, shard: Shard, push: Push) -> bool:
-        """Apply it."""
+        """Apply the push."""
         if push.weight == 0:
             return True
         delay = shard.version - push.version
@@ -164,17 +165,17 @@ class _AsynchronousUpdate(ServerUpdate):
         return True
 
     def settle(self, shard: Shard) -> None:
-        """Take a step with what there is, once nobody is left who would add to it: all stop, or wait to be saved."""
+        """Take a step with the pushes so far, once no worker will add to them: all stop, or wait for a checkpoint."""
         if self._sum.num_pushes and not self.clocks.clocks:
             self._step_with_mean(shard)
 
     def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the mean squares, if there are any yet, and the mean delay."""
+        """Return the mean squares, if any, and the mean delay."""
         squares = {f"{_SQUARES}/{block.name}": t for block, t in zip(shard.blocks, self._mean_squares, strict=False)}
         return squares, {"mean_delay": self._mean_delay, "num_delays": self._num_delays}
 
     def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """Take on both."""
+        """Load both."""
         self._mean_delay = numbers.get("mean_delay", 0.0)
         self._num_delays = int(numbers.get("num_delays", 0))
         names = [f"{_SQUARES}/{block.name}" for block in shard.blocks]
@@ -183,7 +184,7 @@ class _AsynchronousUpdate(ServerUpdate):
     def _step_with_mean(self, shard: Shard) -> None:
         mean, self._sum = self._sum, _PendingPushes(self._sum.values)
         torch._foreach_div_(mean.values, mean.weight)
-        factor = mean.weight / mean.num_pushes  # of the rate: optimizers such as Adam divide by what scales gradients
+        factor = mean.weight / mean.num_pushes  # of the rate: optimizers such as Adam cancel a factor of gradients
         self._step(shard, mean.values, mean.used, [rate * factor for rate in mean.rates])
 
     def _step(self, shard: Shard, values: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:

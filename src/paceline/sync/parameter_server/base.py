@@ -1,4 +1,4 @@
-"""What all rules with servers are: their settings, a worker's side, and a server's."""
+"""The common base of rules with servers: their settings, a worker's side, and a server's."""
 
 from paceline.sync.parameter_server.placement import serve
 from paceline.sync.parameter_server.settings import ServerSettings
@@ -7,12 +7,12 @@ from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 class ServedRule(ServerSettings):
-    """A method whose parameters are kept by servers."""
+    """A rule whose servers keep the parameters."""
 
     def serve(self, context: WorkerContext, num_workers: int) -> None:
-        """Be a server with a process of its own."""
+        """Run a server in its own process."""
         serve(self, context, num_workers)
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
-        """Return the worker's side; the servers beside workers are started with it."""
+        """Return the worker's side, and start the servers in workers' processes with it."""
         return ServedWorker(self, context)

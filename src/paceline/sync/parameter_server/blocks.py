@@ -1,4 +1,4 @@
-"""How parameters are cut into blocks and dealt out among servers, and how these lie in the bytes of a message."""
+"""Splitting parameters into blocks, assigning blocks to servers, and the layout of blocks in a message."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Size, Tensor
 
 _ALIGNMENT = 64
-"""Of tensors in a buffer, in bytes: a cache line, and more than any dtype needs."""
+"""Alignment of tensors in a buffer, in bytes: a cache line, and more than any dtype needs."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class ParameterBlock:
     """A parameter, or some of its rows.
 
     Args:
-        parameter: Its name.
+        parameter: Name of the parameter.
         start: First row.
         stop: End of the rows; 0 for a whole parameter, which may have no rows at all.
-        shape: Of the block.
-        dtype: Of the parameter.
+        shape: Shape of the block.
+        dtype: Dtype of the parameter.
     """
 
     parameter: str
@@ -31,7 +31,7 @@ class ParameterBlock:
 
     @property
     def name(self) -> str:
-        """The parameter's name, with the rows if they are not all."""
+        """The parameter's name, with the rows if the block has only some."""
         return f"{self.parameter}[{self.start}:{self.stop}]" if self.stop else self.parameter
 
     @property
@@ -40,7 +40,7 @@ class ParameterBlock:
         return self.shape.numel() * self.dtype.itemsize
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return its part of a tensor of the parameter's shape: a view."""
+        """Return the block's part of a tensor of the parameter's shape, as a view."""
         return parameter[self.start : self.stop] if self.stop else parameter
 
 
@@ -49,12 +49,12 @@ def partition_parameters(
 ) -> list[list[ParameterBlock]]:
     """Return each server's blocks, balanced by bytes.
 
-    Parameters stay whole, but for those that are larger than a server's even part: they are cut between rows.
+    Parameters stay whole, except those that are larger than a server's even part: they are split between rows.
 
     Args:
-        parameters: By name.
-        num_servers: Over how many.
-        may_cut: Whether rows of one parameter may be apart: not where an update needs the whole tensor.
+        parameters: Parameters by name.
+        num_servers: Number of servers.
+        may_cut: Whether a parameter's rows may be split; not if an update needs the whole tensor.
     """
     even = -(-sum(parameter.nbytes for parameter in parameters.values()) // num_servers)
     blocks: list[ParameterBlock] = []
@@ -72,12 +72,12 @@ def partition_parameters(
 
 
 class PackedTensors:
-    """A byte buffer, and the tensors in it: one for each block, and numbers that go with them.
+    """A byte buffer, and the tensors in it: one for each block, and additional numbers.
 
     Args:
-        blocks: What it holds.
-        num_numbers: float64 numbers at its end.
-        body: The buffer; a new one without it.
+        blocks: Blocks of the tensors.
+        num_numbers: Number of float64 numbers at its end.
+        body: The buffer; by default a new one.
     """
 
     def __init__(self, blocks: Sequence[ParameterBlock], num_numbers: int = 0, body: Tensor | None = None) -> None:
@@ -96,7 +96,7 @@ class PackedTensors:
 
 
 def _offsets(blocks: Sequence[ParameterBlock]) -> list[int]:
-    """Return where each block begins, and where the last ends."""
+    """Return the offset of each block, and the end of the last."""
     offsets = [0]
     for block in blocks:
         offsets.append(-(-(offsets[-1] + block.num_bytes) // _ALIGNMENT) * _ALIGNMENT)

@@ -1,7 +1,7 @@
-"""Who may go on and who waits: the clocks of workers, without threads or time.
+"""Which workers may go on and which wait: the clocks of workers, without threads or time.
 
-A clock counts the steps that a worker has told of. Workers may join and leave at any moment; those that have left, or
-died, are waited for by nobody.
+A clock counts the steps that a worker has reported. Workers may join and leave at any moment; no worker waits for one
+that has left or died.
 """
 
 from abc import ABC, abstractmethod
@@ -13,20 +13,20 @@ class Clocks(ABC):
     """The clocks of the workers that take part.
 
     Attributes:
-        clocks: Steps that each has told of, by worker.
+        clocks: Number of steps that each worker has reported.
     """
 
     def __init__(self) -> None:
         self.clocks: dict[int, int] = {}
         self._furthest = 0
-        """The highest clock that there ever was."""
+        """Highest clock so far."""
 
     def join(self, worker: int, clock: int = 0) -> int:
-        """Let a worker take part, and return its clock: not behind the others, so that nobody waits for its past.
+        """Add a worker, and return its clock: not behind the others, so that no worker waits for its past.
 
         Args:
-            worker: Whose number is not among those that take part.
-            clock: The one it had.
+            worker: Number of the worker, which must not take part yet.
+            clock: Former clock of the worker.
         """
         assert worker not in self.clocks
         slowest = min(self.clocks.values(), default=self._furthest)
@@ -35,38 +35,38 @@ class Clocks(ABC):
         return self.clocks[worker]
 
     def leave(self, worker: int) -> None:
-        """Take a worker out, if it takes part."""
+        """Remove a worker, if it takes part."""
         self.clocks.pop(worker, None)
 
     def tick(self, worker: int) -> None:
-        """Note that a worker has told of a step."""
+        """Record that a worker has reported a step."""
         self.clocks[worker] += 1
         self._furthest = max(self._furthest, self.clocks[worker])
 
     @abstractmethod
     def may_read(self, worker: int) -> bool:
-        """Whether a worker, which has told of its step, may have the parameters for its next one now."""
+        """Whether a worker, which has reported its step, may have the parameters for its next one now."""
 
     def read(self, worker: int) -> None:
-        """Note that a worker has the parameters for its next step."""
+        """Record that a worker has the parameters for its next step."""
 
 
 class FreeClocks(Clocks):
-    """Nobody waits."""
+    """Clocks without waiting."""
 
     def may_read(self, worker: int) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 class BoundedClocks(Clocks):
-    """Stale-synchronous parallel (Ho et al. 2013): a read at clock c sees everybody's updates up to c - staleness - 1.
+    """Stale-synchronous parallel (Ho et al. 2013): a read at clock c sees all updates up to c - staleness - 1.
 
-    So no worker that reads is more than `staleness` steps ahead of one that takes part. With staleness 0 all are at the
+    So no worker that reads is more than `staleness` steps ahead of any other. With staleness 0 all are at the
     same step.
 
     Args:
-        staleness: At least 0.
+        staleness: Largest lead in steps, at least 0.
     """
 
     def __init__(self, staleness: int) -> None:
@@ -74,20 +74,20 @@ class BoundedClocks(Clocks):
         self.staleness = staleness
 
     def may_read(self, worker: int) -> bool:
-        """Whether the updates of all others are in that it must see."""
+        """Whether the parameters include all updates that the worker must see."""
         return min(self.clocks.values()) >= self.clocks[worker] - self.staleness
 
     @property
     def slowest(self) -> int:
-        """The lowest clock of those that take part; steps below it are complete."""
+        """Lowest clock of the workers that take part; steps below it are complete."""
         return min(self.clocks.values(), default=self._furthest)
 
 
 class StepClocks(Clocks):
-    """All take the same step; who comes too late for it is given the next one.
+    """All workers take the same step; a late worker gets the next one.
 
     Attributes:
-        step: Steps that are done.
+        step: Number of finished steps.
     """
 
     def __init__(self) -> None:
@@ -95,37 +95,37 @@ class StepClocks(Clocks):
         self.step = 0
 
     def is_late(self, worker: int) -> bool:
-        """Whether the step that a worker is at was done without it."""
+        """Whether the worker's step finished without it."""
         return self.clocks[worker] < self.step
 
     def may_read(self, worker: int) -> bool:
-        """Whether the step that a worker is at is done; after reading it is at the step under way."""
+        """Whether the worker's step is finished; after reading the worker is at the step under way."""
         return self.is_late(worker)
 
     def read(self, worker: int) -> None:
-        """Note that a worker has the parameters of the step under way."""
+        """Record that a worker has the parameters of the step under way."""
         self.clocks[worker] = self.step
 
     @property
     @abstractmethod
     def arrived(self) -> Collection[int]:
-        """Who has told of a step that is not done."""
+        """Workers that have reported an unfinished step."""
 
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the step under way can be done."""
+        """Whether the step under way can finish."""
 
     @abstractmethod
     def advance(self) -> frozenset[int]:
-        """Begin the next step, and return whose gradients the one that is done takes."""
+        """Begin the next step, and return the workers whose gradients the finished one uses."""
 
 
 class Quorum(StepClocks):
-    """A step is done when enough have told of it (backup workers: Chen et al. 2016).
+    """A step finishes when enough workers have reported it (backup workers: Chen et al. 2016).
 
     Args:
-        num_backups: How many of those that take part need not have come.
+        num_backups: Number of workers that a step need not wait for.
     """
 
     def __init__(self, num_backups: int = 0) -> None:
@@ -135,29 +135,29 @@ class Quorum(StepClocks):
 
     @property
     def arrived(self) -> Collection[int]:
-        """Who has told of the step under way; of those that have left since, it still counts."""
+        """Workers that have reported the step under way, including those that have left since."""
         return self._arrived
 
     def join(self, worker: int, clock: int = 0) -> int:
-        """Let a worker take part, from the step under way on."""
+        """Add a worker, from the step under way on."""
         assert worker not in self.clocks
         self.step = max(self.step, clock)
         self.clocks[worker] = self.step
         return self.step
 
     def tick(self, worker: int) -> None:
-        """Note that a worker has told of its step; if that is done without it, it is late and nothing changes."""
+        """Record that a worker has reported its step; if that finished without it, nothing changes."""
         if not self.is_late(worker):
             self._arrived.add(worker)
 
     @property
     def is_complete(self) -> bool:
-        """Whether enough have told of the step under way: all but the backups, of those that take part or have told."""
+        """Whether all but `num_backups` of the workers that take part, or have reported, have reported the step."""
         num_workers = len(self.clocks.keys() | self._arrived)
         return bool(self._arrived) and len(self._arrived) >= num_workers - self.num_backups
 
     def advance(self) -> frozenset[int]:
-        """Begin the next step; all that have told of this one count."""
+        """Begin the next step; all workers that have reported this one count."""
         assert self.is_complete
         taken = frozenset(self._arrived)
         self.step += 1
@@ -166,40 +166,40 @@ class Quorum(StepClocks):
 
 
 class FollowedQuorum(StepClocks):
-    """Another server's quorum, so that all servers take the gradients of the same workers.
+    """Another server's quorum, so that all servers use the gradients of the same workers.
 
-    Its announcements come here later than a worker may come with its next clock: so clocks run ahead of `step`.
+    Its announcements may arrive here after a worker's next report: so clocks run ahead of `step`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._reported: dict[int, int] = {}
-        """The clock of each that has told of a step which is not done."""
+        """Clock of each worker that has reported an unfinished step."""
         self._announcements: deque[tuple[int, frozenset[int]]] = deque()
 
     @property
     def arrived(self) -> Collection[int]:
-        """Who has told of a step that is not done; of those that have left since, it still counts."""
+        """Workers that have reported an unfinished step, including those that have left since."""
         return self._reported
 
     def join(self, worker: int, clock: int = 0) -> int:
-        """Let a worker take part from a step that the other server has given it, or from a later one."""
+        """Add a worker, from the step that the other server has given it, or from a later one."""
         assert worker not in self.clocks
         self.clocks[worker] = max(clock, self.step)
         return self.clocks[worker]
 
     def tick(self, worker: int) -> None:
-        """Note that a worker has told of its step, unless it is late."""
+        """Record that a worker has reported its step, unless it is late."""
         if not self.is_late(worker):
             self._reported[worker] = self.clocks[worker]
 
     def follow(self, step: int, workers: Collection[int]) -> None:
-        """Note who counts in a step, later than in all before."""
+        """Record the workers that count in a step, which is later than all before."""
         self._announcements.append((step, frozenset(workers)))
 
     @property
     def is_complete(self) -> bool:
-        """Whether all who count have told of the next announced step, or have left."""
+        """Whether all workers that count have reported the next announced step, or have left."""
         if not self._announcements:
             return False
         step, workers = self._announcements[0]
@@ -208,7 +208,7 @@ class FollowedQuorum(StepClocks):
         )
 
     def advance(self) -> frozenset[int]:
-        """Begin the step after the next announced one; who told of it and does not count is late."""
+        """Begin the step after the next announced one; a worker that reported it and does not count is late."""
         assert self.is_complete
         step, workers = self._announcements.popleft()
         self.step = step + 1

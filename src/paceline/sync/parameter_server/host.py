@@ -1,4 +1,4 @@
-"""The workers of a host behind one that talks to the servers."""
+"""The workers of a host behind one of them that talks to the servers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, Work
 
 
 class ServedHost(Synchroniser):
-    """A worker of a host whose gradients are summed inside it: the first of them talks to the servers for all.
+    """A worker whose host sums gradients first: the host's first worker talks to the servers for all.
 
     Args:
-        rule: Settings.
+        rule: Settings of the rule.
         context: The worker's model, optimizer and group.
-        hosts: The ranks of each host.
+        hosts: Ranks of each host.
     """
 
     def __init__(self, rule: ServerSettings, context: WorkerContext, hosts: Sequence[Sequence[int]]) -> None:
@@ -39,7 +39,7 @@ class ServedHost(Synchroniser):
         )
 
     def is_sync_step(self, number: int) -> bool:
-        """Whether all workers tell each other of the step: always."""
+        """Always true: all workers take part in every step."""
         return True
 
     def before_update(self, step: LocalStep) -> None:
@@ -50,7 +50,7 @@ class ServedHost(Synchroniser):
             self._leader.before_update(replace(step, weight=float(weight)))
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Take on the servers' parameters."""
+        """Copy the servers' parameters to this worker."""
         result = self._leader.after_update(step) if self._leader is not None else SyncResult()
         self._copy_to_host()
         if self._leader is None:
@@ -60,7 +60,7 @@ class ServedHost(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the servers'."""
+        """While active, parameters are the servers'."""
         if self._leader is not None:
             with self._leader.consensus():
                 self._copy_to_host()
@@ -75,11 +75,11 @@ class ServedHost(Synchroniser):
                 copy_all(self._parameters, own)
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return, on the first worker, what the servers keep."""
+        """Return the servers' state, on the first worker."""
         return self._leader.shared_state() if self._leader is not None else {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec of the host's pushes holds back."""
+        """Return the codec's residuals of the host's pushes."""
         return self._leader.state() if self._leader is not None else {}
 
     def document(self) -> dict[str, Any]:
@@ -87,19 +87,19 @@ class ServedHost(Synchroniser):
         return self._leader.document() if self._leader is not None else {}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take on clocks, versions and units."""
+        """Load clocks, versions and units."""
         if self._leader is not None and document:
             self._leader.load_document(document)
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Load the servers, and take on what the host's first worker has."""
+        """Load the servers, and copy the parameters of the host's first worker."""
         if self._leader is not None:
             is_same = len(saved) > self._leaders[-1]
             self._leader.load_state([saved[rank] for rank in self._leaders] if is_same else saved, shared)
         self._copy_to_host()
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the servers."""
         if self._leader is not None:
             self._leader.close()
 

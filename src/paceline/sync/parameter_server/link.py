@@ -1,4 +1,4 @@
-"""What one worker has to do with one server."""
+"""One worker's connection to one server."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from paceline.sync.synchroniser import Delays, WorkerContext
 
 
 class ServerLink:
-    """A worker's pushes to one server, and its pulls from there.
+    """A worker's pushes to one server, and its pulls from it.
 
     Args:
         client: RPC client of the server.
-        blocks: The server's.
-        rule: Settings.
+        blocks: Blocks of the server.
+        rule: Settings of the rule.
         context: The worker's model, optimizer and group.
     """
 
@@ -33,10 +33,10 @@ class ServerLink:
         self.clock = 0
         self.version = 0
         self.states: States = {}
-        """What the codec of pushes holds back."""
+        """Codec states of the pushes."""
         self._pending: States = {}
         self._pushed_bytes = 0
-        """Of the push under way, by its price."""
+        """Stated bytes of the push under way."""
         self._sums_samples = rule.sums_samples
         self._optimizer = context.optimizer
         self._unit = 0.0
@@ -52,10 +52,10 @@ class ServerLink:
         if self._pull_format.is_exact:
             self._move_in()
         self.views = [block.of(parameter.data) for block, parameter in zip(blocks, self._parameters, strict=True)]
-        """The blocks' parts of this worker's parameters."""
+        """Blocks of this worker's parameters, as views."""
 
     def _move_in(self) -> None:
-        """Let whole parameters on the CPU live where pulls arrive, which saves a copy of each pull."""
+        """Place whole parameters on the CPU in the buffer of pulls, which saves a copy per pull."""
         for block, parameter, home in zip(
             self.blocks, self._parameters, self._pull_format.view(self._pulled).tensors, strict=True
         ):
@@ -63,14 +63,14 @@ class ServerLink:
                 parameter.data = home.copy_(parameter.data)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the blocks' parts of this worker's gradients."""
+        """Return this worker's gradients, by block."""
         return [
             None if parameter.grad is None else block.of(parameter.grad)
             for block, parameter in zip(self.blocks, self._parameters, strict=True)
         ]
 
     def push(self, values: Sequence[Tensor | None], weight: float) -> None:
-        """Begin to push; None where nothing was made. Without weight only the step is told of."""
+        """Begin to push; None for blocks without values. With weight 0 the step is only reported."""
         body, self._pushed_bytes = NOTHING, 0
         self._unit = self._unit or weight
         if weight > 0:
@@ -83,7 +83,7 @@ class ServerLink:
                 for view, value in zip(self.views, values, strict=True)
             ]
             states = self._push_format.write(body, given, [*rates, *used], self.states, self.clock)
-            # What a parameter held back that nobody used was not sent: it stays.
+            # The residual of a parameter without a gradient was not sent: it stays.
             names = [block.name for block, is_used in zip(self.blocks, used, strict=True) if is_used]
             self._pending = self.states | {name: states[name] for name in names if name in states}
         self.client.begin(RpcHeader(RequestKind.SWAP, self.clock, self.version, weight=weight, value=self._unit), body)
@@ -102,13 +102,13 @@ class ServerLink:
         return self._pushed_bytes + self._pull_format.price
 
     def read(self) -> int:
-        """Make the parameters the server's, and return their version."""
+        """Replace the parameters by the server's, and return their version."""
         header, body = self.client.call(RpcHeader(RequestKind.READ))
         copy_all(self.views, PackedTensors(self.blocks, 0, body).tensors)
         return header.version
 
     def report(self) -> None:
-        """Tell the server the parameters that this worker has."""
+        """Tell the server this worker's parameters."""
         packed = PackedTensors(self.blocks)
         copy_all(packed.tensors, self.views)
         self.client.call(RpcHeader(RequestKind.REPORT), packed.bytes)
@@ -119,12 +119,12 @@ class ServerLink:
         return self.clock
 
     def count_delays(self) -> Delays:
-        """Return how stale its pushes were, of all workers."""
+        """Return the delays of all workers' pushes."""
         document = unpack_state(self.client.call(RpcHeader(RequestKind.COUNT))[1])[1]
         return Delays(dict(document["delays"]), document["num_dropped"])
 
     def load(self, shared: Mapping[str, Tensor], number: int | None) -> None:
-        """Load the server: from what was saved, or from this worker's parameters."""
+        """Load the server: from saved state, or from this worker's parameters."""
         document = unpack_state(shared[f"document/{number}"])[1] if number is not None else {}
         tensors = cut_blocks(shared, self.blocks)
         if not tensors:
@@ -132,7 +132,7 @@ class ServerLink:
         self.client.call(RpcHeader(RequestKind.LOAD), pack_state(tensors, document))
 
     def load_states(self, saved: Mapping[str, Tensor]) -> None:
-        """Take on what the codec of pushes held back."""
+        """Load the codec states of the pushes."""
         for block, view in zip(self.blocks, self.views, strict=True):
             prefix = f"{block.name}/"
             state = {
@@ -144,9 +144,9 @@ class ServerLink:
                 self.states[block.name] = state
 
     def document(self) -> dict[str, Any]:
-        """Return the scalars that it keeps, as JSON."""
+        """Return the scalar state, as JSON."""
         return {"clock": self.clock, "version": self.version, "unit": self._unit}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take on the scalars."""
+        """Load the scalar state."""
         self.clock, self.version, self._unit = document["clock"], document["version"], document["unit"]

@@ -1,4 +1,4 @@
-"""Where servers run, what each of them holds, and the program of one that has a process of its own."""
+"""The ranks and blocks of servers, and the program of a server with its own process."""
 
 from paceline.comm.rpc import RpcEndpoint
 from paceline.errors import CommunicationError, SettingsError
@@ -13,31 +13,31 @@ from paceline.sync.synchroniser import WorkerContext
 
 
 class ServerPlacement:
-    """Which ranks run servers, which parameters each holds, and who talks to whom.
+    """The ranks and blocks of each server, and the routes between workers and servers.
 
     Args:
-        rule: Settings.
-        context: A worker's, or that of a server with a process of its own; then its group is all there is of workers.
+        rule: Settings of the rule.
+        context: Context of a worker, or of a server with its own process; then its group is that of all workers.
 
     Raises:
-        SettingsError: There are not enough processes for the servers.
+        SettingsError: There are too few processes for the servers.
     """
 
     def __init__(self, rule: ServerSettings, context: WorkerContext, num_workers: int | None = None) -> None:
         self._rule, self._context = rule, context
         self.num_workers = num_workers or context.group.size
         self.everybody = context.group
-        """Workers, and servers if they have processes of their own: then these come last."""
+        """Group of all workers, and of servers with their own processes, which come last."""
         first = 0
         if rule.placement == "own":
             if context.world is None:
                 raise SettingsError(
-                    f"servers with processes of their own must be started with the workers, but there are none for "
+                    f"servers with their own processes must be started with the workers, but there are none for "
                     f"sync {rule.name}; start them, or take placement beside"
                 )
             self.everybody, first = context.world, self.num_workers
         self.servers = list(range(first, first + rule.num_servers))
-        """Their ranks."""
+        """Ranks of the servers."""
         if self.servers[-1] >= self.everybody.size:
             raise SettingsError(
                 f"num_servers must be at most the number of processes for them, but got {rule.num_servers} for "
@@ -46,11 +46,11 @@ class ServerPlacement:
         self.routes = [(worker, server) for worker in range(self.num_workers) for server in self.servers]
         may_cut = updates_by_element(context.optimizer)
         self.blocks_by_server = partition_parameters(dict(context.parameters), rule.num_servers, may_cut=may_cut)
-        """What each server holds."""
+        """Blocks of each server."""
 
     @property
     def body_bytes(self) -> dict[int, tuple[int, int]]:
-        """Size of pushes and pulls, by server's rank."""
+        """Sizes of pushes and pulls, by server's rank."""
         rule, num_groups = self._rule, len(self._context.optimizer.param_groups)
         formats = (
             make_wire_formats(rule.codec, rule.pull_codec, blocks, num_groups, self._context.seed)
@@ -61,7 +61,7 @@ class ServerPlacement:
         }
 
     def number_of(self, rank: int) -> int | None:
-        """Return which server a rank runs, if any."""
+        """Return the number of a rank's server, if it runs one."""
         return self.servers.index(rank) if rank in self.servers else None
 
     def make_server(self, number: int) -> Server:
@@ -72,18 +72,17 @@ class ServerPlacement:
         return Server(shard, server_update, range(self.num_workers), rule.codec, rule.pull_codec, context.seed)
 
     def open_announcements(self, server: Server | None) -> StepAnnouncements | None:
-        """Let the first server speak to the others, if the rule wants it; `server` is this process's own, if any."""
+        """Connect the first server to the others, if the rule needs it; `server` is this process's own, if any."""
         return StepAnnouncements(self.everybody, self.servers, server) if self._rule.follows_first else None
 
 
 def serve(rule: ServerSettings, context: WorkerContext, num_workers: int) -> None:
-    """Be a server with a process of its own, until all workers have left.
+    """Run a server in its own process, until all workers have left.
 
     Args:
-        rule: Settings, the workers' own.
-        context: A model and an optimizer as the workers build them; `world` is all processes, workers first, as theirs
-            is.
-        num_workers: How many of them are workers.
+        rule: Settings of the rule, the same as the workers'.
+        context: Model and optimizer, built like the workers'; `world` is the group of all processes, workers first.
+        num_workers: Number of workers among them.
 
     Raises:
         CommunicationError: Workers were lost.

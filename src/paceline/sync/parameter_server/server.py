@@ -1,4 +1,4 @@
-"""A server: it takes what workers push to its part of the parameters, and gives them what has become of it."""
+"""A server: it applies workers' pushes to its part of the parameters, and returns the new parameters."""
 
 import threading
 from collections import Counter
@@ -20,33 +20,33 @@ from paceline.sync.parameter_server.wire_format import States, WireFormat, make_
 
 
 class RequestKind(IntEnum):
-    """What a worker asks for."""
+    """Kind of a worker's request."""
 
     SWAP = 0
-    """Take a push, and give the parameters as soon as the worker may have them."""
+    """Apply a push, and return the parameters as soon as the worker may have them."""
     READ = 1
-    """Give the parameters as they are now, not encoded."""
+    """Return the present parameters, not encoded."""
     REPORT = 2
-    """Learn the parameters that the worker has, and their version."""
+    """Receive the parameters that the worker has, and their version."""
     AWAY = 3
-    """Wait for the worker no longer."""
+    """Do not wait for the worker any longer."""
     BACK = 4
-    """Wait for the worker again, from the clock that is replied."""
+    """Wait for the worker again, from the returned clock on."""
     SAVE = 5
     LOAD = 6
     COUNT = 7
-    """Tell how stale pushes were."""
+    """Return the delays of pushes."""
 
 
 class Server(RpcService):
     """Serves a shard to workers.
 
     Args:
-        shard: Its parameters.
-        server_update: What becomes of pushes; an attribute too.
+        shard: Parameters of the server.
+        server_update: Update that applies pushes.
         workers: Ranks that take part from the beginning.
-        codec: Of pushes.
-        pull_codec: Of the differences to what a worker has, which are then pulled in place of parameters.
+        codec: Codec of pushes.
+        pull_codec: Codec of pulls, which then send differences from a worker's parameters instead of parameters.
         seed: Random seed of the codecs.
     """
 
@@ -73,7 +73,7 @@ class Server(RpcService):
         """Workers that wait for parameters."""
         self._failure: BaseException | None = None
         self.lost: dict[int, BaseException] = {}
-        """Workers that did not say goodbye."""
+        """Workers that left without saying goodbye."""
         self._bodies: dict[int, Tensor] = {}
 
     def request_buffer(self, caller: int) -> Tensor:
@@ -83,11 +83,11 @@ class Server(RpcService):
         return self._bodies[caller]
 
     def set_reply_buffer(self, caller: int, outbox: Tensor) -> None:
-        """Let what the worker pulls lie where it sees it."""
+        """Place the worker's pulls in memory that it sees."""
         self._mirrors[caller].move(outbox)
 
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
-        """Do what is asked for."""
+        """Execute the request."""
         with self._changed:
             self._check()
             if header.kind == RequestKind.SWAP:
@@ -96,7 +96,7 @@ class Server(RpcService):
             return lambda: reply
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Let nobody wait for a worker that is gone."""
+        """Stop all waiting for a worker that is gone."""
         with self._changed:
             if error is not None:
                 self.lost[caller] = error
@@ -104,7 +104,7 @@ class Server(RpcService):
             self._leave(caller)
 
     def fail(self, error: BaseException) -> None:
-        """Let nobody wait for this server."""
+        """End all waiting for this server."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -144,7 +144,7 @@ class Server(RpcService):
         return push
 
     def _settle(self) -> None:
-        """Do what is due, and give parameters to all who may have them, before anybody can change them again."""
+        """Do what is due, and return parameters to all workers that may have them, before they change again."""
         self.server_update.settle(self._shard)
         for worker, ticket in list(self._tickets.items()):
             if self.server_update.clocks.may_read(worker):
@@ -205,24 +205,24 @@ class _Ticket:
     """A worker that waits for parameters."""
 
     is_dropped: bool
-    """Whether what it pushed came too late."""
+    """Whether its push came too late."""
     reply: RpcReply | None = None
 
 
 class _Mirror:
-    """What a server knows of one worker: the parameters that it has."""
+    """The parameters that one worker has, as the server knows them."""
 
     def __init__(self, wire_format: WireFormat, whole: WireFormat, shard: Shard) -> None:
         self._wire_format = wire_format
         self._whole = whole
         self._body = wire_format.new_body()
         self._states: States = {}
-        # Where pulls are not encoded, the last one is what the worker has.
+        # If pulls are not encoded, the worker has the last one.
         self.known = wire_format.view(self._body) if wire_format.is_exact else whole.view(whole.new_body())
         self.known.bytes.copy_(shard.values.bytes)
 
     def pull(self, shard: Shard, clock: int) -> Tensor:
-        """Return the body of a pull at a worker's clock, and note what the worker makes of it."""
+        """Return the body of a pull at a worker's clock, and update the worker's known parameters."""
         if self._wire_format.is_exact:
             self.known.bytes.copy_(shard.values.bytes)
             return self._body
@@ -232,12 +232,12 @@ class _Mirror:
         return self._body
 
     def move(self, body: Tensor) -> None:
-        """Let pulls lie in another body."""
+        """Place pulls in another body."""
         self._body = body
         if self._wire_format.is_exact:
             body.copy_(self.known.bytes)
             self.known = self._wire_format.view(body)
 
     def set_known(self, body: Tensor) -> None:
-        """Note that the worker has these."""
+        """Set the worker's known parameters."""
         self.known.bytes.copy_(body)

@@ -1,4 +1,4 @@
-"""The settings that all rules with servers share: what their servers and workers read."""
+"""The common settings of rules with servers, for servers and workers."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ class ServerSettings(Rule):
     """Settings of servers that keep the parameters, in host memory."""
 
     num_servers: int = Field(default=1, ge=1)
-    """Servers that the parameters are shared out over, by bytes."""
+    """Number of servers that share the parameters, divided by bytes."""
     placement: Literal["beside", "own"] = "beside"
-    """Where servers run: beside the first workers, in their processes; or in processes of their own."""
+    """Where servers run: in the processes of the first workers (beside), or in their own processes (own)."""
     codec: Codec = NoCodec()
-    """How pushes are made smaller."""
+    """Codec of pushes."""
     pull_codec: Codec = NoCodec()
-    """How pulls are made smaller: differences to what the worker has are pulled then."""
+    """Codec of pulls, which then send differences from the worker's parameters."""
 
     @model_validator(mode="after")
     def _check_pull_codec(self) -> Self:
@@ -34,7 +34,7 @@ class ServerSettings(Rule):
             raise SettingsError(f"pull_codec must have no momentum, but got {self.pull_codec.name!r}; take int8")
         if isinstance(self.pull_codec, RandomK) and self.pull_codec.scaled:
             raise SettingsError(
-                "pull_codec must not be scaled, or what is missing of the parameters grows from pull to pull, but got "
+                "pull_codec must not be scaled, or the error of the parameters grows from pull to pull, but got "
                 "random_k with scaled; leave it out"
             )
         return self
@@ -46,28 +46,28 @@ class ServerSettings(Rule):
 
     @property
     def follows_first(self) -> bool:
-        """Whether the first server says to the others whose gradients a step takes."""
+        """Whether the first server decides for the others which workers' gradients a step uses."""
         return False
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Never: what must be saved is the servers'."""
+        """Always false: the servers' parameters are saved."""
         return False
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
-        """Each worker alone."""
+        """Return this worker alone."""
         return [group.rank]
 
     @property
     def num_server_processes(self) -> int:
-        """Those that `placement` asks for."""
+        """Number of server processes that `placement` needs."""
         return self.num_servers if self.placement == "own" else 0
 
     @abstractmethod
     def start_server_update(
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
-        """Return what the server of that number does with pushes."""
+        """Return the update that the server of that number applies pushes with."""
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """A push and a pull a step."""

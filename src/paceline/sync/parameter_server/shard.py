@@ -1,4 +1,4 @@
-"""A server's part of the parameters, and what becomes of pushes to it."""
+"""A server's part of the parameters, and the update that applies pushes to it."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,18 +15,18 @@ from paceline.sync.parameter_server.clocks import Clocks
 
 @dataclass
 class Push:
-    """What a worker pushed.
+    """A worker's push.
 
     Args:
-        worker: Who.
-        clock: Its steps before.
-        version: Of the parameters that it was made from.
+        worker: Rank of the worker.
+        clock: Number of its steps before.
+        version: Version of the parameters that the push was computed from.
         weight: Number of its samples, or tokens; 0 if there were none, and then there are no values.
-        unit: What values are counted in: they are a sum over samples, divided by it.
+        unit: Divisor of values, which are a sum over samples divided by it.
         rates: Learning rates, by parameter group.
         used: Whether each block had a gradient.
-        values: By block.
-        known: The parameters that it was made from, by block, where the update needs them.
+        values: Gradients or updates, by block.
+        known: Parameters that the push was computed from, by block, if the update needs them.
     """
 
     worker: int
@@ -41,11 +41,11 @@ class Push:
 
 
 class ServerUpdate(ABC):
-    """What becomes of pushes on one server; called by one thread at a time.
+    """The update that applies pushes on one server; one thread at a time calls it.
 
     Attributes:
-        clocks: Who waits for whom.
-        needs_known: Whether pushes must tell the parameters that they were made from.
+        clocks: Clocks that decide which workers wait.
+        needs_known: Whether it needs the parameters that a push was computed from.
     """
 
     needs_known: bool = False
@@ -55,26 +55,26 @@ class ServerUpdate(ABC):
 
     @abstractmethod
     def push(self, shard: "Shard", push: Push) -> bool:
-        """Take in a push of a worker that takes part, and return whether it counts."""
+        """Process a push of a worker that takes part, and return whether it counts."""
 
     def settle(self, shard: "Shard") -> None:
-        """Do what has become due since a worker's clock moved, or it left."""
+        """Do everything that became due when a worker's clock moved, or it left."""
 
     def state(self, shard: "Shard") -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return what it keeps: tensors by ``<kind>/<block>``, and numbers."""
+        """Return its state: tensors by ``<kind>/<block>``, and numbers."""
         return {}, {}
 
     def load_state(self, shard: "Shard", tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """Take on what was kept; any of it may be missing, and there may be other tensors."""
+        """Load a state; any of it may be missing, and there may be other tensors."""
 
 
 class Shard:
-    """A server's parameters, and an optimizer of them with the settings of the workers' own.
+    """A server's parameters, and an optimizer of them with the settings of the workers' optimizers.
 
     Args:
-        blocks: What of the parameters it holds.
-        parameters: All of them, by name.
-        optimizer: A worker's; it is left as it is.
+        blocks: Blocks of the server.
+        parameters: All parameters, by name.
+        optimizer: A worker's optimizer; it does not change.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Shard:
         self.blocks = list(blocks)
         self.values = PackedTensors(blocks)
         self.version = 0
-        """Updates that were made."""
+        """Number of updates done."""
         self.delays: Counter[int] = Counter()
-        """Pushes by how many updates of others came between their pull and them."""
+        """Number of pushes by delay: the number of others' updates between their pull and them."""
         self.num_dropped = 0
-        """Pushes that came too late for their step."""
+        """Number of pushes that came too late for their step."""
         with torch.no_grad():
             copy_all(self.values.tensors, [block.of(parameters[block.parameter]) for block in blocks])
         self.parameters = [nn.Parameter(tensor) for tensor in self.values.tensors]
@@ -95,16 +95,16 @@ class Shard:
         for block, parameter in zip(blocks, self.parameters, strict=True):
             by_original.setdefault(id(parameters[block.parameter]), []).append(parameter)
         originals = [p for group in optimizer.param_groups for p in group["params"]]
-        # The parameters stand for themselves in the copy, so that they are not copied with it.
+        # The copy refers to the same parameters, so that they are not copied with it.
         self.optimizer = copy.deepcopy(optimizer, {id(p): p for p in originals})
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = [mine for p in group["params"] for mine in by_original.get(id(p), [])]
             if "capturable" in group:
-                group["capturable"] = False  # that is for GPUs; these lie in host memory
+                group["capturable"] = False  # for GPUs only; these are in host memory
 
     def step(self, gradients: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
-        """Let the optimizer take a step."""
+        """Take a step of the optimizer."""
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -128,7 +128,7 @@ class Shard:
         return tensors, scalars
 
     def load_state(self, tensors: dict[str, Tensor], scalars: dict[str, dict[str, object]]) -> None:
-        """Take on a state: that of a block may be missing from the optimizer's."""
+        """Load a state; the optimizer's state of a block may be missing."""
         self.optimizer.state.clear()
         for block, parameter in zip(self.blocks, self.parameters, strict=True):
             with torch.no_grad():

@@ -17,48 +17,48 @@ from paceline.sync.parameter_server.shard import Push, ServerUpdate, Shard
 class SSP(ServedRule):
     """Stale-synchronous parallel (Ho et al. 2013): a read at clock c sees all updates up to c - staleness - 1.
 
-    Each worker's own optimizer takes its step, and what that changed is pushed; servers only add it, weighted by the
-    worker's part of a step's weight, and the worker pulls: its own updates are in it, those of the others up to the
-    bound, and later ones as they have come. It waits only for workers that are more than `staleness` steps behind. A
-    worker that died, or has no samples left, is waited for by nobody. With staleness 0 it equals `EveryStep` up to the
-    order of summation, with SGD, and with momentum too where a worker's part stays the same. Wire: a push
-    and a pull of all parameters a step.
+    Each worker's own optimizer takes its step, and the worker pushes the change; servers only add it, weighted by the
+    worker's part of a step's weight, and the worker pulls: the result includes its own updates, those of the others up
+    to the bound, and some later ones. It waits only for workers that are more than `staleness` steps behind. No worker
+    waits for one that died, or has no samples left. With staleness 0 it equals `EveryStep` up to the order of
+    summation, with SGD, and with momentum too if each worker's part stays the same. Wire: a push and a pull of all
+    parameters a step.
 
-    Each worker clips its own gradient. The difference to Ho et al.: a worker's part is of the weight of the last
-    step that was complete, since that of this step is not known yet; with staleness 0 it is of the step itself.
+    Each worker clips its own gradient. The difference from Ho et al.: a worker's part is that of the weight of the last
+    complete step, since this step's is not known yet; with staleness 0 it is that of the step itself.
     """
 
     staleness: int = Field(default=3, ge=0)
-    """Steps that a worker may be ahead of the slowest."""
+    """Largest lead of a worker over the slowest, in steps."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def start_server_update(
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
-        """Return what adds updates."""
+        """Return the update that adds pushes."""
         if self.staleness == 0:
             return StepAggregation(Quorum(), lambda shard, mean: _add(shard, mean.values, 1.0))
         return _AddUpdates(self.staleness)
 
 
 class _AddUpdates(ServerUpdate):
-    """Adds each update as it comes."""
+    """Adds each update on arrival."""
 
     clocks: BoundedClocks
 
     def __init__(self, staleness: int) -> None:
         super().__init__(BoundedClocks(staleness))
         self._weights: dict[int, float] = {}
-        """What was pushed of each step that is not complete."""
+        """Weight that was pushed of each incomplete step."""
         self._step_weight = 0.0
-        """Of the last step that was; 0 before there was one."""
+        """Weight of the last complete step; 0 before there is one."""
 
     def push(self, shard: Shard, push: Push) -> bool:
-        """Add it."""
+        """Add the update."""
         clock = self.clocks.clocks[push.worker]
         self._weights[clock] = self._weights.get(clock, 0.0) + push.weight
         if push.weight > 0:
@@ -68,7 +68,7 @@ class _AddUpdates(ServerUpdate):
         return True
 
     def settle(self, shard: Shard) -> None:
-        """Learn the weight of steps that became complete."""
+        """Record the weight of steps that became complete."""
         for clock in sorted(clock for clock in self._weights if clock < self.clocks.slowest):
             self._step_weight = self._weights.pop(clock) or self._step_weight
 
@@ -77,7 +77,7 @@ class _AddUpdates(ServerUpdate):
         return {}, {"step_weight": self._step_weight}
 
     def load_state(self, shard: Shard, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """Take on the weight of a step."""
+        """Load the weight of a step."""
         self._step_weight = numbers.get("step_weight", 0.0)
 
 

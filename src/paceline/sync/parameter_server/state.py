@@ -1,4 +1,4 @@
-"""A server's state, as one body of bytes, and as whole parameters that fit any number of servers."""
+"""A server's state, as one body of bytes, and as whole parameters for any number of servers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock
 
 _LENGTH_BYTES = 64
-"""Of the number that a body begins with: what follows stays aligned."""
+"""Bytes of the length at the beginning of a body: the rest stays aligned."""
 
 
 def pack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Tensor:
@@ -29,7 +29,7 @@ def pack_state(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Te
 
 
 def unpack_state(body: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what `pack_state` made a body of; the tensors lie in it."""
+    """Return the tensors and the document of a body from `pack_state`; the tensors are views of it."""
     length = int(bytes(body[:_LENGTH_BYTES].numpy()))
     header = json.loads(bytes(body[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy()))
     blocks = [
@@ -43,9 +43,9 @@ def join_blocks(tensors: Mapping[str, Tensor], blocks: Sequence[ParameterBlock])
     """Return the tensors of blocks by parameter: ``<kind>/<parameter>`` and ``<kind>/<parameter>/<key>``.
 
     Args:
-        tensors: By ``<kind>/<block>`` and ``<kind>/<block>/<key>``; state of a cut parameter has its rows, or it is
-            the same for all blocks (a count of steps).
-        blocks: All there are.
+        tensors: Tensors by ``<kind>/<block>`` and ``<kind>/<block>/<key>``; state of a split parameter has its rows, or
+            is the same for all blocks (a count of steps).
+        blocks: All blocks.
     """
     joined: dict[str, list[Tensor]] = {}
     for block in sorted(blocks, key=lambda block: block.start):
@@ -57,7 +57,7 @@ def join_blocks(tensors: Mapping[str, Tensor], blocks: Sequence[ParameterBlock])
 
 
 def cut_blocks(tensors: Mapping[str, Tensor], blocks: Sequence[ParameterBlock]) -> dict[str, Tensor]:
-    """Return the part of each of the `blocks` of what `join_blocks` returned."""
+    """Return each block's part of the result of `join_blocks`."""
     cut = {}
     for block in blocks:
         whole = ParameterBlock(block.parameter, 0, 0, block.shape, block.dtype)

@@ -30,46 +30,45 @@ class ParameterServer(ServedRule):
     push and a pull of all parameters a step for each worker, so each of s servers carries 2n/s times their bytes.
 
     Each worker clips its own gradient before it pushes: that bounds every worker's part, not the norm of the mean, as
-    `EveryStep` does. The difference to Chen et al.: gradients that come too late are not thrown away with their
+    `EveryStep` does. The difference from Chen et al.: gradients that come too late are not dropped with their
     samples, which are handed out again.
     """
 
     num_backups: int = Field(default=0, ge=0)
-    """Workers that need not have come: a step takes the first n - num_backups gradients, weighted by what they are
-    of, and later ones are dropped. With any, workers take samples at their own pace. Of several servers the first
-    decides, so that all take those of the same workers."""
+    """Number of workers that a step need not wait for: it uses the first n - num_backups gradients, weighted by their
+    samples, and drops later ones. If it is not 0, workers take samples at their own pace. The first of several servers
+    decides, so that all use those of the same workers."""
 
     host_size: int | None = Field(default=1, ge=1)
-    """Workers of a host, in the order of ranks, that sum their gradients among themselves first, so that one of them
-    talks to the servers for all; none: those that run on one machine. 1: each worker talks for itself."""
+    """Number of workers of a host, in the order of ranks, that sum their gradients first, so that one of them
+    talks to the servers for all; None: those on one machine. 1: each worker talks for itself."""
 
     @model_validator(mode="after")
     def _check_hosts(self) -> Self:
         if self.host_size != 1 and (self.num_backups or self.placement == "own"):
             raise SettingsError(
-                "host_size must be 1 with backup workers or servers of their own processes, but got "
-                f"{self.host_size}; leave it out"
+                f"host_size must be 1 with backup workers or placement own, but got {self.host_size}; leave it out"
             )
         return self
 
     @property
     def is_asynchronous(self) -> bool:
-        """With backup workers: who is late is left behind."""
+        """Whether there are backup workers: late ones are left behind."""
         return self.num_backups > 0
 
     @property
     def follows_first(self) -> bool:
-        """With backup workers: several servers would each take the gradients of others."""
+        """Whether there are backup workers and several servers, which would each use the gradients of others."""
         return self.num_backups > 0 and self.num_servers > 1
 
     @property
     def carries_momentum(self) -> bool:
-        """With a codec that corrects momentum."""
+        """Whether the codec corrects momentum."""
         return self.codec.carries_momentum
 
     @property
     def runs_optimizer(self) -> bool:
-        """Never: the servers' is run."""
+        """Always false: the servers' optimizer runs."""
         return False
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
@@ -77,7 +76,7 @@ class ParameterServer(ServedRule):
         return next(ranks for ranks in self._hosts(group) if group.rank in ranks)
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
-        """Return the worker's side; behind the first of its host where there are several."""
+        """Return the worker's side; behind the first worker of its host if there are several."""
         hosts = self._hosts(context.group)
         if len(hosts) == context.group.size:
             return super().start_synchroniser(context)
@@ -103,7 +102,7 @@ class ParameterServer(ServedRule):
     def start_server_update(
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
-        """Return what sums a step's pushes.
+        """Return the update that sums a step's pushes.
 
         Raises:
             SettingsError: There are no more workers than backups.

@@ -1,4 +1,4 @@
-"""What pushes and pulls look like in bytes: tensors as they are, or through a codec, and a few numbers behind them."""
+"""The bytes of pushes and pulls: tensors, encoded if there is a codec, and a few numbers after them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,17 +12,17 @@ from paceline.errors import SettingsError
 from paceline.sync.parameter_server.blocks import PackedTensors, ParameterBlock, copy_all
 
 States = dict[str, State]
-"""What a codec keeps, by block."""
+"""Codec states, by block."""
 
 
 class WireFormat:
     """Wire format of one direction between a worker and a server.
 
     Args:
-        codec: How tensors are made smaller.
-        blocks: Whose tensors travel.
-        num_numbers: float64 numbers that go with them.
-        seed: Of what the codec draws.
+        codec: Codec of the tensors.
+        blocks: Blocks of the tensors.
+        num_numbers: Number of float64 numbers after them.
+        seed: Random seed of the codec.
     """
 
     def __init__(self, codec: Codec, blocks: Sequence[ParameterBlock], num_numbers: int = 0, seed: int = 0) -> None:
@@ -33,7 +33,7 @@ class WireFormat:
         self._shapes = {block.name: block.shape for block in blocks}
         self.is_exact = isinstance(codec, NoCodec)
         self._packed: dict[int, PackedTensors] = {}
-        """Those that lie in bodies seen before, by address."""
+        """Tensors in bodies seen before, by address."""
         if not self.is_exact and any(block.dtype.is_complex for block in blocks):
             raise SettingsError(f"parameters must be real for codec {codec.name!r}, but some are complex; use none")
 
@@ -46,7 +46,7 @@ class WireFormat:
 
     @property
     def price(self) -> int:
-        """Size of what the tensors are in a body: what a rule states as its traffic."""
+        """Bytes of the tensors in a body: the traffic that a rule states."""
         if self.is_exact:
             return sum(block.num_bytes for block in self._blocks)
         return message_bytes(self._codec, self._shapes)
@@ -56,7 +56,7 @@ class WireFormat:
         return torch.zeros(self.num_bytes, dtype=torch.uint8)
 
     def view(self, body: Tensor) -> PackedTensors:
-        """Return the tensors and numbers that lie in a body, where there is no codec."""
+        """Return the tensors and numbers in a body, if there is no codec."""
         packed = self._packed.get(body.data_ptr())
         if packed is None or len(packed.bytes) != len(body):
             packed = self._packed[body.data_ptr()] = PackedTensors(self._blocks, self._num_numbers, body)
@@ -78,7 +78,7 @@ class WireFormat:
         return {name: exchanged.state for name, exchanged in done.items()}
 
     def read(self, body: Tensor, step: int) -> tuple[list[Tensor], list[float]]:
-        """Return the tensors and numbers of a body; without a codec the tensors lie in it."""
+        """Return the tensors and numbers of a body; without a codec the tensors are views of it."""
         if self.is_exact:
             packed = self.view(body)
             return packed.tensors, packed.numbers.tolist()
@@ -91,12 +91,12 @@ class WireFormat:
 def make_wire_formats(
     codec: Codec, pull_codec: Codec, blocks: Sequence[ParameterBlock], num_groups: int, seed: int
 ) -> tuple[WireFormat, WireFormat]:
-    """Return the wire formats of pushes and of pulls: with what is pushed go learning rates, and what was used."""
+    """Return the wire formats of pushes and of pulls; pushes include learning rates, and which blocks were used."""
     return WireFormat(codec, blocks, num_groups + len(blocks), seed), WireFormat(pull_codec, blocks, 0, seed)
 
 
 def without_residuals(states: Mapping[str, State]) -> States:
-    """Return states without what was held back, where the next difference has that in it anyway."""
+    """Return states without residuals, for differences that include the residual anyway."""
     return {
         name: {site: kept for site, kept in state.items() if site not in RESIDUALS} for name, state in states.items()
     }

@@ -1,4 +1,4 @@
-"""The worker's side of a parameter server: it pushes what it has, and pulls what all have made of theirs."""
+"""The worker's side of a parameter server: it pushes its gradients or updates, and pulls the new parameters."""
 
 import threading
 import time
@@ -23,13 +23,13 @@ from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, Sync
 
 
 class ServedWorker(Synchroniser):
-    """A worker whose parameters are kept by servers.
+    """A worker whose parameters servers keep.
 
-    It pushes gradients before its update and waits for parameters after it; where its own optimizer runs, it
-    pushes what that has changed.
+    It pushes gradients before its update and waits for parameters after it; if its own optimizer runs, it
+    pushes the optimizer's change instead.
 
     Args:
-        rule: Settings.
+        rule: Settings of the rule.
         context: The worker's model, optimizer and group.
     """
 
@@ -53,31 +53,31 @@ class ServedWorker(Synchroniser):
         """Whether the last push came too late to count."""
         self._is_away = False
         self._away = threading.Lock()
-        """Held to go away and to come back: workers without samples go away in the thread that asks for some."""
+        """Held to leave and to come back: workers without samples leave in the thread that asks for samples."""
         self._loaded: list[dict[str, Any]] | None = None
         self._dispatcher = (
             DispatcherClient(context.group, self._go_away, lambda: not self._is_dropped)
             if rule.is_asynchronous
             else None
         )
-        if rule.placement == "own":  # their processes have built a model of their own
+        if rule.placement == "own":  # their processes have built their own model
             self.load_state([], {})
 
     @property
     def dispatcher(self) -> SampleDispatcher | None:
-        """Where workers get their samples, where they do not step together."""
+        """Source of the workers' samples, if they do not step together."""
         return self._dispatcher
 
     def count_delays(self) -> Delays:
-        """Return how stale the pushes to the first server have been so far."""
+        """Return the delays so far of pushes to the first server."""
         return self._links[0].count_delays()
 
     def is_sync_step(self, number: int) -> bool:
-        """Whether all workers tell each other of the step: in each, where they are in step."""
+        """Return whether workers are in step: then all of them take part in every step."""
         return not self._rule.is_asynchronous
 
     def before_update(self, step: LocalStep) -> None:
-        """Push gradients, or keep the parameters that the update is to be compared with."""
+        """Push gradients, or copy the parameters for comparison with those after the update."""
         self._come_back()
         if self._before is not None:
             copy_all(self._before, self._views)
@@ -86,7 +86,7 @@ class ServedWorker(Synchroniser):
             link.push(link.gradients(), step.weight)
 
     def after_update(self, step: LocalStep) -> SyncResult:
-        """Push what the update has changed, and wait for the servers' parameters."""
+        """Push the change of the update, and wait for the servers' parameters."""
         if self._before is not None:
             self._push_updates(step.weight)
         began_s = time.perf_counter()
@@ -100,7 +100,7 @@ class ServedWorker(Synchroniser):
         return SyncResult(waited_s, wire_bytes)
 
     def _catch_up(self) -> int:
-        """Pull again where a server was at an earlier step than another when it replied; return the bytes."""
+        """Pull again if a server replied at an earlier step than another; return the bytes."""
         wire_bytes = 0
         while behind := [link for link in self._links if link.clock < max(other.clock for other in self._links)]:
             for link in behind:
@@ -111,7 +111,7 @@ class ServedWorker(Synchroniser):
     def _push_updates(self, weight: float) -> None:
         assert self._before is not None
         changes = torch._foreach_sub(self._views, self._before)
-        with torch.no_grad():  # the pull brings differences to what the servers know
+        with torch.no_grad():  # the pull brings differences from the parameters that servers know
             copy_all(self._views, self._before)
         for link in self._links:
             link.push(changes[: len(link.views)], weight)
@@ -128,7 +128,7 @@ class ServedWorker(Synchroniser):
                 self._is_away = False
 
     def _go_away(self) -> None:
-        """Let nobody wait for this worker until its next push."""
+        """Tell the servers not to wait for this worker until its next push."""
         with self._away:
             if not self._is_away:
                 for link in self._links:
@@ -137,7 +137,7 @@ class ServedWorker(Synchroniser):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are the servers'."""
+        """While active, parameters are the servers'."""
         self._synchronise("evaluation begins")
         own = [parameter.detach().clone() for parameter in self._parameters.values()]
         for link in self._links:
@@ -151,7 +151,7 @@ class ServedWorker(Synchroniser):
         self._resume("judged")
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return, on the first worker, what the servers keep."""
+        """Return the servers' state, on the first worker."""
         self._synchronise("servers are saved")
         if self._context.group.rank:
             return {}
@@ -164,7 +164,7 @@ class ServedWorker(Synchroniser):
         return join_blocks(tensors, [block for link in self._links for block in link.blocks]) | documents
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the codec of pushes holds back, as ``<block>/<site>``."""
+        """Return the codec's residuals of pushes, as ``<block>/<site>``."""
         return {
             f"{block}/{site}": kept
             for link in self._links
@@ -177,12 +177,12 @@ class ServedWorker(Synchroniser):
         return {"links": [link.document() for link in self._links]}
 
     def load_document(self, document: Mapping[str, Any]) -> None:
-        """Take on clocks, versions and units, of as many servers."""
+        """Load clocks, versions and units, if the number of servers is the same."""
         if len(document["links"]) == len(self._links):
             self._loaded = document["links"]
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Load the servers, each from the first worker, and tell them what this worker has."""
+        """Load the servers, each from the first worker, and tell them this worker's parameters."""
         for number, link in enumerate(self._links):
             if self._context.group.rank == 0:
                 link.load(shared, number if f"document/{number}" in shared else None)
@@ -201,9 +201,9 @@ class ServedWorker(Synchroniser):
             and any(RESIDUALS & {n.split("/")[-1] for n in t} for t in saved)
         ):
             warnings.warn(
-                f"what the codec of pushes of {len(saved)} workers had held back is dropped, since "
+                f"residuals of the push codec of {len(saved)} workers are dropped, since "
                 f"{self._context.group.size} push to {len(self._links)} servers here; resume with as many workers and "
-                "servers to keep it",
+                "servers to keep them",
                 FeedbackDroppedWarning,
                 stacklevel=2,
             )
@@ -211,7 +211,7 @@ class ServedWorker(Synchroniser):
         self._resume("loaded")
 
     def close(self) -> None:
-        """Leave; servers beside this worker serve on until all have left."""
+        """Leave; servers in this worker's process run until all workers have left."""
         if self._dispatcher is not None:
             self._dispatcher.close()
         self._endpoint.close()
@@ -219,12 +219,12 @@ class ServedWorker(Synchroniser):
             self._announcements.close()
 
     def _synchronise(self, what: str) -> None:
-        """Wait until all workers have pushed what they had."""
-        if self._rule.is_asynchronous:  # others may have steps to do before they come
+        """Wait until all workers have finished their pushes."""
+        if self._rule.is_asynchronous:  # others may have steps to do before they arrive
             self._go_away()
         self._context.group.barrier(name=f"{self._rule.name}: {what}")
 
     def _resume(self, what: str) -> None:
-        """Begin to step again, once all can: or the first would go ahead without the others."""
+        """Step again, once all can: otherwise the first would go ahead without the others."""
         self._come_back()
         self._context.group.barrier(name=f"{self._rule.name}: {what}")
