@@ -77,6 +77,7 @@ def test_a_model_without_blocks_is_compiled_whole(graphs):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_compiled_from_the_command_line(tmp_path, run_here):
     small = (
         "--model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 --data.max_bytes 100000"
