@@ -150,12 +150,12 @@ def make_points_run(**changes: Any) -> Run:
     return make_run(**(plain | changes))
 
 
-def train_here(run: Run, directory, num_workers: int = 1) -> list[bool]:
+def train_here(run: Run, directory, num_workers: int = 1, recipe: str = "test") -> list[bool]:
     directory.mkdir(exist_ok=True)
 
     def worker(group):
         with EventLog(directory / "events.jsonl", run="r", rank=group.rank) as log:
-            return train(run, directory, group, log, recipe="test")
+            return train(run, directory, group, log, recipe=recipe)
 
     return LocalGroup.run(num_workers, worker)
 

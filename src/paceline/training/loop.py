@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -325,6 +326,7 @@ def save_checkpoint(training: Training, *, wait: bool, is_best: bool = False) ->
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
+        "spec": asdict(training.splits.train.spec),
         "loader": training.loader.state_dict(),
         "best": training.best.state(),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
