@@ -22,7 +22,8 @@ def export(
     """Write the trained model of a run, whole, whatever rule and layout trained it, on this process alone.
 
     A file .safetensors is for `safetensors.torch.load_model`; one that ends in .pt for `torch.load`, which gives a
-    `state_dict`; a name without ending becomes a folder for `from_pretrained`. Nothing is overwritten.
+    `state_dict`; a name without ending becomes a folder for `from_pretrained`. Nothing is overwritten. Other runs
+    start from any of them with `--initial`.
     """
     from paceline.checkpoint.find import find_checkpoint
     from paceline.exporting.write import export_checkpoint, find_format

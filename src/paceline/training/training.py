@@ -205,6 +205,9 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
     module = build_model(run, splits, group, model)
+    misfits = ""
+    if run.initial is not None and group.rank == 0 and checkpoint is None:
+        misfits = run.initial.load_into(module)  # the others are sent what rank 0 has
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     replica = build_replica(run, module, splits, group, world)
     loader = make_loader(
@@ -258,6 +261,8 @@ def set_up(run: Run, directory: Path, group: Group, log: EventLog, recipe: str, 
             resumed_from=training.resumed_from,
         )
     )
+    if misfits:
+        training.log_event(Warned(message=f"initial weights do not fit the model in all, the rest is new; {misfits}"))
     if splits.held_out is None:
         if training.best.is_used:
             raise SettingsError(
