@@ -104,7 +104,7 @@ def test_what_cannot_compile_is_refused(monkeypatch):
     with pytest.raises(SettingsError, match="must have triton on GPUs"):
         check_compiler("inductor", torch.device("cuda"))
     landing = [("landing", "next_forward"), ("clip_norm", "none")]
-    with pytest.raises(SettingsError, match="landing must be update, but got next_forward with compiled blocks"):
+    with pytest.raises(SettingsError, match="landing must be update, but got next_forward with a compiled model"):
         make_run("transformer_lm", [("compiler", "inductor"), *landing])
     pipeline = [("layout.pipeline", "2"), ("pipeline.order", "zero_bubble")]
     with pytest.raises(SettingsError, match="order must leave backward in one piece with compiled blocks"):
