@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
+from paceline.parallel.fully_sharded import reshard
 from paceline.parallel.local import local, wrap
 
 
@@ -77,8 +78,9 @@ class ParameterAverage:
         return {name: wrap(self._parameters[name], mean) for name, mean in means.items()}
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, parameters are the averages of all workers; outside, their own again. All workers enter it."""
+    def applied(self, module: nn.Module) -> Iterator[None]:
+        """Inside, parameters of `module` are the averages of all workers; outside, their own. All workers enter it."""
+        reshard(module)
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
         own = {name: tensor.detach().clone() for name, tensor in held.items()}
         with torch.no_grad():
@@ -90,6 +92,7 @@ class ParameterAverage:
             with torch.no_grad():
                 for name, tensor in held.items():
                     tensor.copy_(own[name])
+            reshard(module)  # or what was gathered of averages would be trained
 
     def load(self, averages: Mapping[str, Tensor]) -> None:
         """Go on from averages, as this rank holds them; without any, from the parameters after the next update."""
