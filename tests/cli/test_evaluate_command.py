@@ -24,7 +24,7 @@ def numbers_of(text):
 def test_it_finds_what_the_run_found(tmp_path, run_here, num_workers):
     settings = {"metrics": mine.measure, "evaluate_interval": 3, "checkpoint_interval": 3, "keep_checkpoints": None}
     train_here(make_run(keep_best="loss", **settings), tmp_path, num_workers, recipe="transformer_lm")
-    evaluations = [record for record in select(read_log(tmp_path / "events.jsonl"), Evaluated)]
+    evaluations = list(select(read_log(tmp_path / "events.jsonl"), Evaluated))
     best = min(evaluations, key=lambda record: record.event.loss)
     for which, record in [("newest", evaluations[-1]), ("best", best), (str(evaluations[0].step), evaluations[0])]:
         done = run_here("evaluate", tmp_path, "--checkpoint", which)

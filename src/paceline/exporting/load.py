@@ -59,12 +59,13 @@ def load_checkpoint_run(checkpoint: Checkpoint) -> Run:
 
 
 def _build(checkpoint: Checkpoint) -> nn.Module:
-    run, document = load_checkpoint_run(checkpoint), checkpoint.read_document()
-    if "spec" not in document:
+    document = checkpoint.read_document()
+    if "run" in document and "spec" not in document:
         raise CheckpointError(
             f"a checkpoint must say what its model is built for, but {checkpoint.path} is of an earlier version of "
             "Paceline; export a file of safetensors and load it into the model that you build"
         )
+    run = load_checkpoint_run(checkpoint)
     model = run.model.with_depth(document["num_layers"]) if document["num_layers"] else run.model
     spec = Spec(document["spec"]["num_classes"], tuple(document["spec"]["input_shape"]))
     with torch.random.fork_rng(devices=[]):  # what is drawn is replaced
