@@ -396,5 +396,5 @@ def test_a_loss_that_goes_back_through_a_step_on_its_way_is_refused():
             replica.backward(lose(replica, generator, real), weight=4)
             critic(generator(real)).mean().backward()
 
-    with pytest.raises(GradientError, match="made once before update, but it was made twice.*call update before"):
+    with pytest.raises(GradientError, match=r"made once before update, but it was made twice.*call update before"):
         LocalGroup.run(2, worker)
