@@ -443,8 +443,7 @@ class Replica:
             self.shard.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
-        if self._reduction.landing is not None:
-            self._reduction.landing.begin_backward()
+        self._reduction.begin_backward(is_first=not self._times.backward_began_s)
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
         if self.state.weight_unit is None:
