@@ -453,7 +453,9 @@ class Replica:
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
         assert self.state.weight_unit is not None
-        weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self.membership.is_stop_requested)
+        weight, numerator, stop = self.shard.reduce_step_scalars(
+            weight, numerator, bool(self.membership.stop_requested_by)
+        )
         self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
@@ -472,7 +474,7 @@ class Replica:
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0
-        step = LocalStep(self.num_updates, weight_since_sync, total, self.membership.is_stop_requested)
+        step = LocalStep(self.num_updates, weight_since_sync, total, bool(self.membership.stop_requested_by))
 
         def push(is_overflown: bool) -> None:
             if sync is not None:
