@@ -3,34 +3,24 @@
 import importlib.util
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.monitor import StepFinished, read_log, select, summarise
+from paceline.testing.processes import run_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra: examples)"
 )
 
 
-def run(directory: Path, *command: object) -> str:
-    """Run Python with `command` in `directory` and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def train_gpt2(num_steps: int) -> None:
+    sys.argv = ["gpt2_library.py", "--num-steps", str(num_steps)]
+    runpy.run_path(str(EXAMPLES / "gpt2_library.py"), run_name="__main__")
 
 
 def losses_of(directory: Path) -> list[float]:
@@ -39,15 +29,16 @@ def losses_of(directory: Path) -> list[float]:
 
 @needs_transformers
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("is_alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alone", "two_workers"])
-def test_gpt2_as_a_library_learns(tmp_path, monkeypatch, capfd, is_alone):
-    script = str(EXAMPLES / "gpt2_library.py")
-    if is_alone:
-        monkeypatch.setattr(sys, "argv", [script, "--num-steps", "8"])
-        runpy.run_path(script, run_name="__main__")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_gpt2_as_a_library_learns(monkeypatch, capfd, num_workers):
+    if num_workers == 1:
+        monkeypatch.setattr(sys, "argv", [])
+        train_gpt2(8)
         output = capfd.readouterr().out
     else:
-        output = run(tmp_path, *TORCHRUN, script, "--num-steps", 8)
+        results = run_processes(num_workers, train_gpt2, {"num_steps": 8})
+        assert [result.exit_code for result in results] == [0, 0], results[0].output
+        output = results[0].output
     losses = dict(re.findall(r"^step (\d+): loss ([\d.]+)$", output, flags=re.MULTILINE))
     assert float(losses["1"]) == pytest.approx(5.5, abs=0.5)  # about the logarithm of 256: it knows nothing yet
     assert float(losses["8"]) < float(losses["1"]) - 1
