@@ -56,7 +56,6 @@ def train(num_steps: int, folder: str | None = None) -> dict[str, Tensor]:
             critic_loss = critic.update().loss
 
             generator.backward(judged(nets[1](made), 1.0), weight=batch.count())
-            nets[1].zero_grad()  # the generator's loss went back through the critic too
             generator_loss = generator.update().loss
 
             if group.rank == 0 and generator.num_updates % 50 == 0:
