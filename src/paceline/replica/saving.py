@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: `save` and `load_latest`."""
+"""Checkpoints of your own loop: `save` and `load_latest`."""
 
 import random
 import warnings
@@ -21,7 +21,7 @@ from paceline.replica.state import capture, restore
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint was passed over because it is damaged."""
+    """A checkpoint was skipped because it is damaged."""
 
 
 def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
@@ -79,14 +79,14 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
 
     Args:
         folder: Directory of the checkpoints, on rank 0; it need not exist.
-        objects: Those that were saved, in the same order.
+        objects: The saved objects, in the same order.
 
     Returns:
         Whether there was one; if not, nothing has changed.
 
     Raises:
         CheckpointError: All checkpoints there are damaged, or the newest is of other objects.
-        SettingsError: It is of another optimizer.
+        SettingsError: The checkpoint is of another optimizer.
     """
     replicas, others = _name(objects)
     world = next(iter(replicas.values())).shard.world
@@ -117,7 +117,7 @@ class _Saver:
         """Return the newest checkpoint that is whole."""
 
         def warn(path: Path, reason: str) -> None:
-            warnings.warn(f"{path} is damaged, and passed over: {reason}", DamagedCheckpointWarning, stacklevel=2)
+            warnings.warn(f"{path} is damaged and was skipped: {reason}", DamagedCheckpointWarning, stacklevel=2)
 
         self.saver.wait()
         found = self.store.find_newest_valid(warn)

@@ -186,7 +186,7 @@ def another_number_of_workers_takes_over_what_was_held_back(codec: Codec) -> Non
             assert (kept is None) == (after is None), f"{shape}: residuals appear or vanish"
             if kept is not None and after is not None:
                 bound = 8 * torch.finfo(torch.float32).eps * sum(_largest(state.values()) for state in states)
-                assert _largest([kept - after]) <= bound, f"{shape}: 3 workers held back {kept}, {size} have {after}"
+                assert _largest([kept - after]) <= bound, f"{shape}: residuals {kept} of 3 workers, {after} of {size}"
             exchange_all(codec, [make_value(shape, 9, rank) for rank in range(size)], resized, step=9)
         _expect_same_state(codec.resize(states, Size(shape), 1, 3), states[1], "state for as many workers")
 
