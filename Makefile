@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test check docs format clean
+.PHONY: setup train test test-slow test-all check docs format clean
 
 setup: $(VENV)/.installed
 
@@ -20,8 +20,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train transformer_lm --workers 2 --num_steps 400
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
+
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=10
+	$(PYTEST) -m "not slow"
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -124,6 +124,10 @@ def build_linear(width: int = 5) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1)).double()
 
 
+def build_deeper(width: int = 5) -> nn.Module:
+    return build_linear(width).append(nn.Linear(1, 1).double())
+
+
 def squared_error(output, batch):
     return F.mse_loss(output, batch.targets)
 
@@ -150,12 +154,12 @@ def make_points_run(**changes: Any) -> Run:
     return make_run(**(plain | changes))
 
 
-def train_here(run: Run, directory, num_workers: int = 1) -> list[bool]:
+def train_here(run: Run, directory, num_workers: int = 1, recipe: str = "test") -> list[bool]:
     directory.mkdir(exist_ok=True)
 
     def worker(group):
         with EventLog(directory / "events.jsonl", run="r", rank=group.rank) as log:
-            return train(run, directory, group, log, recipe="test")
+            return train(run, directory, group, log, recipe=recipe)
 
     return LocalGroup.run(num_workers, worker)
 

@@ -22,8 +22,11 @@ _HOMES = {
     "Replica": "paceline.replica",
     "Run": "paceline.training",
     "Settings": "paceline.registry",
+    "export": "paceline.exporting",
+    "full_state_dict": "paceline.replica",
     "join": "paceline.comm",
     "load_latest": "paceline.replica",
+    "load_model": "paceline.exporting",
     "parallelize": "paceline.parallel",
     "register": "paceline.registry",
     "save": "paceline.replica",
@@ -33,6 +36,7 @@ _PACKAGES = (
     "comm",
     "compression",
     "data",
+    "exporting",
     "monitor",
     "optim",
     "parallel",
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
         comm,
         compression,
         data,
+        exporting,
         monitor,
         optim,
         parallel,
@@ -69,9 +74,10 @@ if TYPE_CHECKING:
     from paceline.comm import Group, join
     from paceline.data import Batch, Data, Loader
     from paceline.errors import PacelineError
+    from paceline.exporting import export, load_model
     from paceline.parallel import parallelize
     from paceline.registry import Family, Settings, register
-    from paceline.replica import Loss, Replica, load_latest, save
+    from paceline.replica import Loss, Replica, full_state_dict, load_latest, save
     from paceline.topology import Layout
     from paceline.training import Model, Objective, Run
 

@@ -173,6 +173,7 @@ def name_place(greeting, number):
     return [greeting, number, rank, os.environ["LOCAL_RANK"], os.environ.get("GLOO_SOCKET_IFNAME")]
 
 
+@pytest.mark.slow
 @needs_netlab
 def test_workers_run_on_hosts():
     workers = Workers(num_workers=4, num_hosts=2, bandwidth="1gbit")

@@ -10,6 +10,7 @@ from paceline.recipes.transformer_lm import TransformerLM
 SMALL = TransformerLM(width=16, num_layers=2, num_heads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "peak_flops"), [(1, None), (2, 1e6)])
 def test_tokens_and_utilisation_stand_beside_a_plain_loop(num_workers, peak_flops):
     bench = ThroughputBenchmark(

@@ -269,8 +269,18 @@ def wait_until(is_true):
     return any(is_true() or time.sleep(0.01) for _ in range(3000))
 
 
+BEFORE: set[threading.Thread] = set()
+"""What failed or abandoned loops of other tests have left."""
+
+
+@pytest.fixture(autouse=True)
+def threads_before():
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def loader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "paceline-loader"]
+    return [thread for thread in threading.enumerate() if thread.name == "paceline-loader" and thread not in BEFORE]
 
 
 @pytest.mark.parametrize("num_processes", [0, 2])

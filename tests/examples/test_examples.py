@@ -39,7 +39,7 @@ def losses_of(directory: Path) -> list[float]:
 
 @needs_transformers
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "two_workers"])
+@pytest.mark.parametrize("is_alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alone", "two_workers"])
 def test_gpt2_as_a_library_learns(tmp_path, monkeypatch, capfd, is_alone):
     script = str(EXAMPLES / "gpt2_library.py")
     if is_alone:

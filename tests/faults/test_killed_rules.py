@@ -21,6 +21,7 @@ from paceline.monitor.events import Evaluated, Preempted, Restarted, RunFinished
 from paceline.monitor.reader import read_log, select
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
     settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3}

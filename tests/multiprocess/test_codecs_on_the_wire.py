@@ -52,6 +52,7 @@ def count_sent_bytes() -> dict[str, list[int]]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(netlab_missing()), reason=netlab_missing() or "a netlab can be made")
 def test_links_carry_what_codecs_say_and_little_more():
     for name in list_variants(Codec):  # kernels are compiled once here, or each rank would do it

@@ -32,6 +32,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_slow_process_gets_less_and_is_named_in_the_report(tmp_path, run_here):
     recipe, run = tmp_path / "slow.py", tmp_path / "run"

@@ -97,6 +97,7 @@ def find_worker(launcher):
     raise AssertionError("torchrun has no worker")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_torchrun_restarts_go_on_with_the_run_they_had_begun(tmp_path, wait_for_step):
     run = tmp_path / "run"

@@ -45,6 +45,7 @@ def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_compiled_blocks_learn_the_same_in_every_layout() -> None:
     results = run_processes(2, compare_compiled, {"layouts": LAYOUTS}, timeout_s=100)

@@ -22,7 +22,7 @@ from paceline.parallel.pipeline.layers import PipelineLayer
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.replica import Loss
 from paceline.replica.replica import Replica
-from paceline.replica.state import capture, restore
+from paceline.replica.state import capture, full_state_dict, restore
 from paceline.sync import DiLoCo
 from paceline.sync.batch_statistics import pooled_over_workers
 from paceline.testing.processes import run_processes
@@ -189,6 +189,7 @@ def try_pipelines(group: Group) -> dict[str, Any]:
         with torch.no_grad():
             dict(cut_late.module.named_parameters())["embedding.weight"][0, 0] += 1.0
     result = {
+        "tied": is_whole_and_tied(cut_early),
         "frozen": distance(take_steps(frozen, 3), expected(is_frozen=True)),
         "fp16": [half_numbers, half.loss_scale],
         "cuts": [cut_early.shard.describe(), cut_late.shard.describe()],
@@ -200,6 +201,17 @@ def try_pipelines(group: Group) -> dict[str, Any]:
     return result
 
 
+def is_whole_and_tied(replica: Replica) -> bool:
+    """Whether rank 0 gets a new replica's model as it was before ranks shared it, under all its names."""
+    state, model = full_state_dict(replica), seeded(Tied)
+    if replica.shard.world.rank:
+        return not state
+    assert state["head.weight"] is state["embedding.weight"]
+    return state.keys() == model.state_dict().keys() and all(
+        torch.equal(state[name], tensor) for name, tensor in model.state_dict().items()
+    )
+
+
 def try_sharded(group: Group, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in STATES:
@@ -207,6 +219,7 @@ def try_sharded(group: Group, folder: str) -> dict[str, Any]:
         result[name] = distance(take_steps(replica, 3), expected(name))
         replica.close()
     replica = make(seeded(Tied), group, Layout(sharded=2))
+    result["tied shards"] = is_whole_and_tied(replica)
     tokens = torch.arange(4)
 
     def fail() -> None:
@@ -301,6 +314,8 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
         numbers, scale = found["fp16"]
         assert scale > 0
         assert numbers[-2] < numbers[0], "ranks without a loss have its scale too"
+        assert found["tied"], "a matrix of two stages has both its names"
+        assert found["tied shards"]
         assert found["cuts"][0] != found["cuts"][1], "what a rank kept of one cut does not fit another"
         assert "position 1 of 2 has none in head" in found["untrained"], "said on every rank"
         assert distance(found["masked"], masked) < TOLERANCE, (

@@ -28,7 +28,7 @@ from paceline.parallel.parallelize import parallelize
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.named_tensors import model_tensors
-from paceline.replica.state import capture, restore
+from paceline.replica.state import capture, full_state_dict, restore
 from paceline.sync import DPSGD, EASGD, DiLoCo, EveryStep, LocalSGD, Rule, StreamingDiLoCo
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
@@ -63,6 +63,7 @@ def go_through_layouts(folder: str) -> dict[str, float]:
         restore(checkpoint if group.rank == 0 else None, replica)
         take_step(replica, step, 1)
         tensors, document = capture(replica)
+        check_full_state_dict(replica, tensors)
         if group.rank == 0:
             checkpoint = Checkpoint.open(store.save(tensors, document, step + 1).path)
         replica.close()
@@ -95,6 +96,18 @@ def go_on(folder: str) -> dict[str, Any]:
     }
     group.close()
     return result
+
+
+def check_full_state_dict(replica: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """On rank 0 it is what a model outside of the layout loads; on others it is empty."""
+    state = full_state_dict(replica)
+    if replica.shard.world.rank:
+        assert not state
+        return
+    model = make_model()
+    model.load_state_dict(state)
+    for name, tensor in model_tensors(model).items():
+        assert torch.equal(tensor, tensors[f"model/{name}"]), name
 
 
 def refuse_another_model(group: Any, checkpoint: Checkpoint | None) -> None:

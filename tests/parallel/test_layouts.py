@@ -145,7 +145,7 @@ CASES = [
     (2, [TWO[::2], TWO]),
     (4, [[], FOUR[:3]]),
     (4, [[], FOUR[3:]]),
-    (8, [[], EIGHT]),
+    pytest.param(8, [[], EIGHT], marks=pytest.mark.slow),
 ]
 """Ranks, layouts without and with accumulation."""
 

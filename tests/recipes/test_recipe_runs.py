@@ -74,6 +74,7 @@ def test_a_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "resumed") == read_tensors(tmp_path / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_killed_worker_of_bert_is_started_again(tmp_path: Path, wait_for_step: Any) -> None:
     settings = {**SMALL, **RECIPES["bert"], "num_steps": "40", "evaluate_interval": "0"}

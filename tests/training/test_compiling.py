@@ -77,6 +77,7 @@ def test_a_model_without_blocks_is_compiled_whole(graphs):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_compiled_from_the_command_line(tmp_path, run_here):
     small = (
         "--model.width 16 --model.num_layers 1 --model.num_heads 2 --data.sequence_length 16 --data.max_bytes 100000"
@@ -103,7 +104,7 @@ def test_what_cannot_compile_is_refused(monkeypatch):
     with pytest.raises(SettingsError, match="must have triton on GPUs"):
         check_compiler("inductor", torch.device("cuda"))
     landing = [("landing", "next_forward"), ("clip_norm", "none")]
-    with pytest.raises(SettingsError, match="landing must be update, but got next_forward with compiled blocks"):
+    with pytest.raises(SettingsError, match="landing must be update, but got next_forward with a compiled model"):
         make_run("transformer_lm", [("compiler", "inductor"), *landing])
     pipeline = [("layout.pipeline", "2"), ("pipeline.order", "zero_bubble")]
     with pytest.raises(SettingsError, match="order must not split backward with compiled blocks"):

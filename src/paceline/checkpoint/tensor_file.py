@@ -11,16 +11,18 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Size, Tensor
 
-from paceline.checkpoint.manifest import DTYPE_NAMES, Chunk, TensorFile, digest
+from paceline.checkpoint.manifest import DTYPE_NAMES, DTYPES, Chunk, TensorFile, digest
+from paceline.errors import CheckpointError
 
 BUFFER_BYTES = 2**24  # large, so that hashing and writing seldom ask for the interpreter's lock while training runs
 
@@ -59,13 +61,20 @@ def split_entries(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[lis
         yield part
 
 
-def write_tensor_file(path: Path, entries: Sequence[Entry]) -> tuple[TensorFile, list[Chunk]]:
+def write_tensor_file(
+    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+) -> tuple[TensorFile, list[Chunk]]:
     """Write a new file durably; return its record and those of its chunks, in the order of `entries`.
+
+    Args:
+        path: It must not exist.
+        entries: What is written.
+        metadata: What the header says beside.
 
     Raises:
         OSError: The disk is full, or another failure of the file system.
     """
-    header = _header(entries)
+    header = _header(entries, metadata or {})
     chunks = []
     with open(path, "xb") as file:
         file.write(header)
@@ -113,8 +122,57 @@ def digest_range(file: FileIO, start: int, num_bytes: int, buffer: memoryview) -
     return hasher.hexdigest()
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    fields: dict[str, object] = {}
+class StoredBlock(NamedTuple):
+    """Where a tensor is in a file, and what it looks like."""
+
+    shape: Size
+    dtype: torch.dtype
+    start: int
+    """Its first byte in the file."""
+
+
+def read_header(path: Path) -> dict[str, StoredBlock]:
+    """Return the tensors of a file that anything may have written, by name.
+
+    Raises:
+        CheckpointError: It cannot be read, or is in another format.
+    """
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            fields = json.loads(file.read(length))
+        fields.pop("__metadata__", None)
+        blocks = {
+            name: StoredBlock(Size(field["shape"]), DTYPES[field["dtype"]], 8 + length + field["data_offsets"][0])
+            for name, field in fields.items()
+        }
+        ends = [block.start + block.shape.numel() * block.dtype.itemsize for block in blocks.values()]
+        is_whole = max(ends, default=8 + length) <= path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} must be readable, but: {error.strerror}; check the path") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(
+            f"{path} must be a file of safetensors, but its header cannot be read ({error})"
+        ) from error
+    if not is_whole:
+        raise CheckpointError(f"{path} must hold the tensors that its header lists, but it is cut short; copy it again")
+    return blocks
+
+
+def read_block(path: Path, block: StoredBlock) -> Tensor:
+    """Return a tensor of a file, in host memory."""
+    tensor = torch.empty(block.shape, dtype=block.dtype)
+    if tensor.numel():
+        with open(path, "rb") as file:
+            file.seek(block.start)
+            num_read = file.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+        if num_read < tensor.nbytes:
+            raise CheckpointError(f"{path} must stay as it is while it is read, but it has become shorter")
+    return tensor
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for entry in entries:
         key = entry.name if entry.is_whole else f"{entry.name}@{','.join(map(str, entry.offsets))}"

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 import paceline
 from paceline.cli import bench, compare, reproduce, simulate, verify
+from paceline.cli.export import export
 from paceline.cli.memory import memory
 from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.recipes import find_run, recipes
@@ -45,6 +46,7 @@ def options(
 app.command(cls=OverridesCommand.of(find_run))(train)
 app.command()(report)
 app.command()(trace)
+app.command()(export)
 for module, command in (
     (bench, bench.bench),
     (compare, compare.compare),

@@ -116,7 +116,8 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
     name, *rest = parts
     field = cls.model_fields[name]
     if not rest:
-        document[name] = _parse(field, path, value, document.get(name))
+        parsed = _parse(field, path, value, document.get(name))
+        document[name] = parsed.model_dump() if isinstance(parsed, Settings) else parsed
         return
     default = field.get_default(call_default_factory=True, validated_data={})
     child = document.setdefault(name, default.model_dump() if isinstance(default, Settings) else default)

@@ -24,7 +24,7 @@ from paceline.registry import explain
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
-from paceline.training.rehearsal import check_batch_norm_sizes, check_shards
+from paceline.training.rehearsal import check_batch_norm_sizes, check_shards, outline
 from paceline.training.run import Run, RunFile
 from paceline.training.session import make_loader
 
@@ -97,6 +97,8 @@ def prepare_new(
         run = run.model_copy(update={"num_threads": max(1, cores // local_ranks)})
     splits = check_workers(run, num_workers)
     check_batch_norm_sizes(run, splits, make_loader(run, splits, AbsentGroup(0, num_workers, torch.device("cpu"))))
+    if run.initial is not None:
+        run.initial.check(outline(run.model, splits))
     needed = _check_memory(run, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     directory = _make_directory(out, recipe)

@@ -6,7 +6,7 @@ from paceline.memory.estimate import Estimate, divide, estimate_step
 from paceline.memory.offload_activations import ActivationOffload
 from paceline.memory.offload_optimizer import OffloadedOptimizer
 from paceline.memory.recompute import Choice, find_recomputable, recompute
-from paceline.memory.rehearsal import RehearsalResult, StepDescription, rehearse
+from paceline.memory.rehearsal import RehearsalResult, StepDescription, copy_without_contents, rehearse
 from paceline.memory.settings import Memory
 from paceline.memory.tracker import CATEGORIES, Category, StorageTracker, counting
 
@@ -22,6 +22,7 @@ __all__ = [
     "StepDescription",
     "StorageTracker",
     "available_bytes",
+    "copy_without_contents",
     "counting",
     "divide",
     "estimate_step",

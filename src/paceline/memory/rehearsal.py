@@ -1,5 +1,6 @@
 """A step of training, rehearsed on tensors that have shapes and devices but no contents."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -115,6 +116,24 @@ def rehearse(
             before_bytes=watch.before_bytes,
             after_bytes=watch.most_forward - watch.ended_at,
         )
+
+
+def copy_without_contents(module: nn.Module) -> nn.Module:
+    """Return a copy on torch's default device whose tensors have no contents of its own; what is tied stays so.
+
+    Inside a rehearsal nothing is allocated, nor is on the meta device. That is why a model is copied there and not
+    built: what initialises weights may ask for their values, and wait for ever for ones that suit it.
+    """
+    tensors = [leaf for part in module.modules() for leaf in tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
+    return copy.deepcopy(module, {id(tensor): _empty_like(tensor) for tensor in tensors})
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device=torch.get_default_device(), requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    vars(empty).update(vars(tensor))
+    return empty
 
 
 class UnknownValues(TorchDispatchMode):

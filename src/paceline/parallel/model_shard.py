@@ -52,7 +52,7 @@ class ModelShard:
     ) -> None:
         self.group = group
         self.mesh = mesh
-        self.module = module or nn.Module()
+        self.module = module if module is not None else nn.Module()
         self.layout = layout or Layout()
         self.pipeline = pipeline
         self.reduce_scatter = reduce_scatter

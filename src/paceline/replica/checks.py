@@ -19,6 +19,21 @@ from paceline.topology.layout import Layout
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
+def find_original(module: nn.Module) -> nn.Module:
+    """Return the module inside a `torch.compile` wrapper, whose names are saved; any other module itself.
+
+    Raises:
+        SettingsError: Torch already exchanges the module's gradients.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise SettingsError(
+            f"the module must be the model itself, whose gradients the replica exchanges, but got it wrapped in "
+            f"{type(module).__name__}; give Replica the module inside"
+        )
+    original = getattr(module, "_orig_mod", module)
+    return original if isinstance(original, nn.Module) else module
+
+
 def check_replica(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -31,6 +46,7 @@ def check_replica(
     batch_norm: BatchNormScope,
 ) -> None:
     """Refuse arguments with which a replica cannot train."""
+    is_compiled, module = module is not find_original(module), find_original(module)
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_settings(precision, clip_norm, parameters)
     check_placement(parameters, shard.group)
@@ -44,6 +60,7 @@ def check_replica(
         layout=shard.layout,
         optimizer=optimizer,
         is_averaged=ema is not None,
+        is_compiled=is_compiled,
     )
     check_batch_norm(batch_norm, rule, shard.layout)
     if rule.carries_momentum:

@@ -69,6 +69,13 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()} | buffers
 
 
+def list_ties(module: nn.Module) -> dict[str, str]:
+    """Return the other names of what `model_tensors` has under one, such as those of a head that is the embedding."""
+    names: dict[int, str] = {}
+    tensors = {n: tensor for n, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    return {n: first for n, tensor in tensors.items() if (first := names.setdefault(id(tensor), n)) != n}
+
+
 def optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

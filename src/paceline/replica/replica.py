@@ -23,7 +23,7 @@ from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
-from paceline.replica.checks import Precision, check_replica, refuse_backward
+from paceline.replica.checks import Precision, check_replica, find_original, refuse_backward
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -48,7 +48,7 @@ class Replica:
 
     Args:
         module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or the module
-            that `paceline.parallelize` returned.
+            that `paceline.parallelize` returned; either may be compiled by `torch.compile`.
         optimizer: Optimizer over parameters of `module`.
         group: The workers; by default those that `paceline.join` has joined.
         sync: Synchronisation rule, or its name.
@@ -92,6 +92,7 @@ class Replica:
         seed: int = 0,
         world: Group | None = None,
     ) -> None:
+        self._compiled, module = module, find_original(module)
         self.module = module
         device = next((parameter.device for parameter in module.parameters()), None)
         self.shard = find_shard(module, group or find_group(device))
@@ -106,7 +107,8 @@ class Replica:
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(module, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
+        given = self._compiled
+        check_replica(given, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -154,8 +156,8 @@ class Replica:
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast(), self._batch_norm.running(counts=not is_borrowed()):
             if self._reduction.landing is not None:
-                return self._reduction.landing.run(lambda: self.module(*args, **kwargs))
-            return self.module(*args, **kwargs)
+                return self._reduction.landing.run(lambda: self._compiled(*args, **kwargs))
+            return self._compiled(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""

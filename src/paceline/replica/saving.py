@@ -1,7 +1,6 @@
 """Checkpoints of your own loop: `save` and `load_latest`."""
 
 import random
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
+from paceline.checkpoint.find import warn_of_damage
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.replica.gathering import gather, read_header, scatter
 from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
-
-
-class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint was skipped because it is damaged."""
 
 
 def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
@@ -115,12 +111,8 @@ class _Saver:
 
     def find(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole."""
-
-        def warn(path: Path, reason: str) -> None:
-            warnings.warn(f"{path} is damaged and was skipped: {reason}", DamagedCheckpointWarning, stacklevel=2)
-
         self.saver.wait()
-        found = self.store.find_newest_valid(warn)
+        found = self.store.find_newest_valid(warn_of_damage)
         self.is_known = True
         return found
 

@@ -39,6 +39,7 @@ from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, scat
 from paceline.replica.hashing import hash_tensor
 from paceline.replica.named_tensors import (
     list_settings,
+    list_ties,
     load_optimizer,
     load_settings,
     model_tensors,
@@ -77,11 +78,8 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         own |= {name: local(tensor) for name, tensor in optimizer.items()}
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
         own |= {f"ema/{name}": tensor for name, tensor in averages.items()}
-    whole: dict[str, Tensor] = {}
-    with replica.consensus(), pooled_over_workers(module, shard.statistics_group):
-        if shard.group.rank == 0:  # others of the group hold the same; what changes back in the end is copied
-            for name, tensor in model_tensors(module).items():
-                whole[f"model/{name}"] = tensor if is_equal and name in parameters else tensor.clone()
+    with replica.consensus():
+        whole = {f"model/{name}": tensor for name, tensor in _take_model(replica, may_share=is_equal).items()}
     mine = {
         "peers": shard.group.names,
         "state": replica.state.document(),
@@ -89,6 +87,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         "settings": list_settings(replica.optimizer),
         "blocks": {name: held for name, p in parameters.items() if not (held := Slice.of(p)).is_whole},
         "buffers": {name: _fingerprint(whole[f"model/{name}"]) for name in buffers if whole},
+        "tied": list_ties(module),
     }
     everybody = shard.world.gather_documents(mine, name="state of replicas")
     saved = {name: value for theirs in reversed(everybody) for name, value in theirs["buffers"].items()}
@@ -103,6 +102,32 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         {f"{prefix}{name}": tensor for name, tensor in gather(whole, shard.world).items()},
         {"format": FORMAT, f"{prefix}replica": _describe(replica, everybody)},
     )
+
+
+def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Tensor]:
+    """Return, on rank 0, the `state_dict` of the model that the workers together stand for; every rank calls it.
+
+    Whatever rule and layout, its tensors are whole, in host memory, and copies; statistics of BatchNorm are pooled over
+    all workers. What is tied has all its names.
+
+    Args:
+        replica: All of its workers are at the same step.
+        averaged: Whether parameters are their moving averages; see `Replica.averaged`.
+
+    Returns:
+        Nothing on other ranks.
+
+    Raises:
+        SettingsError: Averages are wanted of a replica without `ema`.
+    """
+    world = replica.shard.world
+    with replica.averaged() if averaged else replica.consensus():
+        whole = gather(_take_model(replica, may_share=True), world)
+        whole = {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
+    ties = world.gather_documents(list_ties(replica.module), name="tied tensors")
+    if world.rank:
+        return {}
+    return whole | {name: whole[first] for theirs in ties for name, first in theirs.items()}
 
 
 def restore(
@@ -145,6 +170,21 @@ def restore(
     return saved.document
 
 
+def _take_model(replica: Replica, *, may_share: bool) -> dict[str, Tensor]:
+    """Return what the first of the ranks that hold the same knows of the model, DTensors where it is cut.
+
+    Parameters are copied unless they `may_share` memory with the module; buffers always are.
+    """
+    module, shard = replica.module, replica.shard
+    taken: dict[str, Tensor] = {}
+    with pooled_over_workers(module, shard.statistics_group):
+        if shard.group.rank == 0:
+            trained = dict(module.named_parameters()) if may_share else {}
+            for name, tensor in model_tensors(module).items():  # what changes back in the end is copied
+                taken[name] = tensor if name in trained else tensor.clone()
+    return taken
+
+
 def _list_own(replica: Replica) -> dict[str, Tensor]:
     """Return what codecs and the rule keep on this rank."""
     sync, shared = replica.state.sync_state()
@@ -177,6 +217,7 @@ def _describe(replica: Replica, everybody: Sequence[Document]) -> Document:
             "settings": [everybody[ranks[0]]["settings"] for ranks in parts],
         },
         "cut": replica.shard.describe(),
+        "tied": {name: first for mine in everybody for name, first in mine["tied"].items()},
         "parts": parts,
         "blocks": [everybody[ranks[0]]["blocks"] for ranks in parts],
         "states": [json.loads(state) for state in distinct],

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -327,6 +328,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> s
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
+        "spec": asdict(training.splits.train.spec),
         "loader": session.loader.state_dict(),
         "best": training.best.state(),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,

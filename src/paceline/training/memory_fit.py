@@ -12,7 +12,7 @@ from paceline.errors import SettingsError
 from paceline.memory import Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
-from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded
+from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
 from paceline.training.run import Run
 
 _MARGIN = 4
@@ -62,6 +62,7 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
     """
     if not run.memory.check:
         return None
+    outline(run.model, splits)  # what it raises is no matter of the rehearsal
     try:
         if guarded(lambda: _fits_by_far(run, splits, num_ranks, available)):
             return None
@@ -84,8 +85,7 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
 
 def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
     """Count a rank's moving averages with what the optimizer keeps: they are cut as parameters are."""
-    with torch.device("meta"):
-        parameters = run.model.build(splits.train.spec).parameters()
+    parameters = outline(run.model, splits).parameters()
     num_bytes = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     layout = run.layout
     num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
@@ -96,8 +96,7 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
     if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
         return False
-    with torch.device("meta"):
-        shapes = [tuple(parameter.shape) for parameter in run.model.build(splits.train.spec).parameters()]
+    shapes = [tuple(parameter.shape) for parameter in outline(run.model, splits).parameters()]
     depth = run.growth.depth_at(run.count_steps(splits), 1) if run.growth.steps else 1
     sample = max(tensor.numel() for tensor in list_tensors(splits.train.read_first()))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)

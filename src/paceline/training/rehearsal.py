@@ -1,8 +1,10 @@
 """Rehearsal of a run's step to estimate its memory, and the run's savings of memory."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data import Loader
-from paceline.data.base import Splits
+from paceline.data.base import Spec, Splits
 from paceline.data.batch import Batch, map_tensors
 from paceline.data.division import check_shares
 from paceline.data.order import Interval, apportion
@@ -21,6 +23,7 @@ from paceline.memory import (
     Choice,
     OffloadedOptimizer,
     StepDescription,
+    copy_without_contents,
     find_recomputable,
     plan,
     recompute,
@@ -58,7 +61,7 @@ def save_activations(run: Run, module: nn.Module, splits: Splits, num_workers: i
         SettingsError: The settings do not suit the model or the device, or the budget is too small.
     """
     check_device(run, device)
-    recompute(module, choose_blocks(run, splits, num_workers, device))
+    recompute(module, choose_blocks(run, splits, num_workers, device, module))
     if run.memory.offloads_activations:
         ActivationOffload(module)
 
@@ -79,12 +82,23 @@ def check_device(run: Run, device: torch.device) -> None:
         )
 
 
-def choose_blocks(run: Run, splits: Splits, num_workers: int, device: torch.device) -> dict[str, Choice]:
-    """Return the parts of each block to recompute; for a budget, planned with a rehearsal of the step."""
+def choose_blocks(
+    run: Run, splits: Splits, num_workers: int, device: torch.device, module: nn.Module | None = None
+) -> dict[str, Choice]:
+    """Return the parts of each block to recompute; for a budget, planned with a rehearsal of the step.
+
+    Args:
+        run: The run.
+        splits: Training and held-out data.
+        num_workers: Number of workers among which a global batch is divided.
+        device: Device of the training.
+        module: Model of the run, if it has been built.
+    """
     wanted = run.memory.recompute
     if wanted == "none":
         return {}
-    blocks = list(find_recomputable(guarded(lambda: _build(run.model, splits))))
+    module = outline(run.model, splits) if module is None else module
+    blocks = list(find_recomputable(module))
     if not blocks:
         raise SettingsError(
             f"memory.recompute must be none for a model without blocks, but got {wanted}; put its repeated parts into "
@@ -93,12 +107,18 @@ def choose_blocks(run: Run, splits: Splits, num_workers: int, device: torch.devi
     if wanted == "full" or wanted == "selective":
         return dict.fromkeys(blocks, wanted)
     # Activations do not depend on the optimizer, and a worker must not cache optimizer tensors without contents.
-    step = describe_step(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device)
+    step = describe_step(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device, module)
     return guarded(lambda: plan(step, blocks, wanted))
 
 
 def describe_step(
-    run: Run, splits: Splits, num_workers: int, device: torch.device, *, num_samples: int | None = None
+    run: Run,
+    splits: Splits,
+    num_workers: int,
+    device: torch.device,
+    module: nn.Module | None = None,
+    *,
+    num_samples: int | None = None,
 ) -> StepDescription:
     """Return the description of the run's step on the worker with the largest share, for a rehearsal.
 
@@ -110,6 +130,7 @@ def describe_step(
         splits: Training and held-out data.
         num_workers: Number of workers among which a global batch is divided.
         device: Device of the training.
+        module: Model of the run, if it has been built.
         num_samples: Samples of a micro-batch; by default those of the largest share.
     """
     if num_samples is None:
@@ -119,9 +140,11 @@ def describe_step(
     model = run.model
     if run.growth.steps and model.layer_stack is not None:
         model = model.with_depth(run.growth.depth_at(run.count_steps(splits), model.layer_stack.num_layers))
+        module = None
+    original = outline(model, splits) if module is None else module
 
     def build(choices: Mapping[str, Choice]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        module = model.build(splits.train.spec)
+        module = copy_without_contents(original)
         recompute(module, choices)
         if run.memory.offloads_activations:
             ActivationOffload(module)
@@ -147,8 +170,6 @@ def describe_step(
 def check_shards(run: Run, splits: Splits) -> None:
     """Refuse a model that the run's layout cannot divide, before its ranks start.
 
-    A model that cannot be built without contents is left to the ranks.
-
     Raises:
         SettingsError: The model does not fit the layout.
     """
@@ -159,11 +180,9 @@ def check_shards(run: Run, splits: Splits) -> None:
             "samples for loss next_token with a context axis, whose ranks have parts of a sequence, must be pairs "
             "(tokens, next tokens), but got a mapping; shift labels in the data set"
         )
-    with contextlib.suppress(RehearsalError):
-        module = guarded(lambda: _build(run.model, splits))
-        check_model(module, run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
-        if run.layout.context > 1 and splits.train.spec.input_shape:
-            check_length(splits.train.spec.input_shape[0], context=run.layout.context)
+    check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
+    if run.layout.context > 1 and splits.train.spec.input_shape:
+        check_length(splits.train.spec.input_shape[0], context=run.layout.context)
 
 
 def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
@@ -233,9 +252,28 @@ def _takes_batch(step: StepDescription) -> bool:
     return True
 
 
-def _build(model: Model, splits: Splits) -> nn.Module:
+def outline(model: Model, splits: Splits) -> nn.Module:
+    """Return the model without contents, on the meta device.
+
+    It is built there. One that cannot be, such as one that reads trained weights (`from_pretrained`), is built as it is
+    to be trained, once, and let go of.
+    """
+    return _outline(model.model_dump_json(), splits.train.spec)
+
+
+@lru_cache(maxsize=4)
+def _outline(settings: str, spec: Spec) -> nn.Module:
+    model = Model.model_validate_json(settings)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are not read; it is built again to be trained
+            return model.build(spec)
+    except PacelineError:
+        raise
+    except Exception:
+        module = model.build(spec)
     with torch.device("meta"):
-        return model.build(splits.train.spec)
+        return copy_without_contents(module)
 
 
 @dataclass(frozen=True)

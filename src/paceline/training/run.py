@@ -30,6 +30,7 @@ from paceline.training.best import part_measure
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
+from paceline.training.initial import InitialWeights
 from paceline.training.metrics import Metrics
 from paceline.training.model import Model
 from paceline.training.noise_scale import check_noise
@@ -49,6 +50,9 @@ class Run(Settings):
     """Function (output, batch) or (model, batch) that returns metrics, evaluated with the loss on held-out data."""
     callbacks: tuple[Callback, ...] = ()
     """Functions (event, training) that are called with each event."""
+    initial: InitialWeights | None = None
+    """Initial weights of the model: a file, a folder of save_pretrained or the directory of a run; none for the
+    model's own."""
     global_batch: int = Field(ge=1)
     """Samples per step, over all workers; where `batch_schedule` changes it, those of the first step."""
     num_steps: int | None = Field(default=None, ge=1)

@@ -268,6 +268,10 @@ def _log_start(session: Session) -> None:
             resumed_from=training.resumed_from,
         )
     )
+    if training.misfits:
+        session.log_event(
+            Warned(message=f"initial weights do not fit the model in all, the rest is new; {training.misfits}")
+        )
     if training.splits.held_out is None:
         if training.best.is_used:
             raise SettingsError(

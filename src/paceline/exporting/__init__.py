@@ -1,0 +1,6 @@
+"""Layer 9: trained models taken out of their runs: loaded, and written for other tools."""
+
+from paceline.exporting.load import load_model
+from paceline.exporting.write import export
+
+__all__ = ["export", "load_model"]

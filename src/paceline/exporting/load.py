@@ -1,0 +1,61 @@
+"""The model of a run, trained, in this process."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint import Checkpoint
+from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.weights import Weights, load_weights
+from paceline.data.base import Spec
+from paceline.errors import CheckpointError, SettingsError
+from paceline.launch.worker import load_run
+from paceline.training.run import RunFile
+
+
+def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None) -> nn.Module:
+    """Return the model of a run, built as the run builds it, with what it has learnt, on the CPU, in evaluation mode.
+
+    Whatever rule and layout trained it, it is whole here, and what the workers together stand for. Neither workers nor
+    the run's data are needed.
+
+    Args:
+        run: Directory of the run, or of a checkpoint of it.
+        checkpoint: ``newest`` for the newest that is whole, ``best`` for the one that `keep_best` has kept, or the step
+            after which it was saved.
+        averaged: Whether parameters are their moving averages; by default where the run has them, since they are what
+            it judges.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it does not fit the model that the run builds by now.
+        SettingsError: It is of a loop of one's own, which alone knows the model; or it has no averages.
+    """
+    found = find_checkpoint(Path(run), checkpoint)
+    return load_checkpoint_model(found, Weights.of_checkpoint(found, averaged=averaged))
+
+
+def load_checkpoint_model(checkpoint: Checkpoint, weights: Weights) -> nn.Module:
+    """Return the model in a checkpoint of a run, with its `weights`; see `load_model`."""
+    module = _build(checkpoint.read_document(), checkpoint.path)
+    load_weights(module, weights)
+    return module.eval()
+
+
+def _build(document: dict[str, Any], path: Path) -> nn.Module:
+    if "run" not in document:
+        raise SettingsError(
+            f"a checkpoint must be of a run for its model to be built, but {path} is of a loop of your own; export a "
+            "file of safetensors and load it into the model that you build, or call paceline.export(replica, ...) there"
+        )
+    if "spec" not in document:
+        raise CheckpointError(
+            f"a checkpoint must say what its model is built for, but {path} is of an earlier version of Paceline; "
+            "export a file of safetensors and load it into the model that you build"
+        )
+    run = load_run(RunFile(recipe=document["recipe"], num_workers=1, run=document["run"]))
+    model = run.model.with_depth(document["num_layers"]) if document["num_layers"] else run.model
+    spec = Spec(document["spec"]["num_classes"], tuple(document["spec"]["input_shape"]))
+    with torch.random.fork_rng(devices=[]):  # what is drawn is replaced
+        return model.build(spec)

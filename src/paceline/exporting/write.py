@@ -1,0 +1,131 @@
+"""A trained model, written for other tools."""
+
+import importlib.metadata
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import nn
+
+from paceline.checkpoint import Checkpoint
+from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.weights import SAFETENSORS, TORCH, Weights, write_safetensors, write_torch, writing_anew
+from paceline.errors import CheckpointError, PacelineError, SettingsError
+from paceline.exporting.load import load_checkpoint_model
+from paceline.replica import Replica
+from paceline.replica.state import full_state_dict
+from paceline.sync.batch_statistics import pooled_over_workers
+
+Format = Literal["safetensors", "torch", "folder"]
+
+
+@runtime_checkable
+class HasSavePretrained(Protocol):
+    """A model that writes itself into a folder, as those of the transformers library do."""
+
+    def save_pretrained(self, save_directory: Path) -> Any:
+        """Write weights and configuration."""
+
+
+def export(
+    source: Replica | str | Path, to: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None
+) -> None:
+    """Write a trained model, whole, whatever rule and layout trained it, under a name that nothing has yet.
+
+    A file that ends in ``.safetensors`` has each tensor once; load it with ``safetensors.torch.load_model``, which
+    knows what is tied. One that ends in ``.pt`` holds the `state_dict`, for ``torch.load``. A name without an ending
+    becomes a folder that ``from_pretrained`` of the transformers library loads, of a model that has `save_pretrained`.
+
+    Args:
+        source: Directory of a run, folder of the checkpoints of one's own loop, or one checkpoint. Or the replica of
+            one's own loop, between its update and the next backward: every rank calls it, and rank 0 writes.
+        to: Where it is written.
+        checkpoint: ``newest`` for the newest that is whole, ``best`` for the one that `keep_best` has kept, or the step
+            after which it was saved.
+        averaged: Whether parameters are their moving averages; by default where there are any (`ema`).
+
+    Raises:
+        SettingsError: There is something under that name, or it has another ending, or a folder is asked for and the
+            model has no `save_pretrained`; or there are no averages.
+        CheckpointError: There is no such checkpoint, or it could not be written.
+    """
+    path = Path(to)
+    if isinstance(source, Replica):
+        _export_replica(source, path, averaged=averaged)
+    else:
+        export_checkpoint(find_checkpoint(Path(source), checkpoint), path, averaged=averaged)
+
+
+def export_checkpoint(checkpoint: Checkpoint, path: Path, *, averaged: bool | None = None) -> Weights:
+    """Write the model in a checkpoint, and return what was written; see `export`."""
+    weights = Weights.of_checkpoint(checkpoint, averaged=averaged)
+    if find_format(path) == "folder":
+        _write_folder(path, load_checkpoint_model(checkpoint, weights))
+    else:
+        recipe = checkpoint.read_document().get("recipe", "")
+        _write_file(path, weights, step=checkpoint.step, recipe=recipe)
+    return weights
+
+
+def find_format(path: Path) -> Format:
+    """Return what is to be written, by the ending of its name.
+
+    Raises:
+        SettingsError: There is no such ending.
+    """
+    if path.suffix in SAFETENSORS:
+        return "safetensors"
+    if path.suffix in TORCH:
+        return "torch"
+    if not path.suffix or path.suffix[1:].isdecimal():  # gpt2-v1.5 is a folder's name
+        return "folder"
+    raise SettingsError(
+        f"what is exported must end in {', '.join(SAFETENSORS + TORCH)} or have no ending, for a folder, but got {path}"
+    )
+
+
+def _export_replica(replica: Replica, path: Path, *, averaged: bool | None) -> None:
+    shard, module = replica.shard, replica.module
+    if averaged is None:
+        averaged = replica.state.average is not None
+    weights: Weights | None = None
+    refused: PacelineError | None = None
+    with ExitStack() as as_all_stand_for:
+        if find_format(path) != "folder":
+            weights = Weights.of_tensors("the model", full_state_dict(replica, averaged=averaged))
+        elif not shard.is_whole:
+            raise SettingsError(
+                f"a folder must be written by a rank with a whole model, but got {shard.layout}; export a file of "
+                "safetensors, and load it into a model outside of the layout"
+            )
+        else:
+            as_all_stand_for.enter_context(replica.averaged() if averaged else replica.consensus())
+            as_all_stand_for.enter_context(pooled_over_workers(module, shard.statistics_group))
+        if shard.world.rank == 0:
+            try:
+                _write_file(path, weights, step=replica.num_updates) if weights else _write_folder(path, module)
+            except PacelineError as error:
+                refused = error
+    reason = shard.world.gather_documents(str(refused or ""), name="export")[0]
+    if refused is not None:
+        raise refused
+    if reason:
+        raise CheckpointError(reason)
+
+
+def _write_file(path: Path, weights: Weights, *, step: int, recipe: str = "") -> None:
+    if find_format(path) == "torch":
+        write_torch(path, weights)
+    else:
+        version = importlib.metadata.version("paceline")
+        write_safetensors(path, weights, {"step": str(step), "recipe": recipe, "paceline": version})
+
+
+def _write_folder(path: Path, module: nn.Module) -> None:
+    if not isinstance(module, HasSavePretrained):
+        raise SettingsError(
+            "a model must have save_pretrained, as those of the transformers library have, to be exported to a folder, "
+            f"but got {type(module).__name__}; give a file's name, such as {path}.safetensors"
+        )
+    with writing_anew(path) as part:
+        module.save_pretrained(part)
