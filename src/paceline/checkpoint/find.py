@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: by the run's directory, a folder of checkpoints or its own path; the newest or another."""
+"""Search for a checkpoint: by the run's directory, a folder of checkpoints or its own path; the newest or another."""
 
 import re
 import warnings
@@ -15,15 +15,15 @@ class DamagedCheckpointWarning(UserWarning):
 
 
 def find_checkpoint(place: Path, which: str = "newest") -> Checkpoint:
-    """Return a checkpoint, whole as far as was looked: what is read from it is checked.
+    """Return a checkpoint that is complete; its data is verified when it is read.
 
     Args:
-        place: Directory of a run, folder of the checkpoints of one's own loop, or directory of one checkpoint.
-        which: ``newest`` for the newest that is whole; ``best`` for the one that the run's `keep_best` has kept; the
-            step after which it was saved; or its directory's name.
+        place: Directory of a run, folder of your own loop's checkpoints, or directory of one checkpoint.
+        which: ``newest`` for the newest valid one; ``best`` for the one that the run's `keep_best` kept; the step after
+            which it was saved; or its directory's name.
 
     Raises:
-        CheckpointError: There is no such checkpoint; the message lists those there are.
+        CheckpointError: There is no such checkpoint; the message lists the existing ones.
     """
     if holds_checkpoint(place):
         return Checkpoint.open(place)

@@ -1,4 +1,4 @@
-"""Layer 9: trained models taken out of their runs: loaded, and written for other tools."""
+"""Layer 9: trained models of runs: loaded, and exported for other tools."""
 
 from paceline.exporting.load import load_model
 from paceline.exporting.write import export
