@@ -118,7 +118,7 @@ def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, 
     """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
 
     Raises:
-        CheckpointError: It is of another version of Paceline.
+        CheckpointError: The checkpoint is of another version of Paceline.
     """
     header = None
     if checkpoint is not None:

@@ -70,7 +70,7 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def list_ties(module: nn.Module) -> dict[str, str]:
-    """Return the other names of what `model_tensors` has under one, such as those of a head that is the embedding."""
+    """Return the names of tied tensors that `model_tensors` omits, with the names that it has for them."""
     names: dict[int, str] = {}
     tensors = {n: tensor for n, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     return {n: first for n, tensor in tensors.items() if (first := names.setdefault(id(tensor), n)) != n}

@@ -105,7 +105,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
 
 
 def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Tensor]:
-    """Return, on rank 0, the `state_dict` of the model that the workers together stand for; every rank calls it.
+    """Return, on rank 0, the `state_dict` of the workers' consensus model; every rank calls it.
 
     Whatever rule and layout, its tensors are whole, in host memory, and copies; statistics of BatchNorm are pooled over
     all workers. What is tied has all its names.

@@ -77,7 +77,7 @@ class WorkerState:
 
         Args:
             state: State that `document` returned.
-            is_own: Whether it is this worker's, of the same rule among the same number of workers.
+            is_own: Whether the state is this worker's, of the same rule among the same number of workers.
         """
         self.is_begun = True
         self.num_updates = state["num_updates"]
