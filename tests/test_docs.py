@@ -15,7 +15,7 @@ from paceline.cli.prepare import make_run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN_OPTIONS = ("--workers", "--out", "--max-restarts")
-"""Those of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
+"""Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 
 
 def list_blocks(page: Path, language: str) -> list[str]:
