@@ -71,7 +71,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 def _call_main() -> int:
     with pytest.raises(SystemExit) as exit_:
         main()
-    return int(exit_.value.code or 0)
+    code = exit_.value.code
+    if isinstance(code, str):  # code of the user's called sys.exit with words
+        print(code, file=sys.stderr)
+        return 1
+    return int(code or 0)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from paceline.cli.overrides import _ALIASES, apply_overrides, parse_pairs
 from paceline.cli.overrides_command import OverridesCommand
 from paceline.data.text import Text
 from paceline.errors import SettingsError, UnknownNameError
-from paceline.optim import SGD, AdamW
+from paceline.optim import SGD, AdamW, Optimizer
 from paceline.recipes import find_recipe
-from paceline.registry import Settings
+from paceline.registry import Settings, list_variants
 from paceline.schedules import Constant, Cosine
 from paceline.training import FunctionModel, NextToken, Run
 
@@ -182,7 +182,7 @@ def test_an_unknown_variant_is_told_with_the_closest_and_all():
         override("--optimizer", "lamp")
     assert str(caught.value) == (
         "optimizer must be a known name, but got 'lamp'; did you mean 'lamb'? "
-        "known: adafactor, adam, adamw, adamw_8bit, function, lamb, lars, sgd"
+        f"known: {', '.join(sorted(list_variants(Optimizer)))}"
     )
 
 

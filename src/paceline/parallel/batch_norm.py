@@ -32,8 +32,8 @@ _TOO_FEW = "Expected more than 1 value per channel when training"
 """Beginning of torch's own error."""
 
 
-def start_batch_norm(scope: BatchNormScope, module: nn.Module, group: Group) -> "LocalBatchNorm":
-    """Give the BatchNorm layers of `module` that scope, in place, and return the object that runs them.
+def start_batch_norm(scope: BatchNormScope, module: nn.Module, group: Group) -> "LocalBatchNorm | None":
+    """Give the BatchNorm layers of `module` that scope, in place, and return what runs them; None without any.
 
     Args:
         scope: Scope of the statistics.
@@ -47,8 +47,9 @@ def start_batch_norm(scope: BatchNormScope, module: nn.Module, group: Group) -> 
     for layer in layers.values():
         if isinstance(layer, _OverWorkers):  # from a replica that was not closed
             layer.make_plain()
-    is_global = scope == "global" and group.size > 1 and layers
-    return GlobalBatchNorm(layers, group) if is_global else LocalBatchNorm(layers)
+    if not layers:
+        return None
+    return GlobalBatchNorm(layers, group) if scope == "global" and group.size > 1 else LocalBatchNorm(layers)
 
 
 def check_batch_norm(scope: BatchNormScope, rule: Rule, layout: Layout, *, is_noise_measured: bool = False) -> None:

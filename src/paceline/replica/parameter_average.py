@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
+from paceline.parallel.fully_sharded import reshard
 from paceline.parallel.local import local, wrap
 
 
@@ -78,8 +79,9 @@ class ParameterAverage:
         return {name: wrap(self._parameters[name], mean) for name, mean in means.items()}
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replace parameters inside by the averages over all workers. All workers enter it."""
+    def applied(self, module: nn.Module) -> Iterator[None]:
+        """Replace the parameters of `module` inside by the averages over all workers. All workers enter it."""
+        reshard(module)
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
         own = {name: tensor.detach().clone() for name, tensor in held.items()}
         with torch.no_grad():
@@ -91,6 +93,7 @@ class ParameterAverage:
             with torch.no_grad():
                 for name, tensor in held.items():
                     tensor.copy_(own[name])
+            reshard(module)  # otherwise gathered averages would be trained
 
     def load(self, averages: Mapping[str, Tensor]) -> None:
         """Continue from this rank's saved averages; without any, from the parameters after the next update."""

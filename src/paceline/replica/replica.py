@@ -17,7 +17,6 @@ from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
-from paceline.parallel.fully_sharded import reshard
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
@@ -154,7 +153,7 @@ class Replica:
         """Run the module forward in the chosen precision."""
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
-        with self.autocast(), self._batch_norm.running(counts=not is_borrowed()):
+        with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
                 return self._reduction.landing.run(lambda: self._compiled(*args, **kwargs))
             return self._compiled(*args, **kwargs)
@@ -162,6 +161,10 @@ class Replica:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""
         return autocast(self._precision, self.group.device.type)
+
+    def _counting(self, counts: bool) -> AbstractContextManager[None]:
+        """Return the context of the module on samples that count, or not."""
+        return self._batch_norm.running(counts=counts) if self._batch_norm is not None else nullcontext()
 
     @property
     def loss_scale(self) -> float | None:
@@ -253,8 +256,11 @@ class Replica:
         counts = weight > 0 or not self.shard.is_whole
         scale = factor / self.state.weight_unit
         scaled = loss if scale == 1.0 else loss * scale
-        with self._batch_norm.running(counts=not is_borrowed()):  # for blocks that run forward again
-            self._batch_norm.backward(self._optimizer_step.scale(scaled) if counts else scaled, counts=counts)
+        with self._counting(not is_borrowed()):  # for blocks that run forward again
+            if self._batch_norm is not None:
+                self._batch_norm.backward(self._optimizer_step.scale(scaled) if counts else scaled, counts=counts)
+            elif counts:
+                self._optimizer_step.scale(scaled).backward()
         if counts:
             # Only now, so that a failed backward leaves no weight behind.
             self._weight += weight
@@ -288,7 +294,7 @@ class Replica:
             self._loss = self._loss + made.mean.detach().double() * made.weight
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
-        with self.autocast(), self._batch_norm.running(counts=batch.num_samples > 0):
+        with self.autocast(), self._counting(batch.num_samples > 0):
             self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
         if last:
             self.shard.reduce_tied_gradients(self._parameters)
@@ -395,12 +401,8 @@ class Replica:
         average = self.state.average
         if average is None:
             raise SettingsError("ema must be given to the Replica to have averages of its parameters; try ema=0.999")
-        reshard(self.module)
-        with self.consensus(), average.applied():
-            try:
-                yield
-            finally:
-                reshard(self.module)  # otherwise gathered averages would be trained
+        with self.consensus(), average.applied(self.module):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state, without the module's and the optimizer's; see `WorkerState.state_dict`."""
@@ -434,14 +436,11 @@ class Replica:
             self.flush()
         finally:
             self._reduction.close()
-            self._batch_norm.close()
+            if self._batch_norm is not None:
+                self._batch_norm.close()
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()
-
-    @property
-    def _stop_requested(self) -> bool:
-        return bool(self.membership.stop_requested_by)
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if self._reduction.landing is not None:
@@ -455,7 +454,7 @@ class Replica:
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Send the weight of this worker's samples of the step, and launch their gradients."""
         assert self.state.weight_unit is not None
-        weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self._stop_requested)
+        weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self.membership.is_stop_requested)
         self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
@@ -474,7 +473,7 @@ class Replica:
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0
-        step = LocalStep(self.num_updates, weight_since_sync, total, self._stop_requested)
+        step = LocalStep(self.num_updates, weight_since_sync, total, self.membership.is_stop_requested)
 
         def push(is_overflown: bool) -> None:
             if sync is not None:

@@ -264,14 +264,10 @@ def outline(model: Model, splits: Splits) -> nn.Module:
 @lru_cache(maxsize=4)
 def _outline(settings: str, spec: Spec) -> nn.Module:
     model = Model.model_validate_json(settings)
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that are not read; it is built again to be trained
-            return model.build(spec)
-    except PacelineError:
-        raise
-    except Exception:
-        module = model.build(spec)
+    with contextlib.suppress(Exception), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights that are not read; it is built again to be trained
+        return model.build(spec)
+    module = model.build(spec)
     with torch.device("meta"):
         return copy_without_contents(module)
 
