@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all check docs format clean
+.PHONY: setup train test test-slow test-all check docs wheel format clean
 
 setup: $(VENV)/.installed
 
@@ -41,9 +41,13 @@ check: setup
 docs: setup
 	$(BIN)/python -m sphinx -j auto -W --keep-going -q -b html docs docs/_build/html
 
+# Without isolation: what builds it is installed, in the versions of constraints.txt.
+wheel: setup
+	$(BIN)/python -m build --no-isolation --outdir dist
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -40,17 +40,15 @@ def train(num_steps: int) -> None:
     with paceline.join() as group:
         model = build_gpt2().to(group.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        replica = paceline.Replica(model, optimizer, group=group, clip_norm=1.0)
-        for batch in paceline.Loader(text.train, global_batch=16, group=group):
+        replica = paceline.Replica(model, optimizer, clip_norm=1.0)
+        for batch in paceline.Loader(text.train, global_batch=16, num_steps=num_steps):
             logits = replica(batch.inputs).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-            replica.backward(loss, weight=batch.num_samples)
+            replica.backward(loss, weight=batch.count())
             result = replica.update()
             step = replica.num_updates
             if group.rank == 0 and (step % 20 == 0 or step in (1, num_steps)):
                 print(f"step {step}: loss {result.loss:.3f}", flush=True)
-            if step == num_steps:
-                break
 
 
 if __name__ == "__main__":

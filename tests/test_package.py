@@ -65,6 +65,31 @@ def test_the_public_names_are_frozen():
     ]
 
 
+PUBLIC = {
+    "checkpoint": "AsyncSaver Checkpoint CheckpointStore DamagedError SafetensorsReader SafetensorsWriter "
+    "SavedCheckpoint TensorSpec",
+    "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
+    "compression": "BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
+    "data": "Batch Data FunctionData GlobalOrder Images Interval IterableSource Ledger Loader MapSource MaskedText "
+    "Source Spec Splits Text apportion derive_seed",
+    "parallel": "ContextParallelModule HasPipelineLayers Mesh ModelShard ORDERS Pipeline PipelineLayer "
+    "PipelineSettings STYLES Style TiedHead parallelize register_styles",
+    "programs": "Algorithm Collective Direct DoubleTree HalvingDoubling Hierarchical Naive Program Ring Round Torus "
+    "chunk_bounds find_algorithm list_algorithms",
+    "replica": "Loss Replica StepResult UnusedParametersWarning full_state_dict load_latest save",
+    "sync": "ADPSGD ASGD AdaptiveLocalSGD AdaptiveMixing ChocoSGD DPSGD DiLoCo EASGD EveryStep HierarchicalLocalSGD "
+    "LocalSGD ParameterServer PostLocalSGD PushSum Rule SSP Scaffold StreamingDiLoCo Traffic",
+    "training": "Callback Classification Evaluation FunctionLoss FunctionModel MaskedLM Metrics Model NextToken "
+    "Objective Run RunFile TrainingView compile_blocks evaluate train",
+}
+"""Modules inside packages that pages show."""
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_names_of_packages_are_frozen(package):
+    assert sorted(importlib.import_module(f"paceline.{package}").__all__) == PUBLIC[package].split()
+
+
 @pytest.mark.parametrize("name", paceline.__all__)
 def test_every_public_name_is_there(name):
     found = getattr(paceline, name)

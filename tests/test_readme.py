@@ -51,28 +51,31 @@ def test_the_tree_is_in_layer_order():
 
 
 @pytest.mark.timeout(120)
-def test_the_loop_runs_as_it_stands_alone_and_on_two_workers(tmp_path, capfd):
-    (tmp_path / "script.py").write_text(find_block("python", containing="paceline.join()"))
-    runpy.run_path(str(tmp_path / "script.py"))
+def test_the_loop_runs_as_it_stands_alone_and_on_two_workers_and_goes_on(tmp_path, monkeypatch, capfd):
+    for number in ("1", "2"):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "script.py").write_text(find_block("python", containing="paceline.join()"))
+    monkeypatch.chdir(tmp_path / "1")
+    runpy.run_path("script.py")
     alone = capfd.readouterr().out
-    both = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py")
-    (loss,) = re.findall(r"rank 0 of 1: loss (\d+\.\d{6})", alone)
-    assert float(loss) < 0.1  # the sum of 16 normal numbers has variance 16
-    losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", both))
-    assert set(losses) == {"0", "1"}
-    assert losses["0"] == losses["1"]
-    assert float(losses["0"]) == pytest.approx(float(loss), abs=2e-6)  # rounding, shown with 6 decimals
+    both = run(tmp_path / "2", "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py")
+    losses = re.findall(r"step (\d+): loss (\d\.\d{4}) on 1 workers", alone)
+    assert [step for step, _ in losses] == ["16", "32", "48"]
+    assert 0.1 < float(losses[-1][1]) < float(losses[0][1]) < 2.303  # the logarithm of 10 is guessing
+    assert both == alone.replace("on 1 workers", "on 2 workers")
+    runpy.run_path("script.py")
+    assert capfd.readouterr().out == "", "all is done: it goes on from the last checkpoint, where nothing is left"
 
 
 @pytest.mark.timeout(120)
 def test_the_run_of_your_own_trains_as_it_stands(tmp_path, monkeypatch, run_here):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(find_block("python", containing="def run()"))
-    done = run_here("train", "mine.py:run", "--num_steps", 30, "--evaluate_samples", 64)
+    done = run_here("train", "mine.py:run", "--workers", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     (loss,) = re.findall(r"finished: held-out loss ([\d.]+)", done.stdout)
-    assert float(loss) < 5.5  # the logarithm of 256, 5.545, is guessing
-    assert (tmp_path / "runs" / "mine-1" / "checkpoints" / "step-00000030").is_dir()
+    assert float(loss) < 0.69  # the logarithm of 2, 0.693, is guessing
+    assert (tmp_path / "runs" / "mine-1" / "checkpoints" / "step-00000400").is_dir()
 
 
 def test_the_files_it_points_to_exist():

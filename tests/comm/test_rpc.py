@@ -196,7 +196,7 @@ def test_ranks_on_gpus_exchange_over_their_group_on_cpus():
 
 
 def _push_over_processes(killed):
-    group = join(timeout_s=20)
+    group = join(timeout_s=58)
     opened, service = _open(group)
     client = opened.clients[0]
     for step in range(30):
@@ -243,7 +243,7 @@ class _Doubles(RpcService):
 
 
 def _double_in_shared_memory(hosts):
-    group = join(timeout_s=20)
+    group = join(timeout_s=58)
     if hosts is not None:
         group = HostGroup(group.store, group.rank, group.size, timeout_s=20, host=hosts[group.rank])
     service = _Doubles() if group.rank < 2 else None

@@ -70,6 +70,16 @@ def test_samples_of_every_structure_become_batches_of_it():
     batch = first_batch([Scan(pixels, Pose(30.0), 1.5)] * 4).data
     assert (type(batch), batch.pixels.shape, batch.age.tolist()) == (Scan, (2, 3), [1.5, 1.5])
     assert batch.pose.angle.tolist() == [30.0, 30.0]
+    scan = Scan(pixels, Pose(30.0), 1.5)
+    for sample, find in (
+        ((scan, 1), lambda data: data[0]),
+        (Pair(scan, 1), lambda data: data.image),
+        ({"scan": [scan], "label": 1}, lambda data: data["scan"][0]),
+    ):
+        inside = find(first_batch([sample] * 4).data)
+        assert (type(inside), inside.pixels.shape, inside.pose.angle.tolist()) == (Scan, (2, 3), [30.0, 30.0])
+    with pytest.raises(DataError, match=r"samples must be alike .* got \(Scan\(.*\), int\) and \(Scan\(.*\)\)"):
+        first_batch([(scan, 1), (scan,)] * 2)
     batch = first_batch([({"ids": pixels, "mask": pixels > 0}, 1)] * 4)
     assert (batch.inputs["mask"].dtype, batch.targets.tolist()) == (torch.bool, [1, 1])
     assert first_batch(np.eye(3, dtype=np.float32)).data.dtype == torch.float32

@@ -72,7 +72,7 @@ def meet_a_broken_sample(name):
     ("name", "error"), [("own", "ValueError: sample 20 is broken"), ("odd", "RuntimeError: TwoPartsError: one and two")]
 )
 def test_an_error_in_a_loader_process_reaches_the_loop_with_its_traceback(name, error):
-    (result,) = run_processes(1, meet_a_broken_sample, {"name": name}, timeout_s=20)
+    (result,) = run_processes(1, meet_a_broken_sample, {"name": name}, timeout_s=40)
     assert result.exit_code == 0, result.output  # it would hang at its end
     raised, trace, line, seen, num_left, num_left_at_end = result.value
     assert raised == error
@@ -93,7 +93,7 @@ def leave_the_loop_in_the_middle():
 
 
 def test_a_process_ends_though_its_loader_processes_are_under_way():
-    (result,) = run_processes(1, leave_the_loop_in_the_middle, timeout_s=20)
+    (result,) = run_processes(1, leave_the_loop_in_the_middle, timeout_s=40)
     assert result.exit_code == 0, result.output
     assert result.value == [2, 0]
 
@@ -113,11 +113,11 @@ def be_killed_while_a_sample_is_read(folder):
 
 
 def test_a_loader_process_outlives_signals_and_ends_with_its_killed_worker(tmp_path):
-    run_processes(1, be_killed_while_a_sample_is_read, {"folder": str(tmp_path)}, timeout_s=30)
+    run_processes(1, be_killed_while_a_sample_is_read, {"folder": str(tmp_path)}, timeout_s=40)
     pid, is_alive = (tmp_path / "lives").read_text().split()
     assert is_alive == "True"
     reader = Path("/proc", pid)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 55
     while reader.exists() and "Z" not in reader.joinpath("stat").read_text().rpartition(")")[2][:3]:
         assert time.monotonic() < deadline_s, "a loader process is left behind"
         time.sleep(0.05)

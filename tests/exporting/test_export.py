@@ -177,7 +177,7 @@ def test_averages_and_a_best_that_are_not_there_are_refused(tmp_path):
         export(tmp_path / "own", tmp_path / "model.pt", averaged=True)
     with pytest.raises(CheckpointError, match="the best checkpoint must have been kept, but"):
         export(tmp_path / "own", tmp_path / "model.pt", "best")
-    with pytest.raises(CheckpointError, match="must hold a checkpoint that is whole, but of 0 there none is"):
+    with pytest.raises(CheckpointError, match="must hold a checkpoint that is whole, but there is none"):
         export(tmp_path / "nowhere", tmp_path / "model.pt")
 
 

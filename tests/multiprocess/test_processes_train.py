@@ -24,7 +24,7 @@ def train_points(weights):
     generator = torch.Generator().manual_seed(1)
     points = torch.randn(40, 4, generator=generator, dtype=torch.float64)
     dataset = torch.utils.data.TensorDataset(points, (points[:, 0] > 0).long() + (points[:, 1] > 0).long())
-    with paceline.join(timeout_s=30) as group:
+    with paceline.join(timeout_s=58) as group:
         replica = paceline.Replica(module, optimizer, group=group, clip_norm=1.0, bucket_bytes=200, hash_interval=3)
         loader = paceline.Loader(dataset, 12, group=group, shares=weights, num_micro_batches=2)
         losses = []

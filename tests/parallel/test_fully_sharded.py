@@ -315,7 +315,7 @@ def load(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Mapping[str
 
 
 def check_on_four_ranks() -> None:
-    world = join(timeout_s=30)
+    world = join(timeout_s=58)
     meshes = Mesh(world, Layout(sharded=4).resolve(4))
     assert meshes.device_mesh.size() == 4  # the default group is this one's, to the end
     for check in (

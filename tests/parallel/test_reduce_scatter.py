@@ -196,7 +196,7 @@ def the_price_is_what_is_sent(world: Any, mesh: Mesh) -> None:
 
 
 def check_on_three_ranks() -> None:
-    world = join(timeout_s=30)
+    world = join(timeout_s=58)
     mesh = Mesh(world, Layout(sharded=3).resolve(3))
     lossless_codecs_are_exact(world, mesh)
     feedback_loses_nothing(world, mesh)

@@ -51,7 +51,7 @@ def test_every_kind_of_tensor_is_copied_from_the_source(monkeypatch, source, chu
 
 def copy_between_processes():
     """Return what went wrong with each kind of tensor."""
-    group = join(device="cpu", timeout_s=20)
+    group = join(device="cpu", timeout_s=58)
     problems = {}
     for name, tensor in make_tensors(group.rank).items():
         try:

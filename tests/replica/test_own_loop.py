@@ -291,7 +291,6 @@ def test_two_replicas_are_one_checkpoint(tmp_path):
                 critic.backward(loss, weight=batch.count())
                 critic.update()
                 generator.backward(-nets[1](generator(real)).mean(), weight=batch.count())
-                nets[1].zero_grad()
                 generator.update()
                 if stop_at and generator.num_updates == 3:
                     paceline.save(tmp_path / "x", critic, generator, loader)
@@ -340,3 +339,62 @@ def test_a_signal_saves_ends_the_loop_and_leaves_with_75(tmp_path):
     assert 4 <= step <= 6
     ended = run_processes(2, stop_in_the_middle, {"folder": str(tmp_path)})
     assert [result.value for result in ended] == [[0, 100], [0, 100]], ended[0].output
+
+
+def make_gan():
+    nets = nn.Linear(2, 2).double(), nn.Linear(2, 1).double()
+    for number, net in enumerate(nets):
+        for parameter in net.parameters():
+            nn.init.constant_(parameter, 0.1 * (number + 1))
+    return nets
+
+
+def lose(critic, generator, real):
+    return critic(generator(real).detach()).square().mean() - critic(real).mean()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("landing", ["update", "arrival"])
+def test_gradients_that_another_loss_has_left_are_no_part_of_a_step(num_workers, landing):
+    """The generator's loss goes back through the critic: what it leaves there must not enter the critic's next step."""
+    real = torch.arange(8.0, dtype=torch.float64).view(4, 2) / 8
+
+    def worker(group):
+        with group:
+            nets = make_gan()
+            generator, critic = (
+                paceline.Replica(net, torch.optim.SGD(net.parameters(), lr=0.1), landing=landing) for net in nets
+            )
+            for _ in range(4):
+                for micro in range(2):
+                    critic.backward(lose(critic, nets[0], real), weight=4, last=micro == 1)
+                critic.update()
+                generator.backward(-nets[1](generator(real)).mean(), weight=4)
+                generator.update()
+            return {**nets[0].state_dict(prefix="g."), **nets[1].state_dict(prefix="c.")}
+
+    generator, critic = make_gan()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    for _ in range(4):
+        critic.zero_grad()
+        lose(critic, generator, real).backward()
+        optimizers[1].step()
+        generator.zero_grad()
+        (-critic(generator(real)).mean()).backward()
+        optimizers[0].step()
+    expected = {**generator.state_dict(prefix="g."), **critic.state_dict(prefix="c.")}
+    for found in LocalGroup.run(num_workers, worker):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # the rounding of doubles
+
+
+def test_a_loss_that_goes_back_through_a_step_on_its_way_is_refused():
+    def worker(group):
+        with group:
+            generator, critic = make_gan()
+            replica = paceline.Replica(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+            real = torch.ones(4, 2, dtype=torch.float64)
+            replica.backward(lose(replica, generator, real), weight=4)
+            critic(generator(real)).mean().backward()
+
+    with pytest.raises(GradientError, match=r"made once before update, but it was made twice.*call update before"):
+        LocalGroup.run(2, worker)

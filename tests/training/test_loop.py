@@ -381,7 +381,7 @@ def fail_while_a_checkpoint_is_written(directory):
     save, leave = CheckpointStore.save, AsyncSaver.__exit__
 
     def save_slowly(*arguments, **options):
-        assert is_failing.wait(20)
+        assert is_failing.wait(50)
         os.kill(os.getpid(), signal.SIGTERM)
         return save(*arguments, **options)
 

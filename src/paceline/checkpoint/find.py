@@ -32,9 +32,8 @@ def find_checkpoint(place: Path, which: str = "newest") -> Checkpoint:
     if which == "newest":
         if (found := store.find_newest_valid(warn_of_damage)) is not None:
             return found
-        raise CheckpointError(
-            f"{place} must hold a checkpoint that is whole, but of {len(there)} there none is; check the path"
-        )
+        state = f"all {len(there)} are damaged" if there else "there is none; check the path"
+        raise CheckpointError(f"{place} must hold a checkpoint that is whole, but {state}")
     if which == "best":
         if (best := store.find_best()) is not None:
             return Checkpoint.open(best)

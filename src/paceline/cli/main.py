@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 import paceline
 from paceline.cli import bench, compare, reproduce, simulate, verify
+from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
 from paceline.cli.memory import memory
 from paceline.cli.overrides_command import OverridesCommand
@@ -46,6 +47,7 @@ def options(
 app.command(cls=OverridesCommand.of(find_run))(train)
 app.command()(report)
 app.command()(trace)
+app.command(cls=OverridesCommand.of(find_trained))(evaluate)
 app.command()(export)
 for module, command in (
     (bench, bench.bench),

@@ -21,8 +21,11 @@ class OverridesCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Extract the overrides with their values, before the rest is parsed."""
-        own = {name for parameter in self.params for name in parameter.opts} | {"--help"}
-        flags = {name for parameter in self.params if getattr(parameter, "is_flag", False) for name in parameter.opts}
+        own, flags = {"--help"}, {"--help"}
+        for parameter in self.params:
+            names = {*parameter.opts, *parameter.secondary_opts}
+            own |= names
+            flags |= names if getattr(parameter, "is_flag", False) else set()
         mine: list[str] = []
         overrides: list[str] = []
         arguments: list[str] = []
@@ -33,7 +36,7 @@ class OverridesCommand(TyperCommand):
             (overrides if is_override else mine).append(word)
             if not word.startswith("-"):
                 arguments.append(word)
-            if "=" not in word and word.startswith("--") and word not in {*flags, "--help"} and waiting:
+            if "=" not in word and word.startswith("--") and word not in flags and waiting:
                 (overrides if is_override else mine).append(waiting.pop(0))
         ctx.meta.update(arguments=arguments, overrides=overrides)
         super().parse_args(ctx, mine)

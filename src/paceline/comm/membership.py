@@ -46,11 +46,6 @@ class Membership:
         self._num_listening = 0
         self._closers: list[Callable[[], None]] = []
 
-    @property
-    def is_stop_requested(self) -> bool:
-        """Whether this worker was asked to stop; the others may not know yet."""
-        return bool(self.stop_requested_by)
-
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop after a step that they agree on."""
         self.stop_requested_by = self.stop_requested_by or reason

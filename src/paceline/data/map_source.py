@@ -213,10 +213,24 @@ def _stack(samples: list[Any]) -> Any:
     first = samples[0]
     if isinstance(first, Mapping) and any(one.keys() != first.keys() for one in samples):
         raise KeyError("other keys")  # torch would drop some of them
-    if not is_record(first) or isinstance(first, Mapping):
+    if not _holds_record(first):
         return default_collate(samples)
+    if isinstance(first, Mapping):
+        return {key: _stack([one[key] for one in samples]) for key in first}
+    if isinstance(first, tuple | list):
+        if any(len(one) != len(first) for one in samples):
+            raise TypeError("other lengths")
+        columns = [_stack(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else columns
     names = [field.name for field in dataclasses.fields(first) if field.init]
     return dataclasses.replace(first, **{name: _stack([getattr(one, name) for one in samples]) for name in names})
+
+
+def _holds_record(sample: Any) -> bool:
+    """Return whether a sample is a dataclass, or has one inside."""
+    if isinstance(sample, Mapping | tuple | list):
+        return any(map(_holds_record, sample.values() if isinstance(sample, Mapping) else sample))
+    return is_record(sample)
 
 
 def _refuse_numbers(sample: Any, *, is_inside: bool = False) -> None:

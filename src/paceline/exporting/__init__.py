@@ -1,6 +1,7 @@
-"""Layer 9: trained models of runs: loaded, and exported for other tools."""
+"""Layer 9: trained models of runs: loaded, evaluated again, and exported for other tools."""
 
+from paceline.exporting.judge import Judgement, evaluate_run
 from paceline.exporting.load import load_model
 from paceline.exporting.write import export
 
-__all__ = ["export", "load_model"]
+__all__ = ["Judgement", "evaluate_run", "export", "load_model"]

@@ -1,7 +1,6 @@
 """Loading the trained model of a run into this process."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from paceline.checkpoint.weights import Weights, load_weights
 from paceline.data.base import Spec
 from paceline.errors import CheckpointError, SettingsError
 from paceline.launch.worker import load_run
-from paceline.training.run import RunFile
+from paceline.training.run import Run, RunFile
 
 
 def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None) -> nn.Module:
@@ -38,23 +37,35 @@ def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | 
 
 def load_checkpoint_model(checkpoint: Checkpoint, weights: Weights) -> nn.Module:
     """Return the model in a checkpoint of a run, with its `weights`; see `load_model`."""
-    module = _build(checkpoint.read_document(), checkpoint.path)
+    module = _build(checkpoint)
     load_weights(module, weights)
     return module.eval()
 
 
-def _build(document: dict[str, Any], path: Path) -> nn.Module:
+def load_checkpoint_run(checkpoint: Checkpoint) -> Run:
+    """Return the run that a checkpoint is of, as it was when it was saved.
+
+    Raises:
+        SettingsError: The checkpoint is of your own loop, or the recipe is gone.
+    """
+    document = checkpoint.read_document()
     if "run" not in document:
         raise SettingsError(
-            f"a checkpoint must be of a run for its model to be built, but {path} is of a loop of your own; export a "
-            "file of safetensors and load it into the model that you build, or call paceline.export(replica, ...) there"
+            f"a checkpoint must be of a run for its model to be built, but {checkpoint.path} is of a loop of your own; "
+            "export a file of safetensors and load it into the model that you build, or call "
+            "paceline.export(replica, ...) there"
         )
-    if "spec" not in document:
+    return load_run(RunFile(recipe=document["recipe"], num_workers=1, run=document["run"]))
+
+
+def _build(checkpoint: Checkpoint) -> nn.Module:
+    document = checkpoint.read_document()
+    if "run" in document and "spec" not in document:
         raise CheckpointError(
-            f"a checkpoint must say what its model is built for, but {path} is of an earlier version of Paceline; "
-            "export a file of safetensors and load it into the model that you build"
+            f"a checkpoint must say what its model is built for, but {checkpoint.path} is of an earlier version of "
+            "Paceline; export a file of safetensors and load it into the model that you build"
         )
-    run = load_run(RunFile(recipe=document["recipe"], num_workers=1, run=document["run"]))
+    run = load_checkpoint_run(checkpoint)
     model = run.model.with_depth(document["num_layers"]) if document["num_layers"] else run.model
     spec = Spec(document["spec"]["num_classes"], tuple(document["spec"]["input_shape"]))
     with torch.random.fork_rng(devices=[]):  # the random weights are replaced

@@ -191,14 +191,15 @@ class BucketLauncher:
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
+            if slot.fired:
+                raise GradientError(
+                    f"the gradient of {slot.name} must be made once before update, but it was made twice; use "
+                    "non-reentrant activation checkpointing, pass last=False to all but the last backward, or call "
+                    "update before another loss goes back through the module"
+                )
             slot.attach()
             if not self._armed:
                 return
-            if slot.fired:
-                raise GradientError(
-                    f"the gradient of {slot.name} must be made once in a backward pass, but it was made twice; "
-                    "use non-reentrant activation checkpointing, or pass last=False to all but the last backward"
-                )
             slot.fired = True
             self.ready_order.append(slot.name)
             bucket = slot.bucket

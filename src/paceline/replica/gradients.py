@@ -127,6 +127,13 @@ class Gradients:
             waited_s=bucket.waited_s,
         )
 
+    def drop(self) -> None:
+        """Take off the parameters the gradients of another loss, such as that of the other network of a GAN."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+            for slot in bucket.slots:
+                slot.used = False
+
     def reset(self) -> None:
         """Prepare for the next step."""
         for bucket in self.buckets:

@@ -140,6 +140,13 @@ class GradientReduction:
             raise GradientError(f"the weights of a global batch must add up to more than 0, but got {totals.weight}")
         return totals
 
+    def begin_backward(self, *, is_first: bool) -> None:
+        """Land what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
+        if self.landing is not None:
+            self.landing.begin_backward()
+        if is_first:
+            self._drop_gradients()
+
     def receive(self, divisor: float, step: int, *, may_skip: bool) -> float:
         """Wait for each bucket, divide it by the weight, and return the seconds waited."""
         if self.gradients is None:
@@ -158,8 +165,7 @@ class GradientReduction:
     def finish(self, *, skipped: bool) -> list[BucketTimes]:
         """Commit or roll back the codecs' state, drop the step's gradients, and return the times of its buckets."""
         if self.gradients is None:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+            self._drop_gradients()
             return []
         if skipped:
             self.gradients.reducer.roll_back()
@@ -205,6 +211,13 @@ class GradientReduction:
         """Remove the hooks from the parameters, and close connections and threads."""
         if self._end is not None:
             self._end()
+
+    def _drop_gradients(self) -> None:
+        if self.gradients is not None:
+            self.gradients.drop()
+        else:
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def _start_landing(self) -> BucketLanding | None:
         if self._landing == "update":

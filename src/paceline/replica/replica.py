@@ -443,8 +443,7 @@ class Replica:
             self.shard.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
-        if self._reduction.landing is not None:
-            self._reduction.landing.begin_backward()
+        self._reduction.begin_backward(is_first=not self._times.backward_began_s)
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
         if self.state.weight_unit is None:
@@ -454,7 +453,9 @@ class Replica:
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Send the weight of this worker's samples of the step, and launch their gradients."""
         assert self.state.weight_unit is not None
-        weight, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, self.membership.is_stop_requested)
+        weight, numerator, stop = self.shard.reduce_step_scalars(
+            weight, numerator, bool(self.membership.stop_requested_by)
+        )
         self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
@@ -473,7 +474,7 @@ class Replica:
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0
-        step = LocalStep(self.num_updates, weight_since_sync, total, self.membership.is_stop_requested)
+        step = LocalStep(self.num_updates, weight_since_sync, total, bool(self.membership.stop_requested_by))
 
         def push(is_overflown: bool) -> None:
             if sync is not None:

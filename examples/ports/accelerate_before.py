@@ -1,0 +1,49 @@
+"""A small BERT learns which of its first two tokens is larger; run it by torchrun."""
+
+import os
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification, set_seed
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def make_dataset(num_samples=1024, length=8):
+    tokens = torch.randint(32, (num_samples, length), generator=torch.Generator().manual_seed(0))
+    masks = torch.ones_like(tokens)
+    labels = (tokens[:, 0] > tokens[:, 1]).long()
+    return [{"input_ids": t, "attention_mask": m, "labels": y} for t, m, y in zip(tokens, masks, labels, strict=True)]
+
+
+def build():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=2, **sizes, **dropout))
+
+
+def main(num_epochs=3, batch_size=16, shuffle=True):
+    accelerator = Accelerator()
+    set_seed(0)
+    loader = DataLoader(make_dataset(), batch_size=batch_size, shuffle=shuffle)
+    model = build().to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    num_steps = 0
+    model.train()
+    for _ in range(num_epochs):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            num_steps += 1
+            if RANK == 0 and num_steps % 20 == 0:
+                print(f"step {num_steps}: loss {loss:.3f}")
+    return model
+
+
+if __name__ == "__main__":
+    main()

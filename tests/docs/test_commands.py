@@ -1,0 +1,207 @@
+"""Each command on a page can be typed as it stands: it is run, smaller where it is long, or listed with a reason."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from pages import ROOT, list_blocks, list_commands
+
+from paceline.cli import bench, compare, reproduce
+from paceline.cli.overrides import apply_overrides, parse_pairs
+from paceline.cli.prepare import make_run
+
+COMMANDS = list_commands()
+NOT_RUN = {
+    "python3 -m venv .venv": "the environment that tests run in was made so",
+    ". .venv/bin/activate": "the same",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "it downloads",
+    "pip install -c constraints.txt -e .[all]": "it downloads",
+    "tensorboard --logdir tb": "a server; what it reads is written by a test of reports",
+    "python examples/gpt2_library.py": "tests/examples",
+    "torchrun --nproc-per-node 2 examples/gpt2_library.py": "tests/examples",
+    "paceline export runs/first --to my-gpt2": "it takes a model of the transformers library: tests/exporting",
+    "until torchrun --nproc-per-node 4 --max-restarts 3 own_loop.py; do sleep 5; done": "own_loop.py is run without",
+}
+OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
+"""Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
+FLAGS = ("--go_on",)
+FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
+"""Commands that train on up to three workers in every run of the tests; all others train in the slow ones."""
+TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
+SMALLER = {
+    ("compare", "codecs"): "--seeds 1 --only none,int8 --num_steps 2 --evaluate_samples 4",
+    ("compare", "sync"): "--seeds 1 --only every_step,local_sgd --num_steps 2 --evaluate_samples 4",
+    ("compare", "gossip"): "--seeds 1 --only ring --workers 4 --num_steps 2",
+    ("bench", "codecs"): "--num_elements 5000 --num_pairs 2",
+    ("bench", "collectives"): '--num_pairs 2 --sizes ["4KiB"] --local_workers [2]',
+}
+LONG = "it takes root, and hosts with limited links: tests/benchmarks has it"
+
+
+def find(*starts: str) -> list[list[str]]:
+    """Return the words of the `paceline` commands of these kinds, from the kind on, each once."""
+    tails = [words[words.index("paceline") + 1 :] for words in COMMANDS if "paceline" in words]
+    return [list(words) for words in dict.fromkeys(tails) if words[0] in starts]
+
+
+def part_options(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
+    """Return recipe, own options and overrides of a `paceline train` or `paceline memory`."""
+    left, options = [word for word in words[1:] if word not in FLAGS], {}
+    for option in OPTIONS:
+        if option in left:
+            place = left.index(option)
+            options[option] = left[place + 1]
+            del left[place : place + 2]
+    recipe = "transformer_lm" if "--resume" in options else left.pop(0)
+    return recipe, options, left
+
+
+def name(words: Sequence[str]) -> str:
+    return " ".join(words)
+
+
+def test_each_command_is_run_by_some_test_here_or_listed():
+    runs = {"train", "memory", "recipes", "verify", "simulate", "report", "trace", "export"}
+    runs |= {"compare", "bench", "reproduce"}
+    files = {block.file for block in list_blocks("python")}
+    left = []
+    for words in COMMANDS:
+        is_ours = "paceline" in words and words[words.index("paceline") + 1] in runs
+        is_script = words[0] == "python" and words[1] in files
+        is_launched = words[0] == "torchrun" and words[-1] in files
+        if not (is_ours or is_script or is_launched or words[0] == "make" or name(words) in NOT_RUN):
+            left.append(name(words))
+    assert left == []
+    assert [command for command in NOT_RUN if tuple(command.split()) not in COMMANDS] == [], "no page has it any more"
+
+
+def test_each_run_that_a_page_shows_is_trained_by_a_command():
+    files = {block.file for block in list_blocks("python") if "def run()" in block.text}
+    trained = {part_options(words)[0].partition(":")[0] for words in find("train")}
+    assert files <= trained
+
+
+@pytest.mark.parametrize("words", find("train", "memory"), ids=name)
+def test_a_run_is_a_valid_one(words, reader):
+    recipe, options, overrides = part_options(words)
+    run = make_run(recipe, parse_pairs(overrides))
+    layout = run.layout
+    num_workers = int(options.get("--workers", (layout.data or 1) * layout.sharded))
+    axes = layout.resolve(num_workers * layout.ranks_of_worker)
+    assert axes.size("data", "sharded") == num_workers
+    assert run.global_batch >= num_workers
+
+
+def mark_training(words: list[str]) -> object:
+    recipe, options, _ = part_options(words)
+    is_fast = recipe.partition(":")[0] in FAST_TRAINING and int(options.get("--workers", 1)) < 4
+    marks = [] if is_fast else [pytest.mark.slow, pytest.mark.timeout(180)]
+    return pytest.param(words, marks=marks, id=name(words))
+
+
+@pytest.mark.parametrize("words", [mark_training(words) for words in find("train")])
+def test_a_run_trains(words, after_a_run, run_here):
+    for word, reason in TOO_LARGE.items():
+        if word in words:
+            pytest.skip(reason)
+    recipe, options, overrides = part_options(words)
+    if "model.safetensors" in words:
+        assert run_here("export", "runs/first", "--to", "model.safetensors").returncode == 0
+    run = make_run(recipe, parse_pairs(overrides))
+    if "--resume" in options or "--go_on" in words:
+        options = {key: value for key, value in options.items() if key != "--out"}
+        begun = ["--resume", options.pop("--resume", "runs/first")]
+        shorter = ["--num_steps", 402]
+    else:
+        begun, options = [recipe], {**options, "--out": "runs/new"}
+        shorter = ["--num_steps", 2, "--num_epochs", "none"]
+        if run.growth.steps:
+            overrides += ["--growth.steps", str([1 + index for index in range(len(run.growth.steps))])]
+            shorter[1] = 2 + len(run.growth.steps)
+        if recipe in ("transformer_lm", "bert") and "--data.path" not in overrides:
+            shorter += ["--data.max_bytes", 50_000]
+        if recipe in ("transformer_lm", "bert"):
+            shorter += ["--evaluate_samples", 4]
+    own = [part for pair in options.items() for part in pair]
+    done = run_here("train", *begun, *own, *overrides, *shorter)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished: held-out loss" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", find("memory", "recipes", "verify", "simulate", "report", "trace", "export"), ids=name
+)
+def test_a_command_runs_as_it_stands(words, after_a_run, run_here):
+    if reason := NOT_RUN.get(name(["paceline", *words])):
+        pytest.skip(reason)
+    done = run_here(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("words", find("compare", "bench", "reproduce"), ids=name)
+def test_the_settings_of_a_measurement_are_valid(words, reader):
+    kind = {"compare": compare, "bench": bench, "reproduce": reproduce}[words[0]]
+    names, overrides = words[1:], []
+    if options := [word for word in names if word.startswith("--")]:
+        place = names.index(options[0])
+        names, overrides = names[:place], names[place:]
+    for option in ("--hosts", "--bandwidth"):
+        if option in overrides:
+            place = overrides.index(option)
+            del overrides[place : place + 2]
+    settings = kind.find_settings(names)
+    assert settings is not None
+    apply_overrides(settings, parse_pairs(overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("words", find("compare", "bench"), ids=name)
+def test_a_measurement_runs_when_it_is_smaller(words, reader, run_here):
+    if "--hosts" in words:
+        pytest.skip(LONG)
+    done = run_here(*words, *SMALLER[words[0], words[1]].split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"codecs": "int8", "sync": "local_sgd", "gossip": "ring", "collectives": "shared memory"}[
+        words[1]
+    ] in done.stdout
+
+
+@pytest.mark.parametrize("target", sorted({words[1] for words in COMMANDS if words[0] == "make"}))
+def test_make_knows_what_it_is_asked_for(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def launch(directory, *command: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, command)],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_the_loop_over_a_layout_runs_as_it_stands(reader):
+    assert ("torchrun", "--nproc-per-node", "2", "layout_loop.py") in COMMANDS
+    printed = launch(reader, "--nproc-per-node", 2, "layout_loop.py")
+    losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", printed))
+    assert set(losses) == {"0", "1"}
+    assert losses["0"] == losses["1"]  # the two hold one model
+    assert 5 < float(losses["0"]) < 5.9  # the bytes are random: 5.545 is all that can be learnt
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_loop_of_your_own_runs_on_four_workers(reader):
+    assert ("torchrun", "--nproc-per-node", "4", "own_loop.py") in COMMANDS
+    launch(reader, "--nproc-per-node", 4, "own_loop.py")
