@@ -82,7 +82,7 @@ PUBLIC = {
     "training": "Callback Classification Evaluation FunctionLoss FunctionModel MaskedLM Metrics Model NextToken "
     "Objective Run RunFile TrainingView compile_blocks evaluate train",
 }
-"""Modules inside packages that pages show."""
+"""Public names that pages show, by package."""
 
 
 @pytest.mark.parametrize("package", PUBLIC)

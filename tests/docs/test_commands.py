@@ -28,7 +28,7 @@ OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
 """Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 FLAGS = ("--go_on",)
 FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
-"""Commands that train on up to three workers in every run of the tests; all others train in the slow ones."""
+"""Files that train on up to three workers in every run of the tests; all other commands train in the slow ones."""
 TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
 SMALLER = {
     ("compare", "codecs"): "--seeds 1 --only none,int8 --num_steps 2 --evaluate_samples 4",
