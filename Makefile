@@ -36,6 +36,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_size.py
+	$(BIN)/python tools/check_english.py
 
 docs: setup
 	$(BIN)/python -m sphinx -j auto -W --keep-going -q -b html docs docs/_build/html

@@ -17,7 +17,7 @@ import paceline
 ROOT = Path(__file__).parents[1]
 LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 LAYERS = [line.split(" : ") for line in LINTER[0]["layers"] if not line.startswith("_")]
-"""From the highest to the lowest, as the import linter holds them; entry points are of no layer."""
+"""Layers from the highest to the lowest, as in the import linter; entry points have no layer."""
 WITHOUT_TORCH = LINTER[1]["source_modules"]
 
 
@@ -82,7 +82,7 @@ PUBLIC = {
     "training": "Callback Classification Evaluation FunctionLoss FunctionModel MaskedLM Metrics Model NextToken "
     "Objective Run RunFile TrainingView compile_blocks evaluate train",
 }
-"""What pages show of packages inside."""
+"""Public names that pages show, by package."""
 
 
 @pytest.mark.parametrize("package", PUBLIC)

@@ -289,27 +289,27 @@ class Documented(Circle):
     """Settings that say what they mean."""
 
     inner: float = 0.5
-    """How large the hole is,
+    """Size of the hole,
 
     in metres.
     """
     colour: str = "red"
     number: int = 3
-    "Of them."
+    "Number of them."
 
 
 class DocumentedBelow(Documented):
     colour: str = "blue"
-    """What it is painted with."""
+    """Colour of the paint."""
     number: int = 4
 
 
 def test_fields_are_described_by_the_text_below_them():
     assert describe_fields(DocumentedBelow) == {
         "radius": "",
-        "inner": "How large the hole is,\n\nin metres.",
-        "colour": "What it is painted with.",
-        "number": "Of them.",
+        "inner": "Size of the hole,\n\nin metres.",
+        "colour": "Colour of the paint.",
+        "number": "Number of them.",
     }
     from_nowhere = type("FromNowhere", (Documented,), {"__annotations__": {"more": int}, "more": 3})
     assert describe_fields(from_nowhere)["colour"] == ""

@@ -1,13 +1,13 @@
-"""Mutation testing: change the source in one place, run the tests that run that place, and see whether one fails.
+"""Mutation testing: change the source in one place, run the tests that execute it, and see whether one fails.
 
     python tools/mutate.py --num 200 --seed 0 --json mutants.json
 
 Mutants are drawn with a fixed seed from all places below `--below` where an operator of `_Finder` applies. Tests run
-once unchanged, under coverage, to learn which of them run which line and how long they take. Each mutant is then made
-in a temporary copy of the work tree, alone, and has `--limit` seconds for the quickest of its tests, as many as took
-half of that. It is *killed* when one fails, *hangs* when they do not end, *survived* when all pass; it is *unseen*
-where only other processes run the line, whose tests are not told apart. Texts of errors, docstrings, annotations,
-assertions and default values are left alone. A bench, not a check: people read the survivors; some change nothing.
+once unchanged, under coverage, to record the lines and the time of each. Each mutant is then made alone in a temporary
+copy of the work tree, and has `--limit` seconds for the quickest of its tests, as many as took half of that. It is
+*killed* if one fails, *hangs* if they do not end, *survived* if all pass; it is *unseen* if only other processes run
+the line, whose tests are not known. Texts of errors, docstrings, annotations, assertions and default values are not
+mutated. A bench, not a check: people read the survivors; some change no behaviour.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import pytest
 BELOW = ("src/paceline/training", "src/paceline/replica", "src/paceline/sync")
 TESTS = ("tests/replica", "tests/sync", "tests/training", "tests/data", "tests/equivalence", "tests/optim")
 SEEN = "MUTATE_SEEN"
-"""Variable that names the file for what `pytest_runtest_protocol` notes."""
+"""Environment variable with the file that `pytest_runtest_protocol` writes."""
 
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -68,7 +68,7 @@ class Mutant:
     before: str
     after: str
     span: tuple[int, int]
-    """Of what is replaced, in bytes."""
+    """Place of the replaced text, in bytes."""
 
 
 class _Finder(ast.NodeVisitor):
@@ -83,7 +83,7 @@ class _Finder(ast.NodeVisitor):
             self._starts.append(self._starts[-1] + len(line.encode()))
 
     def add(self, node: ast.AST, operator: str, other: ast.AST | str) -> None:
-        """Note that `node` may be replaced."""
+        """Record that `node` may be replaced."""
         assert isinstance(node, ast.expr | ast.stmt)
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
@@ -214,7 +214,7 @@ def find_mutants(root: Path, below: list[str]) -> list[Mutant]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note how long a test takes, and tell coverage which it is: this file is pytest's plugin too."""
+    """Record a test's time, and its name for coverage: this file is pytest's plugin too."""
     running = coverage.Coverage.current()
     assert running is not None
     running.switch_context(item.nodeid)
@@ -229,7 +229,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @dataclass(frozen=True)
 class Seen:
-    """Which tests run a line, by file and line, and how long each takes."""
+    """Tests that run a line, by file and line, and the time of each."""
 
     lines: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
@@ -268,7 +268,7 @@ class Seen:
 
 
 def judge(root: Path, mutant: Mutant, seen: Seen, limit_s: float) -> str:
-    """Return what becomes of a mutant."""
+    """Return the outcome of a mutant."""
     tests = seen.choose(mutant, limit_s / 2)
     if not tests:
         return "unseen"
@@ -280,7 +280,7 @@ def judge(root: Path, mutant: Mutant, seen: Seen, limit_s: float) -> str:
         return {0: "survived", None: "hangs"}.get(run(root, [*PYTEST, *tests], limit_s), "killed")
     finally:
         path.write_bytes(source)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # so that its bytecode is good again
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # so that its bytecode is valid again
 
 
 PYTEST = ["pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -293,7 +293,7 @@ def run(
     output: TextIO | None = None,
     more: dict[str, str] | None = None,
 ) -> int | None:
-    """Return how ``python -m`` ended in a tree; None where it did not in time."""
+    """Return the exit status of ``python -m`` in a tree; None if it did not end in time."""
     paths = f"{root / 'src'}:{root / 'tools'}"
     variables = (
         os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | (more or {})
@@ -313,7 +313,7 @@ def run(
 
 
 def copy_tree(root: Path, target: Path) -> None:
-    """Copy what git knows of, or would, and make bytecode."""
+    """Copy the tracked files, and those that git does not ignore, and make bytecode."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=root, check=True, capture_output=True, text=True
     ).stdout
@@ -325,14 +325,14 @@ def copy_tree(root: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Draw mutants, judge each, and print and save what became of them."""
+    """Draw mutants, judge each, and print and save the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=200, help="mutants that are drawn")
+    parser.add_argument("--num", type=int, default=200, help="number of mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--below", nargs="+", default=BELOW, help="folders of the source")
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="tests that may judge")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each")
-    parser.add_argument("--only", type=int, nargs="+", help="of those drawn, these alone, by number")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="tests to run")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per mutant")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the drawn mutants to judge; all by default")
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Layer 0: functions of a person's own as settings: found by path, with arguments that fit their signature.
+"""Layer 0: functions of the user's as settings: found by path, with arguments that fit their signature.
 
-A settings field that takes a function holds its path, ``package.module:function`` or ``file.py:function``, so that a
-saved run finds it again in another process. Where a family of settings takes functions, its variant derives from
-`Function` too and is registered as ``"function"``.
+A settings field that takes a function stores its path, ``package.module:function`` or ``file.py:function``, so that a
+saved run finds it again in another process. If a family of settings takes functions, it has a variant that derives
+from `Function` too and is registered as ``"function"``.
 """
 
 import functools
@@ -33,29 +33,28 @@ class Argument(NamedTuple):
     """An argument of a function."""
 
     value: Any
-    """What it is called with; None where nothing is known."""
+    """Value of the argument; None if unknown."""
     hint: Any
-    """Its type, as far as JSON can hold it; None if it is not known."""
+    """Type of the argument, as far as JSON can represent it; None if unknown."""
     is_missing: bool
-    """Whether it has to be given, and was not."""
+    """Whether the argument is required, and was not given."""
 
 
 class Function(Settings):
-    """A function, or class, at the top of a module, and the keyword arguments that it is called with.
+    """A function, or class, at the top of a module, with its keyword arguments.
 
-    In Python the function itself will do, or a `functools.partial` of it whose arguments are keywords that JSON can
-    hold.
+    In Python, pass the function itself, or a `functools.partial` of it with keyword arguments that JSON can represent.
     """
 
     given: ClassVar[tuple[str, ...]] = ()
-    """What it is called with by position, in the words of errors."""
+    """Positional arguments of each call, in the words of errors."""
     offered: ClassVar[tuple[str, ...]] = ()
-    """Names of what it is given where it has parameters that are called so."""
+    """Names of additional arguments, passed if the function has such parameters."""
 
     path: str
-    """Where it is: ``package.module:function`` or ``file.py:function``."""
+    """Path of the function: ``package.module:function`` or ``file.py:function``."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments that it is called with."""
+    """Keyword arguments of each call."""
 
     @model_validator(mode="before")
     @classmethod
@@ -93,19 +92,19 @@ class Function(Settings):
     @field_validator("arguments")
     @classmethod
     def _must_fit(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        if "path" not in info.data:  # it was refused
+        if "path" not in info.data:  # the path was refused
             return arguments
         parameters = cls._list_open(info.data["path"])
         return {name: _check(info.data["path"], parameters, name, value) for name, value in arguments.items()}
 
     def check_complete(self, field: str) -> None:
-        """Refuse to call it without an argument that it must have.
+        """Refuse a function without one of its required arguments.
 
         Args:
-            field: Where it stands in the run, for the message.
+            field: Name of the field in the run, for the message.
 
         Raises:
-            SettingsError: It says which.
+            SettingsError: An argument is missing; the message names it.
         """
         for name, argument in self.list_arguments().items():
             if argument.is_missing:
@@ -115,7 +114,7 @@ class Function(Settings):
                 )
 
     def list_arguments(self) -> dict[str, "Argument"]:
-        """Return the arguments that can be given, by name."""
+        """Return the possible arguments, by name."""
         hints = _hints(find_function(self.path))
         return {
             name: Argument(
@@ -129,15 +128,15 @@ class Function(Settings):
 
     @property
     def first_parameter(self) -> str:
-        """Name of its first parameter; empty where it has none, or none that can be known."""
+        """Name of the function's first parameter; empty if it has none, or its signature is unknown."""
         return next(iter(_list_parameters(find_function(self.path))), "")
 
     def call(self, *given: Any, **offered: Any) -> Any:
-        """Call it.
+        """Call the function.
 
         Args:
-            given: What it is always given, by position.
-            offered: What it is given if it has a parameter of that name, and no argument for it.
+            given: Positional arguments, always passed.
+            offered: Keyword arguments, passed if the function has a parameter of that name, and no argument for it.
         """
         function, arguments = _prepare(self.path, json.dumps(self.arguments))
         taken = {name: value for name, value in offered.items() if name in self._list_open(self.path)}
@@ -145,7 +144,7 @@ class Function(Settings):
 
     @classmethod
     def _list_open(cls, path: str) -> dict[str, inspect.Parameter]:
-        """Return the parameters that are not given by position."""
+        """Return the parameters without positional arguments."""
         names, num_given = {}, len(cls.given)
         for name, parameter in _list_parameters(find_function(path)).items():
             if parameter.kind in _BY_POSITION and num_given:
@@ -156,7 +155,7 @@ class Function(Settings):
 
 
 def find_hint(path: str, argument: str) -> Any:
-    """Return the type of an argument of the function at `path`, as far as JSON can hold it; None if it is not known."""
+    """Return the type of an argument of the function at `path`, as far as JSON can represent it; None if unknown."""
     return _hints(find_function(path)).get(argument)
 
 
@@ -199,7 +198,7 @@ def name_function(function: Callable[..., Any]) -> str:
 
 
 _UNKNOWN: dict[str, inspect.Parameter] = {"*": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
-"""Parameters of what has no signature: anything may be given."""
+"""Parameters of a function without signature: any argument is allowed."""
 
 
 def _list_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -210,7 +209,7 @@ def _list_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramete
 
 
 def _check(path: str, parameters: Mapping[str, inspect.Parameter], name: str, value: JsonValue) -> JsonValue:
-    """Return an argument's value as its annotation wants it, as JSON."""
+    """Return an argument's value in the type of its annotation, as JSON."""
     named = {key for key, parameter in parameters.items() if parameter.kind in _NAMED}
     if name not in named and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise unknown_name(f"an argument of {path}", name, named)
@@ -235,7 +234,7 @@ def _prepare(path: str, arguments: str) -> tuple[Callable[..., Any], dict[str, A
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of parameters that JSON can hold, without what it cannot hold in their unions."""
+    """Return the annotations of parameters that JSON can represent; of unions, the members that it can."""
     try:
         hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     except (TypeError, NameError):  # an annotation that means nothing at run time
@@ -244,7 +243,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _simplify(hint: Any) -> Any:
-    """Return what JSON can hold of an annotation; None if that is nothing."""
+    """Return the part of an annotation that JSON can represent; None if there is none."""
     if hint in (bool, int, float, str):
         return hint
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -265,7 +264,7 @@ def _describe(function: object) -> str:
 
 
 _LOADED: set[str] = set()
-"""Names of the modules that are files of the user's."""
+"""Names of the modules that are the user's files."""
 
 
 def _import(place: str) -> ModuleType:
@@ -302,7 +301,7 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _name_module(file: Path) -> str:
-    """Return the name that `import` gives it, which other processes know too; one of its own where that is taken."""
+    """Return the module name that `import` uses, which other processes know too; a unique one if it is taken."""
     present = sys.modules.get(file.stem)
     if "." not in file.stem and (present is None or getattr(present, "__file__", None) == str(file)):
         return file.stem

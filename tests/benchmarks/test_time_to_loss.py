@@ -24,7 +24,7 @@ CURVES = {
 }
 STEP_S = {"ddp": 5.0, "post_local_sgd": 0.625, "diloco": 0.25, "streaming_diloco": 0.2, "local_sgd": 0.5}
 SLOWER = (1.0, 4.0, 0.5)
-"""By round: what others do on the machine."""
+"""Load of the machine by others, by round."""
 BYTES = {"ddp": 0, "post_local_sgd": 0, "local_sgd": 4000, "diloco": 1000, "streaming_diloco": 260}
 
 

@@ -91,7 +91,7 @@ def test_all_algorithms_that_can_do_it_are_compared_and_the_rest_explained(run):
     assert "naive" not in printed
     assert "double" not in printed
     assert "direct" in printed
-    assert "hierarchical is left out where it cannot run: num_ranks must be a multiple of ranks_per_host" in printed
+    assert "hierarchical is skipped where it cannot run: num_ranks must be a multiple of ranks_per_host" in printed
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def refuse(monkeypatch, capsys, *arguments):
         ),
         (
             "train transformer_lm --workers 3 --shares [1,2]",
-            "shares must be 3 weights (one a worker)",
+            "shares must be 3 weights (one per worker)",
         ),
         ("train transformer_lm --data.path missing", "missing"),
         ("train resnet --data.path missing", "missing"),

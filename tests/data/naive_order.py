@@ -9,8 +9,8 @@ def walk(epochs, size_of, tail="short", num_steps=None):
     Args:
         epochs: The samples of each epoch; it may go on for ever where there are `num_steps`.
         size_of: Global batch of each step.
-        tail: What becomes of an epoch's last samples, too few for a whole batch.
-        num_steps: Where it ends, if epochs do not.
+        tail: Treatment of an epoch's last samples, too few for a whole batch.
+        num_steps: Number of steps, if epochs do not end it.
     """
     steps, left, epochs = [], [], iter(epochs)
     while num_steps is None or len(steps) < num_steps:

@@ -128,7 +128,7 @@ def test_models_are_called_with_what_inputs_are():
 def test_names_that_a_model_does_not_know_are_told():
     with pytest.raises(TypeError, match="unexpected keyword argument 'image'") as caught:
         call(nn.Linear(1, 1), {"image": torch.ones(2, 1)})
-    assert "by their names, here image; name them in the data set, or a collate_fn" in caught.value.__notes__[0]
+    assert "by keyword, here image; name them in the data set, or a collate_fn" in caught.value.__notes__[0]
 
 
 def test_structures_are_described_in_a_line():

@@ -186,7 +186,9 @@ def test_samples_that_cannot_be_stacked_are_shown(samples, words):
 def test_a_collate_fn_must_make_a_batch():
     samples = [torch.ones(2)] * 4
     for share in (1, 2, 4):
-        with pytest.raises(DataError, match=r"must make one batch .* gave the samples back .* {'samples': samples}"):
+        with pytest.raises(
+            DataError, match=r"must make one batch .* returned the samples unchanged.* {'samples': samples}"
+        ):
             first_batch(samples, share, collate_fn=lambda samples: samples)
         assert (
             len(first_batch(samples, share, collate_fn=lambda samples: {"samples": samples}).data["samples"]) == share

@@ -93,5 +93,5 @@ def test_a_loop_at_its_own_pace_ends_where_epochs_and_steps_do(options):
 def test_a_loop_at_its_own_pace_cannot_drop_what_is_too_little_for_all():
     with LocalGroup() as group:
         group.membership.dispatcher = Counter()
-        with pytest.raises(SettingsError, match="drop_last must be left out where workers go at their own pace"):
+        with pytest.raises(SettingsError, match="drop_last must be left out where workers run at their own pace"):
             next(iter(Loader(TensorDataset(torch.arange(50)), 9, drop_last=True)))

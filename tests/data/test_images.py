@@ -205,7 +205,7 @@ def test_folders_to_train_and_test_with(tmp_path: Path, test: str) -> None:
     assert labels.tolist() == [0, 1, 1]
     assert images[:, 0].min() == 1
     (tmp_path / test / "c").mkdir()
-    with pytest.raises(DataError, match=f"{test} must have the class folders of .*in one of the two only: c;"):
+    with pytest.raises(DataError, match=f"{test} must have the class folders of .*in only one of the two: c;"):
         Images(path=tmp_path).open()
 
 

@@ -270,7 +270,7 @@ def wait_until(is_true):
 
 
 BEFORE: set[threading.Thread] = set()
-"""What failed or abandoned loops of other tests have left."""
+"""Threads that failed or abandoned loops of other tests have left."""
 
 
 @pytest.fixture(autouse=True)

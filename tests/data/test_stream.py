@@ -168,7 +168,7 @@ def test_a_data_set_that_comes_once_may_be_iterated_once():
         list(Loader(Once(5), 2))
     loader = Loader(Once(100), 2)
     next(iter(loader))
-    with pytest.raises(DataError, match=r"must begin anew each time .* Once goes on where it was left"):
+    with pytest.raises(DataError, match=r"must begin anew each time .* Once continues where it was left"):
         next(iter(loader))
 
 

@@ -248,7 +248,9 @@ def test_data_that_cannot_be_used_is_refused_when_opened(
 def test_a_folder_too_short_for_a_window_a_side_says_which(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", b"a" * 500)
     write(tmp_path / "b.txt", b"b" * 20)
-    with pytest.raises(DataError, match=r"held out of .* at least data.sequence_length \+ 1 = 129 bytes, but got 20"):
+    with pytest.raises(
+        DataError, match=r"held-out part of .* at least data.sequence_length \+ 1 = 129 bytes, but got 20"
+    ):
         Text(path=tmp_path).open()
 
 

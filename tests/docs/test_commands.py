@@ -25,10 +25,10 @@ NOT_RUN = {
     "until torchrun --nproc-per-node 4 --max-restarts 3 own_loop.py; do sleep 5; done": "own_loop.py is run without",
 }
 OPTIONS = ("--workers", "--out", "--max-restarts", "--resume")
-"""Those of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
+"""Options of `paceline train` and `paceline memory` that are no settings of a run, and have a value."""
 FLAGS = ("--go_on",)
 FAST_TRAINING = {"mine.py", "points.py", "sentences.py", "my_rule.py", "my_codec.py", "my_program.py"}
-"""What is trained on up to three workers in every run of the tests; all other commands train in the slow ones."""
+"""Files that train on up to three workers in every run of the tests; all other commands train in the slow ones."""
 TOO_LARGE = {"transformer_lm_1b": "eight ranks of it take 20 GB", "4096": "sequences of 4,096 tokens take minutes"}
 SMALLER = {
     ("compare", "codecs"): "--seeds 1 --only none,int8 --num_steps 2 --evaluate_samples 4",

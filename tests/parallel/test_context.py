@@ -34,7 +34,7 @@ TOLERANCE = 5e-6
 LAYOUTS = [{"context": 2}, {"context": 4}, {"tensor": 4}, {"tensor": 2, "context": 2}]
 
 IDS = [*(" ".join(f"{axis}{size}" for axis, size in sizes.items()) for sizes in LAYOUTS), "bert tensor2 context2"]
-"""Of the decoder under each, and of a model with biases, learned positions and attention in both directions."""
+"""Names of the decoder under each, and of a model with biases, learned positions and attention in both directions."""
 
 
 class Attender(ContextParallelModule):

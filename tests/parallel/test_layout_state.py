@@ -396,14 +396,14 @@ def test_what_codecs_and_rules_keep_comes_back_or_is_told(tmp_path: Path) -> Non
     # Sums of two to four residuals round.
     assert max(one["difference"] for one in feedback) < 1e-6 * feedback[0]["largest"] + 1e-9
     assert [len(one["told"]) for one in feedback] == [1, 0, 0, 0], "rank 0 tells it, once"
-    assert "codec 'int8' of 2 workers had held back are dropped, since no codec runs among 1" in feedback[0]["told"][0]
+    assert "residuals of codec 'int8' of 2 workers are dropped, since no codec runs among 1" in feedback[0]["told"][0]
     sharded = [result.value["sharded feedback"] for result in results]
     assert all(one["same"] for one in sharded)
     assert [len(one["told"]) for one in sharded] == [1, 0, 0, 0]
-    assert "sharded_codec 'top_k' had held back are dropped" in sharded[0]["told"][0]
+    assert "residuals of sharded_codec 'top_k' are dropped" in sharded[0]["told"][0]
     assert max(result.value["mean"]["difference"] for result in results) < 1e-7
     assert [len(result.value["mean"]["told"]) for result in results] == [1, 0, 0, 0]
-    assert "codec of sync 'diloco' had held back is dropped" in results[0].value["mean"]["told"][0]
+    assert "residuals of the codec of sync 'diloco' are dropped" in results[0].value["mean"]["told"][0]
     assert all(difference == 0.0 < size for difference, size in (result.value["outer"] for result in results))
     changed, difference_of_losses = results[0].value["judged"]
     assert changed == 0

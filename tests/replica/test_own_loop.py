@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     LocalGroup.run(1, lambda group: train(group, tmp_path / "damaged", stop_at=9))
     newest = max((tmp_path / "damaged").glob("step-*"))
     next(newest.glob("*.safetensors")).write_bytes(b"")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged, and passed over"):
+    with pytest.warns(UserWarning, match="step-00000008 is damaged and was skipped"):
         later, _ = LocalGroup.run(1, lambda group: train(group, tmp_path / "damaged"))[0]
     assert later == whole[4:]
 

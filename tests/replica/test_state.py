@@ -237,7 +237,7 @@ def test_replicas_that_differ_are_not_captured():
 
 
 LOST = [
-    (LocalSGD(period=2, codec=TOP_K), LocalSGD(period=2, codec=TOP_K), 1, "codec of sync 'local_sgd' had held back"),
+    (LocalSGD(period=2, codec=TOP_K), LocalSGD(period=2, codec=TOP_K), 1, "residuals of the codec of sync 'local_sgd'"),
     (
         EveryStep(codec=TOP_K),
         EveryStep(codec="int8"),
@@ -250,13 +250,13 @@ LOST = [
         DiLoCo(period=2, synchronous_steps=0, codec=TOP_K),
         EveryStep(),
         2,
-        "codec of sync 'diloco' had held back is dropped",
+        "residuals of the codec of sync 'diloco' are dropped",
     ),
     (
         DiLoCo(period=2, synchronous_steps=0, codec=TOP_K),
         LocalSGD(),
         2,
-        "codec of sync 'diloco' had held back is dropped",
+        "residuals of the codec of sync 'diloco' are dropped",
     ),
     (
         ParameterServer(host_size=2, codec=TOP_K),

@@ -18,7 +18,7 @@ L = 5e-6
 M = 2e-6
 """Time of a message."""
 A = L + M
-"""What a round with one message costs beside its bytes."""
+"""Cost of a round with one message, beside its bytes."""
 G = 1 / 50e9
 """Time of adding a byte."""
 S = 123_456_789.0

@@ -176,7 +176,7 @@ def count_nothing(output, batch):
 
 
 def test_held_out_data_that_count_for_nothing_are_refused(tmp_path):
-    with pytest.raises(DataError, match="must have something that counts in the loss, but its 10 samples have nothing"):
+    with pytest.raises(DataError, match="must have targets that count in the loss, but its 10 samples have none"):
         train_here(make_countdown(loss=count_nothing), tmp_path, 2)
 
 

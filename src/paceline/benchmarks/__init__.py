@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 COMPARISONS = {"codecs": CODEC_COMPARISON, "sync": SYNC_COMPARISON}
-"""By what is compared: what `paceline compare` can do."""
+"""Comparisons of `paceline compare`, by name."""
 
 
 def find_benchmark(name: str) -> type[Benchmark]:

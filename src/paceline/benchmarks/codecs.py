@@ -34,7 +34,7 @@ class CodecsBenchmark(Benchmark):
     codecs: tuple[CodecName, ...] = ("one_bit", "int8", "top_k")
     num_elements: int = Field(default=10_000_000, ge=1)
     density: float = Field(default=0.01, gt=0, le=1)
-    """Of top_k."""
+    """Density of top_k."""
     num_pairs: int = Field(default=30, ge=2)
     """Samples of the codec and the copy; plain torch gets a third of them."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -29,7 +29,7 @@ _MAX_CALLS = 20
 
 Reduce = Callable[[Tensor], None]
 Times = dict[str, list[float]]
-"""By what was timed: seconds of a call, one number a sample."""
+"""Seconds per call, one number per sample, by the name of the timed call."""
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class CollectivesBenchmark(Benchmark):
     local_workers: tuple[int, ...] = (2, 4)
     """Inside a host: how many workers, one case each."""
     workers: Workers = Workers()
-    """Where, if it is between hosts."""
+    """Workers of the benchmark, perhaps on several hosts."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Run all cases of the place asked for."""

@@ -20,12 +20,12 @@ class RunOutcome:
     """Held out."""
     accuracy: float | None
     wire_bytes: int
-    """What one worker sent in all steps."""
+    """Bytes that one worker sent in all steps."""
     elapsed_s: float
 
 
 Outcomes = Sequence[RunOutcome]
-"""Of one way, by seed."""
+"""Outcomes of one way, by seed."""
 
 
 @dataclass(frozen=True)

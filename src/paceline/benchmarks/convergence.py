@@ -39,7 +39,7 @@ class ConvergenceBenchmark(Benchmark):
         num_steps=600,
         held_out_samples=512,
     )
-    """What is learnt; of its seed there are several."""
+    """Task to train; its seed is varied."""
     rules: tuple[Rule, ...] = (
         LocalSGD(period=10, synchronous_steps=400),
         DiLoCo(**_OUTER),
@@ -47,13 +47,13 @@ class ConvergenceBenchmark(Benchmark):
         StreamingDiLoCo(**_OUTER, mixing=0.0),
         StreamingDiLoCo(**_OUTER, mixing=0.0, codec=Int8()),
     )
-    """Those compared with every_step."""
+    """Rules to compare with every_step."""
     num_seeds: int = Field(default=5, ge=1)
     """Runs of each rule."""
     first_seed: int = Field(default=0, ge=0)
     """The seeds go up from it."""
     workers: Workers = Workers(num_workers=4)
-    """Where they run."""
+    """Workers of the benchmark."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Train with each rule and seed, and compare."""
@@ -108,8 +108,8 @@ def train_rules(tasks: list[dict[str, Any]], rules: list[dict[str, Any]]) -> lis
     """Train with each rule and each task, as one worker of several, which find each other by torchrun's environment.
 
     Args:
-        tasks: Of `LanguageTask`, as JSON; all of the same text.
-        rules: As JSON.
+        tasks: Settings of each `LanguageTask`, as JSON; all of the same text.
+        rules: Settings of the rules, as JSON.
 
     Returns:
         Of each rule, by task: loss, held out; sent, bytes of this worker.

@@ -38,13 +38,13 @@ class ExposedBenchmark(Benchmark):
     sides: tuple[Side, ...] = ("none",)
     """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP."""
     landing: Literal["update", "arrival"] = "update"
-    """When Paceline's gradients reach the optimizer: all at once, or each bucket as it arrives."""
+    """Moment at which Paceline's optimizer applies gradients: all at once, or each bucket as it arrives."""
     num_rounds: int = Field(default=200, ge=3)
     """Timed turns of each side."""
     steps_per_turn: int = Field(default=1, ge=1)
     """Steps that a side takes one after another; a turn's time is their mean."""
     workers: Workers = Workers()
-    """Where they run."""
+    """Workers of the benchmark."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Time all sides."""

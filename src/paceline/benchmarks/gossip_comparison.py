@@ -35,9 +35,10 @@ class GossipRow(TableRow):
     num_seeds: int
     spectral_gap: float
     wire_bytes: float
-    """What a worker sends in a step, the mean over workers and steps."""
+    """Bytes that a worker sends in a step, the mean over workers and steps."""
     consensus_distance: float
-    """Of workers from their mean after training, root mean square, by the length of the mean; the median over seeds."""
+    """Distance of workers from their mean after training, root mean square, relative to the mean's norm; the median
+    over seeds."""
     loss: float
     """Held-out loss of the mean over workers; the median over seeds."""
     loss_ratio: float
@@ -69,18 +70,18 @@ class GossipComparison(Settings):
     num_workers: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] = (8, 16)
     """Numbers of workers."""
     graphs: tuple[Graph, ...] = tuple(Graph.model_validate(name) for name in _GRAPHS)
-    """Those compared."""
+    """Graphs to compare."""
     num_seeds: int = Field(default=3, ge=1)
     """Runs of each, with seeds from 0 on."""
     num_steps: int = Field(default=100, ge=1)
-    """Of each run."""
+    """Number of steps of each run."""
     learning_rate: float = Field(default=0.1, gt=0)
-    """Of SGD, the same in all steps."""
+    """Learning rate of SGD, the same in all steps."""
     batch: int = Field(default=8, ge=1)
     """Samples of a worker and step."""
     skew: float = Field(default=0.0, ge=0, le=1)
-    """How different workers' samples are: 0 like those of a training, which are dealt out at random; 1, each worker has
-    a part of the range of an input for itself."""
+    """Difference between workers' samples: 0, random samples as in training; 1, each worker has its own part of the
+    range of an input."""
 
     def compare(self) -> list[GossipRow]:
         """Train, and return a row for all-reduce and each graph, for each number of workers."""

@@ -37,11 +37,11 @@ class LanguageTask(Settings):
     samples_per_worker: int = Field(default=5, ge=1)
     """In a step."""
     learning_rate: float = Field(default=3e-3, gt=0)
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     schedule: DecaySchedule = Cosine(warmup_steps=20)
-    """How it changes over `num_steps`."""
+    """Schedule of the learning rate over `num_steps`."""
     num_steps: int = Field(default=140, ge=1)
-    """Of a whole training."""
+    """Number of steps of a whole training."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest gradient norm: of the averaged gradient where gradients are averaged, else of each worker's own."""
     max_bytes: int = 8_000_000
@@ -49,7 +49,7 @@ class LanguageTask(Settings):
     held_out_samples: int = Field(default=64, ge=1)
     """That the loss is judged on, from all over the held-out text."""
     seed: int = 0
-    """Of initial weights and data order."""
+    """Random seed of initial weights and data order."""
 
     def open(self) -> Splits:
         """Open the text."""
@@ -98,13 +98,13 @@ class Side:
     """One way to train.
 
     Args:
-        module: This worker's own.
-        optimizer: Of its parameters.
+        module: Module of this worker.
+        optimizer: Optimizer of the module's parameters.
         step: Takes the step of the number given with a batch, and returns the bytes that this worker sent, by the price
             of the exchange; 0 where nobody says.
         consensus: Inside it parameters of `module` are those that all workers together stand for.
-        close: Lets go of what it holds.
-        begin_anew: Lets a rule begin with the weights and the optimizer's state that were loaded.
+        close: Function that releases connections and threads.
+        begin_anew: Function that starts a rule from the loaded weights and optimizer state.
     """
 
     module: nn.Module

@@ -83,7 +83,7 @@ class LayoutsBenchmark(Benchmark):
     cases: tuple[CaseName, ...] = ("tensor", "zero_3", "zero_2", "zero_1", "1f1b", "gpipe", "data_tensor", "context")
     """Axes of two ranks each; ``zero_`` are stages of the sharded axis, ``1f1b`` and ``gpipe`` orders of a pipeline."""
     model: TransformerLM = TransformerLM(width=192, num_layers=4, num_heads=6)
-    """What is trained; by default of 1.8 million parameters."""
+    """Model to train; by default one of 1.8 million parameters."""
     sequence_length: int = Field(default=128, ge=1)
     num_samples: int = Field(default=8, ge=1)
     """Sequences in a step of each rank that reads its own; those of a pipeline are cut into 4 micro-batches."""

@@ -25,8 +25,8 @@ def draw_losses(
     Args:
         panels: Curves by title.
         file_format: png or svg.
-        palette: Its colours.
-        x_label: What losses are over, if not seconds.
+        palette: Colours of the picture.
+        x_label: Label of the horizontal axis, if not seconds.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

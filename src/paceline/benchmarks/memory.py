@@ -48,7 +48,7 @@ class MemoryBenchmark(Benchmark):
     global_batch: int = Field(default=32, ge=2)
     techniques: tuple[str, ...] = tuple(TECHNIQUES)
     workers: Workers = Workers()
-    """Where they run; two for the sharded ones."""
+    """Workers of the benchmark; two for the sharded cases."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Train with each."""

@@ -31,7 +31,7 @@ class ReplicaBenchmark(Benchmark):
     num_pairs: int = Field(default=40, ge=4)
     """Timed pairs of steps of each case."""
     workers: Workers = Workers()
-    """Of all cases but the solo ones."""
+    """Workers of all cases but the solo ones."""
     memory: bool = True
     """Also compare peak memory (PSS), each side in processes of its own."""
 

@@ -34,14 +34,14 @@ class ServerBenchmark(Benchmark):
 
     width: int = Field(default=128, ge=2)
     num_layers: int = Field(default=5, ge=1)
-    """Of the Transformer whose parameters are pushed; about 1M, 4 MB."""
+    """Layers of the Transformer whose parameters are pushed; about 1M, 4 MB."""
     rule: Rule = ASGD()
     num_pushes: int = Field(default=30, ge=1)
-    """Of each worker in a round."""
+    """Pushes of each worker in a round."""
     num_rounds: int = Field(default=15, ge=2)
-    """Of each side."""
+    """Rounds of each side."""
     workers: Workers = Workers(num_workers=3)
-    """Where they run; one of them is the server."""
+    """Workers of the benchmark; one of them is the server."""
 
     def measure(self) -> list[BenchmarkRow]:
         """Time both sides."""

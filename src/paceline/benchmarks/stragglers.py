@@ -26,7 +26,7 @@ from paceline.training.load_balancing import LoadBalancer
 Scene = Literal["healthy", "transient", "permanent"]
 SideName = Literal["alone", "every_step", "shares", "backups", "ssp", "asgd"]
 Step = tuple[float, float, int]
-"""When it ended, in seconds since the start; its training loss; its samples."""
+"""End of a step, in seconds since the start; its training loss; its samples."""
 
 _TRIALS: tuple[tuple[Scene, SideName], ...] = (
     ("healthy", "every_step"),
@@ -84,9 +84,9 @@ class StragglersBenchmark(Benchmark):
         schedule=Constant(warmup_steps=20),
         max_bytes=2_000_000,
     )
-    """What is learnt."""
+    """Task to train."""
     script: Script = Script()
-    """Who is slow."""
+    """Script of slow workers."""
     ssp: Rule = SSP(staleness=12)
     asgd: Rule = ASGD()
     backups: Rule = ParameterServer(num_backups=1)
@@ -99,7 +99,7 @@ class StragglersBenchmark(Benchmark):
     picture: Path | None = None
     """Also draw loss against wall clock into this new file, .png or .svg."""
     workers: Workers = Workers(num_workers=4)
-    """Where they run."""
+    """Workers of the benchmark."""
 
     @model_validator(mode="after")
     def _check_picture(self) -> Self:

@@ -18,12 +18,12 @@ class RuleRow(TableRow):
 
     rule: str
     settings: str
-    """Those of the rule that differ from its defaults."""
+    """Settings of the rule that differ from its defaults."""
     num_seeds: int
     loss: float
     """Mean over seeds."""
     losses: tuple[float, ...]
-    """By seed."""
+    """Losses by seed."""
     loss_ratio: float
     """Mean of the losses to the mean of those of every_step."""
     loss_ratio_lower: float | None
@@ -31,7 +31,7 @@ class RuleRow(TableRow):
     loss_ratio_upper: float | None
     """Upper bound likewise."""
     bytes_ratio: float
-    """What rank 0 sent to what it sent with every_step."""
+    """Ratio of rank 0's sent bytes to those with every_step."""
     time_ratio: float
 
     def cells(self) -> tuple[str, ...]:

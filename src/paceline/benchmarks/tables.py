@@ -18,7 +18,7 @@ class TableRow(ABC):
     """A row of a table; its fields are what JSON gets.
 
     Attributes:
-        headings: Of the columns.
+        headings: Headings of the columns.
     """
 
     headings: ClassVar[tuple[str, ...]]

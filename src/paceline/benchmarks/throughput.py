@@ -32,7 +32,7 @@ _PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Of a device by words of its name: dense, half precision with sums in single precision, as its maker states."""
+"""Peak of a device, by words of its name: dense, half precision with sums in single precision, as its maker states."""
 
 
 @register("throughput")
@@ -51,14 +51,14 @@ class ThroughputBenchmark(Benchmark):
     """Sequences of each worker."""
     precision: Precision = "bf16"
     compiler: str = "inductor"
-    """Of both sides; none for none."""
+    """Compiler of both sides; none for no compilation."""
     num_pairs: int = Field(default=40, ge=4)
     """Timed pairs of steps."""
     peak_flops: float | None = Field(default=None, gt=0)
-    """Of one worker's device in this precision, a second; by default that of its name, in half precision. Without it
+    """Peak of one worker's device in this precision, per second; by default by its name, in half precision. Without it
     there is no MFU."""
     workers: Workers = Workers(num_workers=1)
-    """Where they run; with GPUs, one each."""
+    """Workers of the benchmark; with GPUs, one each."""
 
     @property
     def spec(self) -> Spec:

@@ -56,9 +56,9 @@ class _Timing:
     """What a side took, step by step."""
 
     ended_s: list[float]
-    """When the last worker had ended each step, since the start."""
+    """Time at which the last worker had ended each step, since the start."""
     compute_s: float
-    """Of a step that exchanges nothing, on the same workers."""
+    """Duration of a step without exchange, on the same workers."""
     loss: float
     """Held out, after the last of these steps."""
     largest_bytes: int
@@ -95,14 +95,14 @@ class TimeToLossBenchmark(Benchmark):
     """
 
     task: LanguageTask = LanguageTask()
-    """What is learnt."""
+    """Task to train."""
     sides: tuple[SideName, ...] = ("post_local_sgd", "local_sgd", "diloco", "streaming_diloco")
     """That are measured beside DDP; post_local_sgd is torch's."""
     start_steps: int = Field(default=0, ge=0)
     """Steps of `task.num_steps` that DDP takes before; every side goes on from there, with its weights, optimizer state
     and data."""
     period: int = Field(default=8, ge=2)
-    """Of all sides; that of the rules below is replaced by it."""
+    """Period of all sides; it replaces that of the rules below."""
     local_sgd: Rule = LocalSGD()
     diloco: Rule = DiLoCo(codec=Int8())
     streaming_diloco: Rule = StreamingDiLoCo(
@@ -121,7 +121,7 @@ class TimeToLossBenchmark(Benchmark):
     num_compute_steps: int = Field(default=20, ge=1)
     """Timed steps of the loop that exchanges nothing, before each side."""
     workers: Workers = Workers(num_workers=4)
-    """Where they run."""
+    """Workers of the benchmark."""
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:

@@ -138,7 +138,7 @@ class Checkpoint:
             strict: Whether the checkpoint must hold no other tensors. All tensors of `into` must be in it in any case.
 
         Raises:
-            CheckpointError: Names, shapes or dtypes differ; nothing was loaded.
+            CheckpointError: Tensors differ in name, shape or dtype; nothing was loaded.
             DamagedError: A chunk differs from what was written.
         """
         problems = self._compare(into, strict)

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant: by the run's directory, a folder of checkpoints or its own path; the newest or another."""
+"""Search for a checkpoint: by the run's directory, a folder of checkpoints or its own path; the newest or another."""
 
 import re
 import warnings
@@ -11,19 +11,19 @@ from paceline.errors import CheckpointError
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint was passed over because it is damaged."""
+    """A checkpoint was skipped because it is damaged."""
 
 
 def find_checkpoint(place: Path, which: str = "newest") -> Checkpoint:
-    """Return a checkpoint, whole as far as was looked: what is read from it is checked.
+    """Return a checkpoint that is complete; its data is verified when it is read.
 
     Args:
-        place: Directory of a run, folder of the checkpoints of one's own loop, or directory of one checkpoint.
-        which: ``newest`` for the newest that is whole; ``best`` for the one that the run's `keep_best` has kept; the
-            step after which it was saved; or its directory's name.
+        place: Directory of a run, folder of your own loop's checkpoints, or directory of one checkpoint.
+        which: ``newest`` for the newest valid one; ``best`` for the one that the run's `keep_best` kept; the step after
+            which it was saved; or its directory's name.
 
     Raises:
-        CheckpointError: There is no such checkpoint; the message lists those there are.
+        CheckpointError: There is no such checkpoint; the message lists the existing ones.
     """
     if holds_checkpoint(place):
         return Checkpoint.open(place)
@@ -55,8 +55,8 @@ def holds_checkpoint(directory: Path) -> bool:
 
 
 def warn_of_damage(path: Path, reason: str) -> None:
-    """Say that a checkpoint is passed over."""
-    warnings.warn(f"{path} is damaged, and passed over: {reason}", DamagedCheckpointWarning, stacklevel=3)
+    """Warn that a checkpoint is skipped."""
+    warnings.warn(f"{path} is damaged and was skipped: {reason}", DamagedCheckpointWarning, stacklevel=3)
 
 
 def _step_of(path: Path) -> str:

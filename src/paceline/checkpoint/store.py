@@ -91,10 +91,10 @@ class CheckpointStore:
             process_group: Ranks that hold shards of `tensors`. All of them call this, and rank 0's
                 document is saved; all ranks must see the directory. None if this process holds all
                 tensors in full.
-            is_best: Whether it becomes the best checkpoint.
+            is_best: Whether the checkpoint becomes the best one.
 
         Raises:
-            CheckpointError: It could not be written; older checkpoints are untouched, and the new one is
+            CheckpointError: The write failed; older checkpoints are untouched, and the new one is
                 removed.
         """
         assert step >= 0

@@ -67,9 +67,9 @@ def write_tensor_file(
     """Write a new file durably; return its record and those of its chunks, in the order of `entries`.
 
     Args:
-        path: It must not exist.
-        entries: What is written.
-        metadata: What the header says beside.
+        path: Path of the new file.
+        entries: Tensors to write.
+        metadata: Additional texts in the header.
 
     Raises:
         OSError: The disk is full, or another failure of the file system.
@@ -128,14 +128,14 @@ class StoredBlock(NamedTuple):
     shape: Size
     dtype: torch.dtype
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 def read_header(path: Path) -> dict[str, StoredBlock]:
     """Return the tensors of a file that anything may have written, by name.
 
     Raises:
-        CheckpointError: It cannot be read, or is in another format.
+        CheckpointError: The file cannot be read, or is in another format.
     """
     try:
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
-"""Weights of a model without the rest of its training: read from checkpoints and other tools' files, and written.
+"""Weights of a model without its training state: read from checkpoints and other tools' files, and written.
 
-A file of safetensors has each tensor once, under the first of its names, and says in its header under which others it
-stands (``"lm_head.weight": "transformer.wte.weight"``), as `safetensors.torch.save_model` does. A ``.pt`` file is what
-`torch.save` makes of a `state_dict`.
+A file of safetensors has each tensor once, under its first name, with its other names in the header
+(``"lm_head.weight": "transformer.wte.weight"``), as from `safetensors.torch.save_model`. A ``.pt`` file is a
+`state_dict` written by `torch.save`.
 """
 
 import json
@@ -32,20 +32,20 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of a model by name: what they look like, and how one is read."""
+    """Tensors of a model by name: shapes and dtypes, and a function that reads one."""
 
     place: str
-    """Where they are, for messages."""
+    """Place of the weights, for messages."""
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], Tensor]
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tensors."""
+    """First names of tied tensors, by their other names."""
     averaged: bool = False
-    """Whether parameters are their moving averages."""
+    """Whether parameters are moving averages."""
 
     @classmethod
     def of_tensors(cls, place: str, tensors: Mapping[str, Tensor]) -> "Weights":
-        """Return weights that are in memory; what is under several names is tied."""
+        """Return weights in memory; a tensor under several names is tied."""
         names: dict[int, str] = {}
         ties = {n: first for n, tensor in tensors.items() if (first := names.setdefault(id(tensor), n)) != n}
         specs = {name: TensorSpec(tensors[name].shape, tensors[name].dtype) for name in names.values()}
@@ -53,15 +53,15 @@ class Weights:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool | None = None) -> "Weights":
-        """Return the weights of the model in a checkpoint: what its workers together stood for.
+        """Return the weights of the model in a checkpoint: the consensus of its workers.
 
         Args:
-            checkpoint: Of a run, or of a loop with one replica.
-            averaged: Whether the moving averages of parameters are taken, which are what a run with `ema` judges; by
-                default where there are any.
+            checkpoint: Checkpoint of a run, or of a loop with one replica.
+            averaged: Whether to take the moving averages of parameters, which a run with `ema` evaluates; by default if
+                there are any.
 
         Raises:
-            SettingsError: It holds several models, or no averages.
+            SettingsError: The checkpoint holds several models, or no averages.
         """
         document = checkpoint.read_document()
         if "replica" not in document:
@@ -90,17 +90,17 @@ class Weights:
 
 
 def open_weights(path: Path, which: str = "newest", *, averaged: bool | None = None) -> Weights:
-    """Return weights that are on disk.
+    """Return weights on disk.
 
     Args:
-        path: A file of safetensors; a ``.pt`` file with a `state_dict`; the directory of a run, folder of checkpoints
-            or one of them; or a folder that `save_pretrained` of the transformers library has written.
-        which: Which checkpoint of a run; see `find_checkpoint`.
+        path: File of safetensors; ``.pt`` file with a `state_dict`; directory of a run, folder of checkpoints or one of
+            them; or folder that `save_pretrained` of the transformers library wrote.
+        which: Choice of a run's checkpoint; see `find_checkpoint`.
         averaged: See `Weights.of_checkpoint`.
 
     Raises:
-        CheckpointError: There is nothing of the kind.
-        SettingsError: There are several models, or no averages that were asked for.
+        CheckpointError: There are no such weights.
+        SettingsError: There are several models, or none of the requested averages.
     """
     if path.is_dir():
         files = [path / name for name in (_INDEX, "model.safetensors") if (path / name).is_file()]
@@ -119,17 +119,17 @@ def open_weights(path: Path, which: str = "newest", *, averaged: bool | None = N
 
 
 def load_weights(module: nn.Module, weights: Weights, *, strict: bool = True) -> str:
-    """Copy weights into a module, in place, and return in words what does not fit; empty where all does.
+    """Copy weights into a module, in place, and return a text that lists misfits; empty if there are none.
 
-    What is tied needs one of its names.
+    Tied tensors need only one of their names.
 
     Args:
-        module: Not on the meta device.
-        weights: What is copied.
-        strict: Whether all must fit; nothing is copied where it does not.
+        module: Module, not on the meta device.
+        weights: Weights to copy.
+        strict: Whether all weights must fit; if one does not, nothing is copied.
 
     Raises:
-        CheckpointError: Something does not fit and must, or nothing does, or what is tied here differs there.
+        CheckpointError: A weight does not fit and must, or none does, or tensors that are tied here differ there.
     """
     misfits = find_misfits(module, weights, strict=strict)
     for names in _list_tensors(module).values():
@@ -147,7 +147,7 @@ def load_weights(module: nn.Module, weights: Weights, *, strict: bool = True) ->
 
 
 def find_misfits(module: nn.Module, weights: Weights, *, strict: bool = True) -> str:
-    """Return in words which weights do not fit a module; see `load_weights`. It may be on the meta device."""
+    """Return a text that lists weights that do not fit a module, perhaps on the meta device; see `load_weights`."""
     tensors = _list_tensors(module)
     known = {name: tensor for names in tensors.values() for name, tensor in names}
     missing = [names[0][0] for names in tensors.values() if not any(name in weights.specs for name, _ in names)]
@@ -174,12 +174,12 @@ def find_misfits(module: nn.Module, weights: Weights, *, strict: bool = True) ->
 
 
 def write_safetensors(path: Path, weights: Weights, about: Mapping[str, str]) -> None:
-    """Write weights into a new file, one after the other: the memory that it takes is that of the largest.
+    """Write weights into a new file, one after another, in the memory of the largest.
 
     Args:
-        path: It must not exist.
-        weights: What is written.
-        about: What the header says of them.
+        path: Path of the new file.
+        weights: Weights to write.
+        about: Metadata in the header.
     """
     entries = [
         Entry(name, spec.dtype, (), tuple(spec.shape), is_whole=True, resolve=partial(weights.read, name))
@@ -200,11 +200,11 @@ def write_torch(path: Path, weights: Weights) -> None:
 
 @contextmanager
 def writing_anew(path: Path) -> Iterator[Path]:
-    """Yield where to write a file or a folder that appears at `path` whole, in one instant.
+    """Yield a temporary path for a file or folder that then appears at `path` atomically.
 
     Raises:
-        SettingsError: There is something.
-        CheckpointError: It cannot be written.
+        SettingsError: The path exists.
+        CheckpointError: The file or folder cannot be written.
     """
     if path.exists():
         raise SettingsError(f"what is exported must be new, but {path} exists; remove it, or choose another name")
@@ -223,7 +223,7 @@ def writing_anew(path: Path) -> Iterator[Path]:
 
 
 def _list_tensors(module: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:
-    """Return what a module's `state_dict` holds: each tensor once, with all its names."""
+    """Return the tensors of a module's `state_dict`, each once, with all its names."""
     tensors: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -232,7 +232,7 @@ def _list_tensors(module: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:
 
 
 def _list_files(first: Path) -> list[Path]:
-    """Return the files of a folder's model, which an index lists where they are several."""
+    """Return the files of a folder's model, which an index lists if there are several."""
     if first.name != _INDEX:
         return [first]
     try:

@@ -1,4 +1,4 @@
-"""Layer 10: the command line, one file a command."""
+"""Layer 10: the command line, one file per command."""
 
 from paceline.cli.main import main
 

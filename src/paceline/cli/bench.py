@@ -18,19 +18,19 @@ S = TypeVar("S", bound=Settings)
 
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="A benchmark; without it they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a benchmark; without it, all are listed.")] = None,
     hosts: Annotated[
-        int | None, typer.Option(help="Run one worker in each of so many hosts: network namespaces here; needs root.")
+        int | None, typer.Option(help="Hosts with one worker each: network namespaces on this machine; needs root.")
     ] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Of each host's link, like 100mbit or 1gbit.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows into this new file, as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the table into this new file.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of each host's link, like 100mbit or 1gbit.")] = None,
+    json: Annotated[Path | None, typer.Option(help="New file for the rows, as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="New file for the table.")] = None,
 ) -> None:
     """Measure Paceline beside a reference, both sides interleaved in one run, and print a table.
 
     Every setting of a benchmark can be overridden: `paceline bench replica --num_pairs 20`; `paceline bench replica
-    --help` lists them. With `--hosts 4 --bandwidth 100mbit` its workers run in hosts of their own, whose links are
-    limited; `--workers.num_workers 8` puts two in each.
+    --help` lists them. With `--hosts 4 --bandwidth 100mbit` its workers run on separate hosts with limited links;
+    `--workers.num_workers 8` puts two on each.
     """
     quieten(hosts)
     from paceline.benchmarks import find_benchmark, list_benchmarks
@@ -42,7 +42,7 @@ def bench(
 
 
 def find_settings(arguments: Sequence[str]) -> Settings | None:
-    """Return the settings of the benchmark that is named."""
+    """Return the settings of the named benchmark."""
     if not arguments:
         return None
     from paceline.benchmarks import find_benchmark
@@ -51,13 +51,13 @@ def find_settings(arguments: Sequence[str]) -> Settings | None:
 
 
 def quieten(hosts: int | None) -> None:
-    """Keep torch, which is imported afterwards, from warning of addresses without names, as those of `hosts` are."""
+    """Keep torch, which is imported afterwards, from warning of addresses without names, which `hosts` have."""
     if hosts is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def list_settings(known: Mapping[str, type[Settings]]) -> None:
-    """Print each name with the first line of what it is."""
+    """Print each name with the first line of its docstring."""
     width = max(len(name) for name in known)
     for name, settings in known.items():
         typer.echo(f"{name:{width}} {(settings.__doc__ or '').splitlines()[0]}")
@@ -72,7 +72,7 @@ def print_rows(
     json: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Measure with the overrides of the command line, print the table, and write the files that were asked for."""
+    """Measure with the overrides of the command line, print the table, and write the requested files."""
     from paceline.benchmarks import check_new_files, print_table, write_files
     from paceline.cli.overrides import apply_overrides, parse_pairs
 
@@ -83,7 +83,7 @@ def print_rows(
 
 
 def _place_workers(hosts: int | None, bandwidth: str | None) -> list[tuple[str, Any]]:
-    """Return the overrides of a benchmark whose workers run on hosts, one on each."""
+    """Return the overrides for workers on hosts, one on each."""
     if hosts is None and bandwidth is None:
         return []
     if hosts is None or bandwidth is None:

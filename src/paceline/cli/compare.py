@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 def compare(
     context: typer.Context,
-    what: Annotated[str, typer.Argument(help="What is compared: codecs, sync or gossip.")],
+    what: Annotated[str, typer.Argument(help="Comparison: codecs, sync or gossip.")],
     recipe: Annotated[
         str | None, typer.Argument(help="A recipe's name, or your own: file.py:function. [default: resnet]")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Worker processes on this machine. [default: 2; gossip: threads, 8 and 16]")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each, with seeds from 0 on.")] = 3,
-    only: Annotated[str | None, typer.Option(help="Those compared, separated by commas. [default: all]")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of runs of each, with seeds from 0 on.")] = 3,
+    only: Annotated[str | None, typer.Option(help="Names to compare, separated by commas. [default: all]")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory of the runs; those that are there are kept. [default: runs/compare-WHAT]"),
+        typer.Option(help="Directory of the runs; existing ones are kept. [default: runs/compare-WHAT]"),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows into this new file, as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the table into this new file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="New file for the rows, as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="New file for the table.")] = None,
 ) -> None:
-    """Train a recipe in several ways, such as with each codec, with several seeds, and print what came of it.
+    """Train a recipe in several ways, such as with each codec, with several seeds, and print the results.
 
     Overrides of the recipe apply to all runs: `paceline compare codecs resnet --num_steps 300 --data.path mnist`;
     `paceline compare codecs resnet --help` lists its settings.
-    Called again with the same `--out` it goes on where it was; runs with other settings are refused.
+    Called again with the same `--out` it continues; runs with other settings are refused.
     `paceline compare gossip` trains a small network of its own over each graph; its fields are overrides too, such as
     `--num_steps 300 --skew 1`.
     """
@@ -79,7 +79,7 @@ def compare(
 
 
 def find_settings(arguments: Sequence[str]) -> Settings | None:
-    """Return the settings of what is compared: a run's, or those of the comparison of graphs."""
+    """Return the settings of the comparison: those of a run, or of the comparison of graphs."""
     if not arguments:
         return None
     if arguments[0] != "gossip":
@@ -90,7 +90,7 @@ def find_settings(arguments: Sequence[str]) -> Settings | None:
 
 
 def _check_same(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> None:
-    """Raise where `directory` holds a run with other settings; the number of threads may be the machine's."""
+    """Raise if `directory` holds a run with other settings; the number of threads may be the machine's."""
     from paceline.cli.go_on import flatten_settings
     from paceline.cli.prepare import make_run
     from paceline.launch.worker import load_run
@@ -108,13 +108,13 @@ def _check_same(directory: Path, recipe: str, workers: int, overrides: "Override
     if differing:
         words = ", ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in differing)
         raise SettingsError(
-            f"a run that is compared must have the settings asked for, but in {directory} {words}; "
+            f"a run that is compared must have the requested settings, but in {directory} {words}; "
             "give the same again, or another --out"
         )
 
 
 def _train(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> "RunOutcome":
-    """Train, or go on, unless it is done already, and return how the run ended."""
+    """Train, or resume, unless the run is finished, and return its outcome."""
     from rich.console import Console
 
     from paceline.benchmarks.comparison import RunOutcome

@@ -1,4 +1,4 @@
-"""`paceline compare gossip`: what each graph costs and does, in a table."""
+"""`paceline compare gossip`: cost and effect of each graph, in a table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,18 +17,18 @@ def compare_gossip(
     json: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Train over each graph, print what came of it, and write it where asked to.
+    """Train over each graph, print the results, and write the requested files.
 
     Args:
-        arguments: Overrides of `GossipComparison`, as they were typed.
-        workers: Their number; none: what the comparison has.
-        seeds: Runs of each.
-        only: Graphs, separated by commas; none: all that need nothing given.
-        json: New file that gets the rows.
-        markdown: New file that gets the table.
+        arguments: Overrides of `GossipComparison`, as typed.
+        workers: Number of workers; None for the comparison's own.
+        seeds: Number of runs of each.
+        only: Graphs, separated by commas; None for all without required settings.
+        json: New file for the rows.
+        markdown: New file for the table.
 
     Raises:
-        SettingsError: Something of it cannot be.
+        SettingsError: An argument is invalid.
     """
     from paceline.benchmarks import check_new_files, print_table, write_files
     from paceline.benchmarks.gossip_comparison import GossipComparison

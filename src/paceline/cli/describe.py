@@ -24,7 +24,7 @@ class SettingRow(NamedTuple):
 
 
 def print_settings(settings: Settings) -> None:
-    """Print every setting, with its type, its value there and its meaning."""
+    """Print every setting, with its type, value and meaning."""
     width = shutil.get_terminal_size().columns - 1
     for row in describe_settings(settings):
         typer.echo(f"--{row.path} <{row.type}> [{row.value}]")
@@ -33,7 +33,7 @@ def print_settings(settings: Settings) -> None:
 
 
 def describe_settings(settings: Settings, prefix: str = "") -> list[SettingRow]:
-    """Return a row for every field, those of settings inside it too."""
+    """Return a row for every field, including those of nested settings."""
     rows: list[SettingRow] = []
     for name, text in describe_fields(type(settings)).items():
         field = type(settings).model_fields[name]
@@ -66,7 +66,7 @@ def _describe_arguments(function: Function, prefix: str) -> list[SettingRow]:
 
 
 def describe_type(annotation: Any) -> str:
-    """Return what an annotation takes, in words of the command line: ``int or none``, ``list of float``."""
+    """Return the values of an annotation, in words of the command line: ``int or none``, ``list of float``."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return describe_type(inner[0])

@@ -1,4 +1,4 @@
-"""`paceline export`: the trained model of a run, written for other tools."""
+"""`paceline export`: export of a run's trained model for other tools."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,20 +9,20 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a run, or a folder of checkpoints of your own loop.")],
     to: Annotated[
-        Path, typer.Option(help="What to write: a file .safetensors or .pt, or a folder for models of transformers.")
+        Path, typer.Option(help="New path: a .safetensors or .pt file, or a folder for models of transformers.")
     ],
     checkpoint: Annotated[
-        str, typer.Option(help="newest for the newest that is whole, best for what keep_best has kept, or a step.")
+        str, typer.Option(help="Checkpoint: newest for the newest valid one, best for that of keep_best, or a step.")
     ] = "newest",
     averaged: Annotated[
         bool | None,
-        typer.Option(help="Whether to take moving averages of parameters; by default where the run has them (ema)."),
+        typer.Option(help="Whether to take moving averages of parameters; by default if the run has them (ema)."),
     ] = None,
 ) -> None:
-    """Write the trained model of a run, whole, whatever rule and layout trained it, on this process alone.
+    """Write the whole trained model of a run, of any rule and layout, in this process alone.
 
-    A file .safetensors is for `safetensors.torch.load_model`; one that ends in .pt for `torch.load`, which gives a
-    `state_dict`; a name without ending becomes a folder for `from_pretrained`. Nothing is overwritten. Other runs
+    Load a .safetensors file with `safetensors.torch.load_model`, a .pt file, which holds a `state_dict`, with
+    `torch.load`; a name without ending becomes a folder for `from_pretrained`. Nothing is overwritten. Other runs
     start from any of them with `--initial`.
     """
     from paceline.checkpoint.find import find_checkpoint

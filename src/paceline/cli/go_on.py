@@ -1,4 +1,4 @@
-"""`--go_on`: start a run, or go on with what was begun in its directory."""
+"""`--go_on`: start a run, or resume the one in its directory."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ def is_begun(out: Path) -> bool:
 
 
 def check_begun(recipe: str, num_workers: int | None, out: Path, overrides: list[tuple[str, str]]) -> bool:
-    """Say what it means to go on with the run begun in `out`; return False where it is finished.
+    """Print the effects of resuming the run in `out`; return False if it is finished.
 
-    Settings are those of the begun run, but for what the command line says.
+    Settings are those of the begun run, except for the overrides of the command line.
 
     Raises:
-        SettingsError: It was begun with another recipe.
+        SettingsError: The run was begun with another recipe.
     """
     file = RunFile.load(out)
     if absolute_recipe(recipe) != absolute_recipe(file.recipe):

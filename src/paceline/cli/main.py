@@ -62,9 +62,9 @@ app.command()(recipes)
 
 
 def main() -> None:
-    """Run the command line; what Paceline refuses is one message and exit code 2.
+    """Run the command line; an error of Paceline's is one message and exit code 2.
 
-    An error in a person's own code begins with the line that it came from.
+    An error in the user's own code begins with its line.
     """
     try:
         app()

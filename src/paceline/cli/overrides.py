@@ -58,14 +58,14 @@ _ALIASES = {
     "warmup": "warmup_steps",
     "wd": "weight_decay",
 }
-"""Names that other trainers have for settings; where they are two, both."""
+"""Settings by their names in other trainers; some names stand for two."""
 
 
 def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return (dotted path, value) of each ``--path value`` or ``--path=value``.
 
     Raises:
-        SettingsError: Something is no option, or has no value.
+        SettingsError: An argument is no option, or has no value.
     """
     pairs = []
     waiting = list(arguments)
@@ -85,15 +85,15 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
-    """Return `settings` with each (dotted path, value) put in and everything checked again.
+    """Return `settings` with each (dotted path, value) applied, and validated again.
 
-    The value of a field that takes variants is a variant's name; the variant's own fields come after a dot.
+    The value of a field with variants is a variant's name; the variant's own fields follow after a dot.
 
     Raises:
         SettingsError: A field does not exist, or a value does not fit its type.
     """
     document = settings.model_dump()
-    # A variant is chosen before its fields are set, and before an unknown name is looked for among them, in whichever
+    # A variant is chosen before its fields are set, and before an unknown name is looked up among them, in whatever
     # order they were written.
     known = type(settings).model_fields
     for path, value in sorted(pairs, key=lambda pair: (pair[0].partition(".")[0] not in known, pair[0].count("."))):
@@ -108,7 +108,7 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
 
 
 def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: str, value: str) -> None:
-    """Put a value in.
+    """Set a value.
 
     Raises:
         KeyError: There is no field of that path.
@@ -135,7 +135,7 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
 
 
 def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields, those of the variants that are chosen among them."""
+    """Yield the dotted paths of all fields, including those of the chosen variants."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         child, child_class = document.get(name), settings_class(field)
@@ -151,7 +151,7 @@ def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = 
 
 
 def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
-    """Return the error for a path that no setting has, with the paths that may be meant."""
+    """Return the error for an unknown path, with the paths that may be meant."""
     parent, _, name = path.rpartition(".")
     by_name: dict[str, list[str]] = {}
     for one in known:
@@ -180,7 +180,7 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
 
 def _validate(annotation: Any, path: str, value: str) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(annotation)
-    # "none" means none wherever none is possible, also where any text is.
+    # "none" means none for every field that allows none, also for text.
     candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
     refused = None
     for candidate in candidates:
@@ -190,7 +190,7 @@ def _validate(annotation: Any, path: str, value: str) -> Any:
             refused = refused if refused and candidate is not value else error
     assert refused is not None
     lines = (line.removeprefix("settings") for line in explain(refused).splitlines())
-    # A rule of pydantic's begins with " must be"; one of our own is a sentence by itself.
+    # A pydantic rule begins with " must be"; one of Paceline's is a whole sentence.
     raise SettingsError("\n".join(f"--{path}{line if line.startswith(' ') else f': {line}'}" for line in lines))
 
 
@@ -204,8 +204,8 @@ def _from_json(value: str) -> Any:
 
 
 def settings_class(field: FieldInfo) -> type[Settings] | None:
-    """Return the class of settings that a field takes; None where it takes none."""
-    if get_origin(field.annotation) is tuple:  # of any number of settings: given as JSON, all at once
+    """Return the settings class of a field; None if it is no settings field."""
+    if get_origin(field.annotation) is tuple:  # any number of settings: given as one JSON list
         return None
     candidates = [field.annotation, *get_args(field.annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Settings)), None)

@@ -1,4 +1,4 @@
-"""A command that takes any setting of what it is about as an option, and lists them in its help."""
+"""A command that takes any of its settings as an option, and lists them in its help."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from paceline.registry import Settings
 
 
 class OverridesCommand(TyperCommand):
-    """A command that takes any ``--field value`` beside its own options, and finds them in ``context.args``."""
+    """A command that takes any ``--field value`` beside its own options, and has them in ``context.args``."""
 
     find_settings: Callable[[Sequence[str]], Settings | None] | None = None
-    """Returns the settings that can be overridden, from the arguments that were given; None where these do not say."""
+    """Function that returns the settings to override, from the arguments; None if these do not name any."""
 
     @classmethod
     def of(cls, find_settings: Callable[[Sequence[str]], Settings | None]) -> "type[OverridesCommand]":
@@ -20,7 +20,7 @@ class OverridesCommand(TyperCommand):
         return type(cls.__name__, (cls,), {"find_settings": staticmethod(find_settings)})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the overrides out, each with its value, before the rest is parsed."""
+        """Extract the overrides with their values, before the rest is parsed."""
         own, flags = {"--help"}, {"--help"}
         for parameter in self.params:
             names = {*parameter.opts, *parameter.secondary_opts}
@@ -44,7 +44,7 @@ class OverridesCommand(TyperCommand):
         return overrides
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, and after it the settings, with what is overridden on the command line."""
+        """Write the help, then the settings, with the overrides of the command line."""
         super().format_help(ctx, formatter)
         settings = self.find_settings(ctx.meta["arguments"]) if self.find_settings is not None else None
         if settings is not None:

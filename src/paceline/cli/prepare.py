@@ -1,4 +1,4 @@
-"""What happens before a run starts: settings are resolved and checked, and its directory is made."""
+"""Preparation of a run: settings are resolved and checked, and its directory is made."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from paceline.training.session import make_loader
 
 
 def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
-    """Return the run of a recipe with overrides put in.
+    """Return the run of a recipe with overrides applied.
 
     Raises:
         SettingsError: The recipe is unknown or returns no run, or an override does not fit.
@@ -46,11 +46,11 @@ def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
 
 
 def check_workers(run: Run, num_workers: int) -> Splits:
-    """Refuse at once what every worker would refuse later, and return the data.
+    """Check at once what every worker would refuse later, and return the data.
 
     Raises:
-        SettingsError: Workers, global batch and shares do not fit, or the compiler is not there; the model does not fit
-            the layout; a function misses an argument; or steps cannot be counted.
+        SettingsError: Workers, global batch and shares do not fit, or the compiler is missing; the model does not fit
+            the layout; a function lacks an argument; or steps cannot be counted.
         DataError: The data cannot be opened.
     """
     layout = run.layout
@@ -81,10 +81,10 @@ def check_workers(run: Run, num_workers: int) -> Splits:
 def prepare_new(
     recipe: str, num_workers: int | None, out: Path | None, overrides: list[tuple[str, str]], *, launch: str = ""
 ) -> tuple[Path, RunFile]:
-    """Make the directory of a new run, of two workers unless told otherwise, or as many as its layout says.
+    """Make the directory of a new run, by default with two workers, or as many as its layout needs.
 
     Raises:
-        SettingsError: `out` exists and is not empty, or settings are wrong.
+        SettingsError: `out` exists and is not empty, or settings are invalid.
     """
     recipe = absolute_recipe(recipe)
     run = make_run(recipe, overrides)
@@ -108,10 +108,10 @@ def prepare_new(
 
 
 def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> tuple[Path, RunFile]:
-    """Make ready to go on with a run, at another number of workers or with other settings if asked.
+    """Prepare to resume a run, with another number of workers or other settings if requested.
 
     Raises:
-        SettingsError: `directory` holds no run, the run is finished, or settings are wrong.
+        SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
@@ -139,10 +139,10 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
 
 
 def _check_memory(run: Run, splits: Splits, num_workers: int) -> MemoryEstimated | None:
-    """Return the memory that each rank needs, to be logged; None where it fits by far.
+    """Return the memory that each rank needs, to be logged; None if it fits by far.
 
     Raises:
-        SettingsError: It does not fit; the message says what would.
+        SettingsError: The run does not fit; the message names changes that would.
     """
     num_ranks = num_workers * run.layout.ranks_of_worker
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks + run.sync.num_server_processes))
@@ -163,13 +163,13 @@ def _log_memory(directory: Path, event: MemoryEstimated | None) -> None:
 
 
 def find_last_step(directory: Path, num_steps: int) -> int | None:
-    """Return the step at which a run of `num_steps` has finished; None where it has steps left."""
+    """Return the step at which a run of `num_steps` has finished; None if it has steps left."""
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
     return step if newest and (step := _step_of(newest[0])) >= num_steps and _is_finished(directory) else None
 
 
 def find_early_end(directory: Path, run: Run) -> str:
-    """Return why a run has ended before its last step, as `stop_after` wants it; empty where it has not."""
+    """Return the reason for which `stop_after` ended a run before its last step; empty if it did not."""
     newest = CheckpointStore(directory / "checkpoints").list_checkpoints()
     if run.stop_after is None or not newest or not _is_finished(directory):
         return ""
@@ -179,18 +179,18 @@ def find_early_end(directory: Path, run: Run) -> str:
 
 
 def _is_finished(directory: Path) -> bool:
-    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
+    log = directory / "events.jsonl"  # missing if the run was killed before its first event
     return log.is_file() and any(select(read_log(log), RunFinished))
 
 
 def take_back(directory: Path, file: RunFile) -> None:
-    """Put the run's file from before back, when settings that a resume gave did not work."""
+    """Restore the run's previous file, after settings of a resume have failed."""
     if RunFile.load(directory) != file:
         file.save(directory)
 
 
 def write_report(directory: Path) -> None:
-    """Write the report of a run and say where it is."""
+    """Write the report of a run and print its path."""
     from paceline.monitor.report import write_report
 
     try:
@@ -202,7 +202,7 @@ def write_report(directory: Path) -> None:
 
 
 def absolute_recipe(recipe: str) -> str:
-    """Return the recipe with its file, if it is one, found from anywhere."""
+    """Return the recipe, with the absolute path of its file, if it has one."""
     if recipe in RECIPES:
         return recipe
     file, separator, function = recipe.rpartition(":") if ":" in recipe else (recipe, ":", "run")
@@ -236,7 +236,7 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
 
 
 def _is_unused(directory: Path) -> bool:
-    """Return whether nothing is in it but the first file of a run that was killed while it wrote that."""
+    """Return whether the directory is empty, except for a first file that a killed run was writing."""
     return all(path.name.startswith(".run.json.") for path in directory.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""`paceline recipes`: what can be trained, and every setting of it."""
+"""`paceline recipes`: the recipes, and every setting of one."""
 
 import inspect
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def recipes(
     name: Annotated[str | None, typer.Argument(help="A recipe, or your own: file.py:function.")] = None,
 ) -> None:
-    """List the recipes, or all settings of one: option, type, value, and what it means."""
+    """List the recipes, or all settings of one: option, type, value and meaning."""
     from paceline.recipes import RECIPES, find_recipe
 
     if name is None:
@@ -29,7 +29,7 @@ def recipes(
 
 
 def find_run(arguments: Sequence[str]) -> "Run | None":
-    """Return the run of a recipe, which is the first argument of a command."""
+    """Return the run of the recipe that is the first argument of a command."""
     if not arguments:
         return None
     from paceline.cli.prepare import make_run

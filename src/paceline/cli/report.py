@@ -8,9 +8,9 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    tensorboard: Annotated[Path | None, typer.Option(help="Also write a TensorBoard log into this directory.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Directory for a TensorBoard log too.")] = None,
 ) -> None:
-    """Write RUN/report.png and RUN/report.html, at any time, also while the run goes on."""
+    """Write RUN/report.png and RUN/report.html, at any time, also during the run."""
     from paceline.monitor.communication import describe_step
     from paceline.monitor.pipeline import describe_pipeline
     from paceline.monitor.reader import read_log, summarise

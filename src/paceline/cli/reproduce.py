@@ -1,4 +1,4 @@
-"""`paceline reproduce`: published tables measured again, our numbers beside theirs."""
+"""`paceline reproduce`: published tables measured again, Paceline's numbers beside the published ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +12,18 @@ from paceline.registry import Settings
 
 def reproduce(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="A published table; without it they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a published table; without it, all are listed.")] = None,
     hosts: Annotated[
-        int | None, typer.Option(help="Run one worker in each of so many hosts: network namespaces here; needs root.")
+        int | None, typer.Option(help="Hosts with one worker each: network namespaces on this machine; needs root.")
     ] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Of each host's link, like 100mbit or 1gbit.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows into this new file, as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the table into this new file.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of each host's link, like 100mbit or 1gbit.")] = None,
+    json: Annotated[Path | None, typer.Option(help="New file for the rows, as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="New file for the table.")] = None,
 ) -> None:
-    """Measure a published table again, in shape and on a small scale, and print our numbers beside theirs.
+    """Measure a published table again, in shape and on a small scale, beside the published numbers.
 
-    Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`; with
-    `--help` after its name they are listed.
+    Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`;
+    `--help` after its name lists them.
     """
     quieten(hosts)
     from paceline.benchmarks.reproductions import find_reproduction, list_reproductions
@@ -35,7 +35,7 @@ def reproduce(
 
 
 def find_settings(arguments: Sequence[str]) -> Settings | None:
-    """Return the settings of the reproduction that is named."""
+    """Return the settings of the named reproduction."""
     if not arguments:
         return None
     from paceline.benchmarks.reproductions import find_reproduction

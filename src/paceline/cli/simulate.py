@@ -1,4 +1,4 @@
-"""`paceline simulate`: what a collective would cost on a cluster, from 2 ranks to thousands."""
+"""`paceline simulate`: cost of a collective on a cluster, from 2 ranks to thousands."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 def simulate(
     context: typer.Context,
     collective: Annotated[str, typer.Argument(help="all-reduce, reduce-scatter, all-gather, broadcast or all-to-all.")],
-    ranks: Annotated[str, typer.Option(help="2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
-    algorithms: Annotated[str | None, typer.Option(help="Names, with commas; without it all that can do it.")] = None,
+    ranks: Annotated[str, typer.Option(help="Ranks: 2:1024 doubles from 2 to 1024; 3,6,12 is a list.")] = "2:64",
+    algorithms: Annotated[str | None, typer.Option(help="Algorithms, with commas; by default all that fit.")] = None,
     num_bytes: Annotated[str, typer.Option("--bytes", help="Size of the buffer: 100MB, 64MiB, 4096.")] = "100MB",
-    bandwidths: Annotated[str, typer.Option(help="To compare, in Gb/s or with a unit.")] = "25,100,200",
-    compute_s: Annotated[float, typer.Option("--compute_s", "--compute-s", help="Computing of a training step.")] = 0.1,
-    overlap: Annotated[float, typer.Option(help="Part of computing that can hide the collective, 0 to 1.")] = 0.0,
+    bandwidths: Annotated[str, typer.Option(help="Bandwidths to compare, in Gb/s or with a unit.")] = "25,100,200",
+    compute_s: Annotated[float, typer.Option("--compute_s", "--compute-s", help="Computing in a step, s.")] = 0.1,
+    overlap: Annotated[float, typer.Option(help="Fraction of computing that can hide the collective, 0 to 1.")] = 0.0,
     pace: Annotated[
         str, typer.Option(help="together, or own: ranks run ahead of each other; truer and slower.")
     ] = "together",
-    picture: Annotated[Path | None, typer.Option(help="Also draw the efficiency into this .png or .svg.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all points into this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="New .png or .svg for the efficiency.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="New file for all points, as JSON.")] = None,
 ) -> None:
-    """Predict times of a collective by algorithm and ranks, and how training that waits for it scales.
+    """Predict times of a collective by algorithm and ranks, and the scaling of training that waits for it.
 
     The cluster is chosen by name, `--cluster fat_tree`, and each setting of it can be overridden:
     `--cluster.bandwidth 25gbit --cluster.oversubscription 2`.
@@ -55,14 +55,14 @@ def simulate(
         json_file.write_text(json.dumps([asdict(point) for point in predictions], indent=2) + "\n")
     _print_tables(scaling, predictions, compared)
     for name, reason in refusals.items():
-        typer.echo(f"{name} is left out where it cannot run: {reason}")
+        typer.echo(f"{name} is skipped where it cannot run: {reason}")
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Return the numbers of ranks that `text` names: ``2:1024`` doubles, ``3,6,12`` is a list.
 
     Raises:
-        SettingsError: It names none.
+        SettingsError: The text names no ranks.
     """
     try:
         if ":" not in text:
@@ -79,7 +79,7 @@ def parse_bandwidths(text: str) -> list[float]:
     """Return the bandwidths that `text` lists, in bytes/s; numbers without a unit are Gb/s.
 
     Raises:
-        SettingsError: One is none.
+        SettingsError: One of them is no bandwidth.
     """
     from paceline.topology import BytesPerSecond
 
@@ -88,7 +88,7 @@ def parse_bandwidths(text: str) -> list[float]:
 
 
 def find_settings(arguments: Sequence[str] = ()) -> "Settings":
-    """Return the settings that can be overridden: those of the cluster."""
+    """Return the settings to override: those of the cluster."""
     from paceline.registry import Settings
     from paceline.topology import Cluster, Switch
 
@@ -184,7 +184,7 @@ def _print_grid(
     best: "Callable[[Iterable[float]], float]",
     formatter: Callable[[float], str],
 ) -> None:
-    """Print one column for each algorithm and one row for each number of ranks."""
+    """Print one column per algorithm and one row per number of ranks."""
     from rich.table import Table
 
     names = list(dict.fromkeys(point.algorithm for point in points))

@@ -8,9 +8,9 @@ import typer
 
 def trace(
     run: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    out: Annotated[Path | None, typer.Option(help="A file that does not exist yet; RUN/trace.json without it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New file; by default RUN/trace.json.")] = None,
 ) -> None:
-    """Write how computing and communication lay in time, for https://ui.perfetto.dev or chrome://tracing."""
+    """Write the timeline of computing and communication, for https://ui.perfetto.dev or chrome://tracing."""
     from paceline.monitor.trace import export_trace
 
     path = out if out is not None else run / "trace.json"

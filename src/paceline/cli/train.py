@@ -1,4 +1,4 @@
-"""`paceline train`: train a recipe, or go on with a run."""
+"""`paceline train`: train a recipe, or resume a run."""
 
 import os
 from pathlib import Path
@@ -19,30 +19,28 @@ def train(
         typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Workers on this machine, a process each or what a layout gives. [default: 2]")
+        int | None, typer.Option(help="Workers on this machine, one process each if no layout has more. [default: 2]")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the run; new without --go_on. [default: runs/RECIPE-n]")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Directory of a run to resume.")] = None,
     go_on: Annotated[
         bool,
-        typer.Option(
-            "--go_on", "--go-on", help="Start the run in --out, or go on with it where it was begun; for jobs."
-        ),
+        typer.Option("--go_on", "--go-on", help="Start the run in --out, or resume it if it exists; for jobs."),
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
 ) -> None:
     """Train a model, with checkpoints, a log and a report.
 
-    Every setting of the recipe can be overridden by its dotted path, for instance
+    Every setting of the recipe can be overridden by its dotted path, such as
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
     `--help` after a recipe's name lists them. Under torchrun the same command trains on many machines.
 
-    A job that may be submitted again says `--out DIRECTORY --go_on`: the same command then starts the run, goes on
-    with it, or says that it is finished. What else the command says changes the run from there on, as with --resume.
+    For a job that may be submitted again give `--out DIRECTORY --go_on`: the same command then starts the run, resumes
+    it, or reports that it is finished. Other options change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (go on with
+    Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (resume with
     --go_on or --resume), 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
@@ -120,5 +118,5 @@ def _count_starts(directory: Path) -> int:
     from paceline.monitor.events import RunStarted
     from paceline.monitor.reader import read_log, select
 
-    log = directory / "events.jsonl"  # there is none if the run was killed before its first word
+    log = directory / "events.jsonl"  # missing if the run was killed before its first event
     return len(select(read_log(log), RunStarted)) if log.is_file() else 0

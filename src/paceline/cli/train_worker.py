@@ -1,4 +1,4 @@
-"""`paceline train` as one of the workers that torchrun started."""
+"""`paceline train` as a worker that torchrun started."""
 
 import os
 import socket
@@ -21,11 +21,11 @@ from paceline.training.run import RunFile
 def train_as_worker(
     recipe: str | None, out: Path | None, resume: Path | None, overrides: list[tuple[str, str]], *, go_on: bool
 ) -> ExitCode:
-    """Train as the rank that torchrun's environment names; rank 0 makes the directory and shows how it goes.
+    """Train as the rank in torchrun's environment; rank 0 makes the directory and shows the progress.
 
-    Workers that torchrun restarted go on with the run they had begun.
+    Workers that torchrun restarted resume the run that they had begun.
     """
-    # Every rank knows the recipe, and how long it may wait, before it knows the others.
+    # Every rank knows the recipe and its time-out before it knows the others.
     group = join(timeout_s=make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S)
     agreed = _agree_run(group, lambda: _prepare(group, recipe, out, resume, overrides, go_on=go_on))
     if agreed is None:
@@ -41,7 +41,7 @@ def train_as_worker(
 
 
 def _agree_run(group: Group, prepare: Callable[[], tuple[Path, RunFile] | None]) -> tuple[Path, RunFile] | None:
-    """Let rank 0 prepare the run, and return it on every rank; None where it is finished."""
+    """Prepare the run on rank 0, and return it on every rank; None if it is finished."""
     answer: dict[str, object] | None = None
     refused: PacelineError | None = None
     if group.rank == 0:
@@ -75,7 +75,7 @@ def _prepare(
         run = apply_overrides(load_run(RunFile.load(resume)), overrides)
         return prepare_resumed(resume, run.count_workers(group.size), overrides)
     assert recipe is not None
-    # torchrun's own process, which outlives the workers it restarts, tells this job from those before it.
+    # torchrun's own process, which outlives the workers that it restarts, distinguishes this job from earlier ones.
     launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
     is_restart = group.epoch > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and (begun := _find_begun(out, launch)) is not None:

@@ -13,10 +13,10 @@ def verify(
     context: typer.Context,
     algorithm: Annotated[str, typer.Argument(help="Name of an algorithm; `all` for every one.")],
     ranks: Annotated[str, typer.Option(help="Number of ranks; `2:17` for all from 2 to 17.")] = "2:17",
-    collective: Annotated[str | None, typer.Option(help="Such as all-reduce; by default all it can do.")] = None,
+    collective: Annotated[str | None, typer.Option(help="Collective, such as all-reduce; all by default.")] = None,
     root: Annotated[int, typer.Option(help="Rank that a broadcast starts from.")] = 0,
 ) -> None:
-    """Prove collective programs: right, free of deadlocks and races, bitwise equal on all ranks, nothing sent in vain.
+    """Prove collective programs: correct, free of deadlocks and races, bitwise equal on all ranks, no useless sends.
 
     Settings of the algorithm can be overridden: `paceline verify hierarchical --ranks 12 --ranks_per_host 4`.
     """
@@ -41,7 +41,7 @@ def verify(
 
 
 def find_settings(arguments: Sequence[str]) -> "Algorithm | None":
-    """Return the settings of the algorithm that is named."""
+    """Return the settings of the named algorithm."""
     from paceline.programs import find_algorithm
 
     return find_algorithm(arguments[0])() if arguments and arguments[0] != "all" else None
@@ -51,10 +51,10 @@ _HEADER = f"{'algorithm':17} {'collective':15} ranks  rounds  transfers  {'mean'
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the numbers that ``17`` or ``2:17`` (the last one included) means.
+    """Return the numbers in ``17`` or ``2:17`` (including the last one).
 
     Raises:
-        SettingsError: It means none.
+        SettingsError: The text is no such number or range.
     """
     from paceline.errors import SettingsError
 
@@ -79,5 +79,5 @@ def _collectives(settings: "Algorithm", name: str | None, *, is_alone: bool) -> 
     wanted = known.get(name.replace("-", "_"))
     if wanted is None:
         raise unknown_name("--collective", name, known)
-    # Of `all` algorithms those are meant that can do it; of one, `build` refuses.
+    # `all` means all algorithms that have the collective; for a single one, `build` refuses.
     return [wanted] if is_alone or wanted in settings.collectives else []

@@ -24,9 +24,9 @@ class Work(ABC):
     """An operation that has begun."""
 
     began_s: float | None = None
-    """When the operation began, by `time.perf_counter`; None if unknown."""
+    """Time at which the operation began, by `time.perf_counter`; None if unknown."""
     ended_s: float | None = None
-    """When the operation ended, whether waited for or not, by `time.perf_counter`; None if unknown."""
+    """Time at which the operation ended, by `time.perf_counter`; None if unknown."""
 
     @abstractmethod
     def wait(self) -> None:

@@ -81,7 +81,7 @@ class Receive:
     tag: int
     adds: bool
     is_direct: bool
-    """Whether it is received in place; else in scratch memory, because it is added or comes too early."""
+    """Whether the message is received in place; else in scratch memory, because it is added or early."""
     overwrites: tuple[int, ...]
     """Sends that must have ended before the message is written."""
 

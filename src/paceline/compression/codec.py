@@ -81,7 +81,7 @@ ADDED = RESIDUALS | {"momentum"}
 
 
 class FeedbackDroppedWarning(UserWarning):
-    """Codecs had held back gradients that cannot be used here."""
+    """Residuals of codecs cannot be used here, and were dropped."""
 
 
 @dataclass(frozen=True)

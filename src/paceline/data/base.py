@@ -1,4 +1,4 @@
-"""What every source of data is: samples under an index, read a batch at a time."""
+"""Base classes of data: samples under an index, read a batch at a time."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,10 @@ from paceline.registry import Family
 
 @dataclass(frozen=True)
 class Spec:
-    """What a model must know of its data to be built."""
+    """Sizes of the data that a model is built for."""
 
     num_classes: int = 0
-    """Classes of a classification, or the vocabulary of a language model; 0 if not known."""
+    """Number of classes, or vocabulary size of a language model; 0 if unknown."""
     input_shape: tuple[int, ...] = ()
     """Shape of one sample's input, without the batch dim."""
 
@@ -27,12 +27,12 @@ class Spec:
 class Source(torch.utils.data.Dataset[Any]):
     """Samples under indices 0..len-1, read a batch at a time by a background thread, or by loader processes.
 
-    What is read must depend on the index alone: a draw from a global random generator would also change what the
-    model's dropout draws, and could not be repeated on resume.
+    A sample must depend on its index alone: a draw from a global random generator would also change the model's
+    dropout, and could not be repeated on resume.
     """
 
     spec: Spec = Spec()
-    """What a model that is built from settings must know of the data."""
+    """Sizes for models that are built from settings."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -43,12 +43,11 @@ class Source(torch.utils.data.Dataset[Any]):
         """Return the samples at `indices`, in that order: see `Batch.data`."""
 
     def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
-        """Return the samples at `indices`, in a process that does nothing else.
+        """Return the samples at `indices`, in a process that only reads.
 
         Args:
-            indices: As in `read`.
-            seeds: For each sample, the seed of the global random generators while it is made; needed only where it
-                depends on them, which those of this class do not.
+            indices: Indices of the samples, as in `read`.
+            seeds: Seed of the global random generators for each sample; unused here, where samples do not depend on it.
         """
         return self.read(indices)
 
@@ -65,9 +64,9 @@ class IterableSource(torch.utils.data.IterableDataset[Any]):
     """Samples that can only be read one after another.
 
     Args:
-        dataset: Iterated anew for each pass.
-        collate: Makes a batch of a list of samples.
-        spec: What a model that is built from settings must know of the data.
+        dataset: Data set, iterated anew for each pass.
+        collate: Function that makes a batch from a list of samples.
+        spec: Sizes for models that are built from settings.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class IterableSource(torch.utils.data.IterableDataset[Any]):
         """Return a batch of the first sample.
 
         Raises:
-            DataError: There is none.
+            DataError: The data set is empty.
         """
         samples = [sample for sample, _ in zip(self, range(1), strict=False)]
         if not samples:
@@ -95,20 +94,20 @@ class IterableSource(torch.utils.data.IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class Splits:
-    """Data to train on, and data held out to judge by, which share no sample, or None where nothing is."""
+    """Training data, and held-out data for evaluation or None; they share no sample."""
 
     train: Source | IterableSource
     held_out: Source | IterableSource | None = None
     drop_last: bool = False
-    """Whether an epoch's last samples are left out where they are too few for a whole global batch."""
+    """Whether an epoch's last samples are dropped if they are too few for a full global batch."""
     shuffle: bool | None = None
-    """Whether each epoch has an order of its own; by default, unless `train` is iterable."""
+    """Whether each epoch has its own random order; true by default, unless `train` is iterable."""
     num_processes: int = 0
-    """Processes that a worker reads with, where the run asks for none."""
+    """Number of processes with which a worker reads, if the run asks for none."""
 
 
 class Data(Family):
-    """Settings that say which data to train on and how to turn it into samples."""
+    """Settings of the training data: its place, and the way it becomes samples."""
 
     family = "data"
 
@@ -117,5 +116,5 @@ class Data(Family):
         """Open the data.
 
         Raises:
-            DataError: It is missing, empty, damaged or of the wrong type.
+            DataError: The data is missing, empty, damaged or of the wrong type.
         """

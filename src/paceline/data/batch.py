@@ -1,4 +1,4 @@
-"""A batch: any nesting of tensors whose first dim is the samples, and how many of them count."""
+"""A batch: any nesting of tensors whose first dim is the samples, and the number of samples that count."""
 
 import copy
 import dataclasses
@@ -23,13 +23,13 @@ class Batch:
     """One worker's part of a global batch (or, while accumulating, of a part of it)."""
 
     data: Any
-    """Tensors in any nesting of mappings, tuples, lists and dataclasses, samples first in each; all else is passed
-    on."""
+    """Tensors in any nesting of mappings, tuples, lists and dataclasses, each with the samples as its first dim; all
+    other values are passed on."""
     num_samples: int
-    """Samples that count. It is 0 where the worker's share is empty: the tensors then hold one borrowed
-    sample, so that forward and backward run as everywhere, and its weight makes it count for nothing."""
+    """Number of samples that count. It is 0 where the worker's share is empty: the tensors then hold one borrowed
+    sample of weight 0, so that forward and backward run as everywhere."""
     interval: Interval
-    """The whole global batch's positions in the global order, the same on every worker."""
+    """Positions of the whole global batch in the global order, the same on every worker."""
     last: bool = True
     """Whether this is the last micro-batch of the step, after which gradients are exchanged."""
 
@@ -41,7 +41,7 @@ class Batch:
                 without it the mean is over samples.
 
         Returns:
-            The number of samples, or of elements of the mask; 0 where the batch counts for nothing.
+            Number of samples, or of elements of the mask; 0 for a batch of borrowed samples.
         """
         if not self.num_samples:
             return 0.0
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def inputs(self) -> Any:
-        """What a model takes: the first of a pair, all but the labels of a mapping, else all of the data."""
+        """Inputs of the model: the first of a pair, all but the labels of a mapping, else all of the data."""
         if _is_pair(self.data):
             return self.data[0]
         label = self._label
@@ -57,10 +57,10 @@ class Batch:
 
     @property
     def targets(self) -> Any:
-        """What a model should give: the second of a pair, or the labels of a mapping.
+        """Targets of the model's output: the second of a pair, or the labels of a mapping.
 
         Raises:
-            DataError: The data is neither.
+            DataError: The data is neither a pair nor a mapping with labels.
         """
         if _is_pair(self.data):
             return self.data[1]
@@ -87,12 +87,12 @@ _given = threading.local()
 
 
 def note_given(batch: Batch | None) -> None:
-    """Note that a loader gives `batch` to this thread, or that it has ended."""
+    """Record that a loader gives `batch` to this thread, or that it has ended."""
     _given.is_borrowed = batch is not None and not batch.num_samples
 
 
 def is_borrowed() -> bool:
-    """Whether the batch that a loader gave this thread last only holds a borrowed sample, which counts for nothing."""
+    """Return whether this thread's last batch from a loader holds only a borrowed sample, of weight 0."""
     return getattr(_given, "is_borrowed", False)
 
 
@@ -104,7 +104,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
         except TypeError as error:
             if "argument" in str(error):
                 error.add_note(
-                    f"a model is given a mapping's values by their names, here {', '.join(inputs)}; name them in the "
+                    f"a model gets a mapping's values by keyword, here {', '.join(inputs)}; name them in the "
                     "data set, or a collate_fn, as the model's forward names its arguments"
                 )
             raise
@@ -112,14 +112,14 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Any], data: Any) -> Any:
-    """Return `data` with each of its tensors changed, in containers of the same types; what is no tensor stays."""
+    """Return `data` with each of its tensors changed, in containers of the same types; other values stay."""
     if isinstance(data, Tensor):
         return change(data)
     if isinstance(data, Mapping):
         changed = {key: map_tensors(change, value) for key, value in data.items()}
         if type(data) is dict or not isinstance(data, MutableMapping):
             return changed
-        same = copy.copy(data)  # such as a BatchEncoding of transformers, with all that it knows beside
+        same = copy.copy(data)  # such as a BatchEncoding of transformers, with its other attributes
         for key, value in changed.items():  # a ModelOutput has no update
             same[key] = value
         return same
@@ -138,7 +138,7 @@ def is_record(data: Any) -> bool:
 
 
 def list_tensors(data: Any) -> list[Tensor]:
-    """Return the tensors of `data`, in the order in which they stand there."""
+    """Return the tensors of `data`, in their order."""
     found: list[Tensor] = []
     map_tensors(found.append, data)
     return found
@@ -148,7 +148,7 @@ def select(data: Any, samples: slice, num_samples: int) -> Any:
     """Return some samples of `data`, which holds `num_samples`.
 
     Raises:
-        DataError: The first dim of some tensor is not the samples.
+        DataError: A tensor's first dim is not the samples.
     """
 
     def cut(tensor: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def select(data: Any, samples: slice, num_samples: int) -> Any:
 
 
 def check_batch(data: Any) -> None:
-    """Raise `DataError` where there is no tensor in what should be a batch."""
+    """Raise `DataError` for a batch without tensors."""
     if not list_tensors(data):
         raise DataError(
             f"a batch must hold tensors, but got {describe(data)}; turn samples into tensors in the data set, or in a "

@@ -1,4 +1,4 @@
-"""Data sets of torch's that a person's own function returns."""
+"""Torch data sets that a user's function returns."""
 
 import random
 import threading
@@ -22,27 +22,27 @@ from paceline.registry import register
 T = TypeVar("T")
 
 SEEDING = threading.Lock()
-"""Held by whoever seeds torch's global generator for a while, which workers that are threads share."""
+"""Lock of the seeding of torch's global generator, which workers that are threads share."""
 
 
 class Collate(Function):
-    """What makes a batch of a list of samples: a function (samples) -> batch, as torch's DataLoader takes it."""
+    """A function (samples) -> batch, as torch's DataLoader takes it, that makes a batch from a list of samples."""
 
     given: ClassVar[tuple[str, ...]] = ("a list of samples",)
 
 
 @register("function")
 class FunctionData(Function, Data):
-    """Data sets of torch's that a function returns.
+    """Torch data sets that a function returns.
 
-    It returns ``(train, held_out)``, ``{"train": ..., "held_out": ...}``, a `Splits`, or one data set: then nothing is
-    held out, and nothing evaluated. ``torch.utils.data.random_split(dataset, [0.9, 0.1])`` makes two of one. Each is
-    map-style, with samples of any structure; iterable, which every worker reads whole; or a DataLoader, which is taken
-    apart into its data set, `collate_fn`, `drop_last`, shuffling and number of processes, while the run's own
-    `global_batch` counts.
+    The function returns ``(train, held_out)``, ``{"train": ..., "held_out": ...}``, a `Splits`, or one data set: then
+    there is no held-out data and no evaluation. ``torch.utils.data.random_split(dataset, [0.9, 0.1])`` makes two from
+    one. Each is map-style, with samples of any structure; iterable, which every worker reads whole; or a DataLoader, of
+    which the data set, `collate_fn`, `drop_last`, shuffling and number of processes are used, with the run's own
+    `global_batch`.
 
-    Every process calls it and must get the same. The global generators of torch, numpy and Python are seeded while it
-    runs, whatever the run's seed is, so that a random split is the same everywhere.
+    Every process calls it and must get the same data. The global generators of torch, NumPy and Python have a fixed
+    seed while it runs, whatever the run's seed is, so that a random split is the same everywhere.
     """
 
     def open(self) -> Splits:
@@ -53,10 +53,10 @@ class FunctionData(Function, Data):
         """Call the function.
 
         Args:
-            collate_fn: Makes a batch of a list of samples; by default that of a DataLoader, or torch's own.
+            collate_fn: Function that makes a batch from a list of samples; by default a DataLoader's, or torch's own.
 
         Raises:
-            DataError: It returns something else than data sets.
+            DataError: The function returns something else than data sets.
         """
         with _seeded():
             made = self.call()
@@ -72,7 +72,7 @@ class FunctionData(Function, Data):
         )
 
     def _part(self, made: Any) -> tuple[Any, Any]:
-        """Return what to train on, and what is held out or None."""
+        """Return the training data, and the held-out data or None."""
         if isinstance(made, Mapping) and "train" in made and set(made) <= {"train", "held_out"}:
             parts = (made["train"], made.get("held_out"))
         elif isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_dataset, made)):
@@ -82,7 +82,7 @@ class FunctionData(Function, Data):
         if not _is_dataset(parts[0]) or not (parts[1] is None or _is_dataset(parts[1])):
             raise DataError(
                 f"{self.path} must return (train, held_out), {{'train': ..., 'held_out': ...}} or one data set, each "
-                f"of them a Dataset or DataLoader of torch's, but got {describe(made)}"
+                f"of them a torch Dataset or DataLoader, but got {describe(made)}"
             )
         return parts
 
@@ -108,7 +108,7 @@ def _open(dataset: Any, collate_fn: CollateFn | None) -> Source | IterableSource
 def _check_batched(found: T, collate_fn: CollateFn | None) -> T:
     if collate_fn is not None:
         raise SettingsError(
-            f"collate_fn must come with data sets of torch's, but got a {type(found).__name__} of Paceline's, which "
+            f"collate_fn must come with torch data sets, but got Paceline's {type(found).__name__}, which "
             "makes its own batches; leave it out"
         )
     return found
@@ -116,7 +116,7 @@ def _check_batched(found: T, collate_fn: CollateFn | None) -> T:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Inside, global generators draw what they draw everywhere; outside, they go on where they were."""
+    """Give the global generators a fixed seed inside, and restore their state afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

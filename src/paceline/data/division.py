@@ -1,4 +1,4 @@
-"""How the global order is divided: how many samples each step takes, and which part of them each worker."""
+"""Division of the global order into steps, and of each step among workers."""
 
 import math
 import threading
@@ -21,12 +21,12 @@ class Stretch(NamedTuple):
 
 
 class Batches:
-    """The global batch of each step, as stretches of the global order.
+    """Global batch of each step, as stretches of the global order.
 
     A loader's background thread reads it while the training changes it.
 
     Args:
-        order: What is cut into batches.
+        order: Global order, which is cut into batches.
         first: Global batch of step 0.
         changes: Pairs of a step and the global batch from that step on, by ascending step.
     """
@@ -39,12 +39,12 @@ class Batches:
 
     @property
     def first(self) -> int:
-        """The global batch of step 0."""
+        """Global batch of step 0."""
         return self._planned[0][1]
 
     @property
     def newest(self) -> int:
-        """The global batch of the last stretch."""
+        """Global batch of the last stretch."""
         with self._lock:
             return self._stretches[-1].batch
 
@@ -54,7 +54,7 @@ class Batches:
             return self._find(position).batch
 
     def step_of(self, position: int) -> int:
-        """Return how many steps are done at `position`."""
+        """Return the number of steps done at `position`."""
         with self._lock:
             stretch = self._find(position)
         return stretch.step + self._order.step_of(position, stretch.batch, start=stretch.position)
@@ -66,14 +66,14 @@ class Batches:
         return self._order.position_of(step - stretch.step, stretch.batch, start=stretch.position)
 
     def change(self, position: int, batch: int) -> None:
-        """Let steps take `batch` samples from `position` on, where a step begins; what was planned beyond it falls."""
+        """Let steps take `batch` samples from `position` on, where a step begins; later planned changes are dropped."""
         step = self.step_of(position)
         with self._lock:
             kept = [stretch for stretch in self._stretches if stretch.position < position]
             self._stretches = [*kept, Stretch(step, position, batch)]
 
     def resume(self, step: int, position: int) -> None:
-        """Go on as planned, with `step` at `position`."""
+        """Continue as planned, with `step` at `position`."""
         with self._lock:
             self._stretches = self._lay_out(step, position)
 
@@ -84,7 +84,7 @@ class Batches:
             return [list(here), *(list(stretch) for stretch in self._stretches if stretch.position > position)]
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        """Take on a saved state."""
+        """Load a saved state."""
         with self._lock:
             self._stretches = [Stretch(*stretch) for stretch in state]
 
@@ -94,7 +94,7 @@ class Batches:
         for start, batch in self._planned:
             if start > step:
                 last = stretches[-1]
-                # From where the step before ends: the new batch says whether what is left of an epoch is dropped.
+                # From the end of the step before: by the new batch, the rest of an epoch is dropped or not.
                 before = self._order.position_of(start - last.step - 1, last.batch, start=last.position)
                 position = self._order.next_batch(before, last.batch).stop
                 stretches.append(Stretch(start, position, batch))
@@ -106,23 +106,23 @@ class Batches:
 
 
 class Ending:
-    """Where the data ends: after so many epochs or steps, both counted from the beginning of training, or never.
+    """End of the data: after a number of epochs or steps, both counted from the beginning of training, or never.
 
     Args:
-        order: What it is the end of.
-        batches: What steps take.
-        num_epochs: Epochs after which it ends; None for no end.
-        num_steps: Steps after which it ends; None for no end.
+        order: Global order.
+        batches: Global batch of each step.
+        num_epochs: Epochs after which the data ends; None for no end.
+        num_steps: Steps after which the data ends; None for no end.
     """
 
     def __init__(self, order: GlobalOrder, batches: Batches, num_epochs: int | None, num_steps: int | None) -> None:
         self._order, self._batches, self._num_steps = order, batches, num_steps
         self.position = None if num_epochs is None else num_epochs * order.num_samples
-        """The position at which the last epoch ends."""
+        """Position at which the last epoch ends."""
 
     @property
     def step(self) -> int | None:
-        """The step before which it ends, with the batches that are planned now."""
+        """Step before which the data ends, by the currently planned batches."""
         ends = [self._num_steps] if self._num_steps is not None else []
         if self.position is not None:
             step = self._batches.step_of(self.position)
@@ -130,7 +130,7 @@ class Ending:
         return min(ends, default=None)
 
     def is_reached(self, position: int) -> bool:
-        """Return whether no step begins at `position`, or after what is dropped there."""
+        """Return whether no step begins at `position`, or after the samples that are dropped there."""
         if self._num_steps is not None and self._batches.step_of(position) >= self._num_steps:
             return True
         if self.position is None:
@@ -139,13 +139,13 @@ class Ending:
 
 
 class Shares:
-    """One non-negative weight a worker; it may change at a position of the global order.
+    """Shares of a global batch: one non-negative weight per worker, which may change at a position of the global order.
 
     A loader's background thread reads it while the training changes it.
 
     Args:
-        weights: From the start on; evenly without them.
-        num_workers: How many there are.
+        weights: Weights at the start; None for even ones.
+        num_workers: Number of workers.
 
     Raises:
         SettingsError: See `check_shares`.
@@ -158,7 +158,7 @@ class Shares:
 
     @property
     def newest(self) -> list[float]:
-        """The weights that were given last, whether in force yet or not."""
+        """Latest weights, even if they are not in force yet."""
         return self._changes[-1][1]
 
     def at(self, position: int) -> list[float]:
@@ -167,7 +167,7 @@ class Shares:
             return self._since(position)[0][1]
 
     def change(self, start: int, weights: Sequence[float], *, position: int) -> None:
-        """Divide global batches from `start` on by other weights; nothing below `position` is asked for any more.
+        """Divide global batches from `start` on by other weights; no later request is below `position`.
 
         Raises:
             SettingsError: See `check_shares`.
@@ -177,12 +177,12 @@ class Shares:
             self._changes = [change for change in self._since(position) if change[0] < start] + [(start, checked)]
 
     def state(self, position: int) -> list[list[Any]]:
-        """Return the weights in force at `position`, and those that follow, as JSON."""
+        """Return the weights at `position`, and those that follow, as JSON."""
         with self._lock:
             return [[start, weights] for start, weights in self._since(position)]
 
     def load(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Take on a saved state, if it is of as many workers; return whether it is."""
+        """Load a saved state, if it is of the same number of workers; return whether it is."""
         if len(state[0][1]) != self._num_workers:
             return False
         with self._lock:
@@ -196,14 +196,14 @@ class Shares:
 
 
 class MicroBatches:
-    """How workers' shares of global batches are cut into micro-batches.
+    """Division of workers' shares of global batches into micro-batches.
 
     Args:
         batches: Global batches.
-        shares: Who takes how much of them.
-        rank: This worker.
-        num_micro_batches: Parts of a share.
-        adds: Whether a global batch that grows is cut into more parts, each as large as at first.
+        shares: Each worker's share of them.
+        rank: This worker's rank.
+        num_micro_batches: Micro-batches per share.
+        adds: Whether a larger global batch has more micro-batches, each as large as at first.
     """
 
     def __init__(self, batches: Batches, shares: Shares, rank: int, num_micro_batches: int, *, adds: bool) -> None:
@@ -212,13 +212,13 @@ class MicroBatches:
         self.adds = adds
 
     def count(self, position: int) -> int:
-        """Return into how many parts a share of the step that begins at `position` is cut."""
+        """Return the number of micro-batches per share in the step that begins at `position`."""
         if not self.adds:
             return self._num_parts
         return self._num_parts * max(1, -(-self._batches.at(position) // self._batches.first))
 
     def divide(self, share: int, position: int) -> list[int]:
-        """Return how many samples each part takes of a share of the step that begins at `position`."""
+        """Return the sizes of a share's micro-batches in the step that begins at `position`."""
         return apportion(share, [1.0] * self.count(position))
 
     def cut(self, interval: Interval, *, is_all_mine: bool = False) -> StepReads:
@@ -236,9 +236,9 @@ class MicroBatches:
         return StepReads(interval, parts, counts)
 
     def list_sizes(self, order: GlobalOrder, position: int, end: int) -> tuple[set[int], set[int]]:
-        """Return how many samples micro-batches have between two positions: a worker's own, and those of all workers.
+        """Return the sizes of micro-batches between two positions: of a worker's own, and of those of all workers.
 
-        Empty ones are left out.
+        Empty ones are omitted.
         """
         own: set[int] = set()
         joint: set[int] = set()
@@ -260,6 +260,6 @@ def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float
     weights = [1.0] * num_workers if shares is None else [float(weight) for weight in shares]
     if len(weights) != num_workers or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
         raise SettingsError(
-            f"shares must be {num_workers} weights (one a worker), none negative and not all 0, but got {shares}"
+            f"shares must be {num_workers} weights (one per worker), none negative and not all 0, but got {shares}"
         )
     return weights

@@ -1,4 +1,4 @@
-"""Images to classify: scikit-learn's digits, the IDX files of MNIST and its kin, folders of image files.
+"""Images to classify: scikit-learn's digits, IDX files (MNIST and others), folders of image files.
 
 Shapes: B images of a batch, N of a source, C channels, H and W pixels, S pixels of a side after resizing.
 """
@@ -35,27 +35,27 @@ HALF_RANGE = 127.5
 
 @register("images")
 class Images(Data):
-    """Labelled images, resized to a square (whatever their own proportions) of values from -1 to 1.
+    """Labelled images, resized to a square (whatever their own proportions), with values from -1 to 1.
 
     Data without held-out images of its own is split by the hashes of the images' names or numbers, so that
     the same images are held out in every run.
     """
 
     path: Path | None = None
-    """A folder with ``train-images*-idx3-ubyte[.gz]`` and ``train-labels*-idx1-ubyte[.gz]``, or that images
-    file itself (held out: ``t10k-`` or ``test-`` beside it, where present); or a folder with a folder of png,
-    jpg, jpeg, bmp or webp files for each class (held out: where it has ``train`` and ``val`` or ``test``,
+    """Folder with ``train-images*-idx3-ubyte[.gz]`` and ``train-labels*-idx1-ubyte[.gz]``, or that images
+    file itself (held out: ``t10k-`` or ``test-`` beside it, if present); or a folder with one folder of png,
+    jpg, jpeg, bmp or webp files per class (held out: if it has ``train`` and ``val`` or ``test``,
     each with the class folders, the latter). None: scikit-learn's 1,797 digits."""
     size: int = Field(16, ge=8)
-    """Pixels of a side."""
+    """Height and width of an image in pixels."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Part that is held out where the data has no test images of its own."""
+    """Fraction of the images that is held out, if the data has no test images of its own."""
 
     def open(self) -> Splits:
         """Open the images.
 
         Raises:
-            DataError: They are missing, empty, damaged or of fewer than two classes.
+            DataError: The images are missing, empty, damaged or of fewer than two classes.
             MissingExtraError: scikit-learn or Pillow is needed and not installed.
         """
         if self.path is None:
@@ -88,7 +88,7 @@ class Images(Data):
         if test is not None:
             if _list_classes(test) != classes:
                 raise DataError(
-                    f"{test} must have the class folders of {train}, but these are in one of the two only: "
+                    f"{test} must have the class folders of {train}, but these are in only one of the two: "
                     f"{', '.join(sorted(set(classes) ^ set(_list_classes(test))))}; add or remove them"
                 )
             return self._file_splits(samples, _list_files(test, classes), len(classes))
@@ -147,7 +147,7 @@ class FileImages(Source):
         """Return images_BCSS (float32, -1..1) and labels_B.
 
         Raises:
-            DataError: A file is not an image, or a damaged one.
+            DataError: A file is no image, or is damaged.
         """
         size = self.spec.input_shape[-1]
         pixels = np.empty((len(indices), size, size, 3), dtype=np.uint8)
@@ -185,7 +185,7 @@ def _load_digits() -> _Arrays:
 
 
 def _list_splits(root: Path) -> tuple[Path, Path | None]:
-    """Return the folder to train on, and the one that is held out where `root` has one."""
+    """Return the training folder, and the held-out one or None."""
     tests = [root / name for name in ("val", "test") if (root / name).is_dir()]
     has_train = (root / "train").is_dir() and any(child.is_dir() for child in (root / "train").iterdir())
     return (root / "train", tests[0]) if tests and has_train else (root, None)
@@ -230,10 +230,10 @@ def _decode(path: Path, size: int) -> _Bytes:
 
 
 def _find_idx(path: Path) -> Path | None:
-    """Return the IDX file of images to train on, or None where `path` is a folder without one."""
+    """Return the IDX file of training images, or None if `path` is a folder without one."""
     if path.is_file():
         return path
-    # iterdir, not glob: it raises where the folder is missing or closed.
+    # iterdir, not glob: it raises if the folder is missing or unreadable.
     names = sorted(child.name for child in path.iterdir() if child.name.startswith("train-images"))
     found = [name for name in names if name.removesuffix(".gz").endswith("idx3-ubyte")]
     return path / found[0] if found else None
@@ -267,7 +267,7 @@ def _read_idx_pair(images: Path) -> _Arrays:
 
 
 def _read_idx(path: Path, num_dims: int) -> Tensor:
-    """Return what an IDX file holds: two zeros, a type, the number of dims, each as big-endian uint32."""
+    """Return the array of an IDX file: two zeros, a type, the number of dims, each dim as big-endian uint32."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -23,44 +23,44 @@ from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
 
 _FAR = 2**40
-"""A step that no training comes to."""
+"""A step that no training reaches."""
 
 
 class Loader:
-    """This worker's batches, in one global order that does not depend on how many workers there are.
+    """This worker's batches, in one global order that does not depend on the number of workers.
 
-    Each step takes the next `global_batch` positions of the order and cuts them into shares. Without `num_epochs` or
-    `num_steps` it goes on for ever; both count from the beginning of training, not from where a checkpoint resumes. A
-    batch counts as used once `ack` was called for it, the next one was asked for, or the loop was left.
+    Each step takes the next `global_batch` positions of the order and divides them into shares. Without `num_epochs` or
+    `num_steps` it never ends; both count from the beginning of training, not from where a checkpoint resumes. A
+    batch counts as used once `ack` was called for it, the next one was requested, or the loop was left.
 
     Args:
-        dataset: Any torch data set; an iterable one is read whole by every worker, in its own order. A DataLoader is
-            taken apart into its data set, `collate_fn`, `drop_last`, shuffling and number of processes.
-        global_batch: Samples of a step, over all workers; by default a DataLoader's batch size.
+        dataset: Any torch data set; every worker reads all of an iterable one, in its own order. Of a DataLoader its
+            data set, `collate_fn`, `drop_last`, shuffling and number of processes are used.
+        global_batch: Samples per step, over all workers; by default a DataLoader's batch size.
         group: The workers; by default those that `paceline.join` has joined.
-        num_epochs: Times that the data set is gone through; None for no end.
+        num_epochs: Passes over the data set; None for no end.
         num_steps: Steps after which it ends; None for no end.
-        collate_fn: Makes a batch of a list of samples, as for torch's DataLoader; by default tensors are stacked.
-        drop_last: Whether an epoch's last samples are left out where they are too few for a whole global batch.
-        join_epochs: Whether they are joined with the first ones of the next epoch instead.
+        collate_fn: Function that makes a batch from a list of samples, as in a DataLoader; by default it stacks them.
+        drop_last: Whether an epoch's last samples are dropped if they are too few for a full global batch.
+        join_epochs: Whether such samples share a global batch with the next epoch's first ones instead.
         seed: Random seed of the order.
-        shuffle: Whether each epoch has an order of its own; by default, unless the data set is iterable.
-        shares: How a global batch is divided: one non-negative weight a worker; evenly without it.
-        num_micro_batches: Parts that a worker's share is cut into, for gradient accumulation.
-        prefetch: Steps that are read ahead.
-        num_processes: Processes that read; 0 for a background thread. In a process each sample has random numbers of
-            its own, by its position: augmentation is then the same on any number of workers, and after resuming.
-        split: Returns this rank's part of a batch, where ranks of a worker have different tokens of the same samples;
-            by default, as the group, what `paceline.parallelize` has decided.
-        dispatcher: Hands out positions where workers go at their own pace: each step is then this worker's alone, of an
-            even share of `global_batch`, and iterating ends where all workers come together.
-        changes: Pairs of a step and the global batch from that step on, where it does not stay `global_batch`.
-        adds_micro_batches: Whether a global batch that has grown is cut into more micro-batches, so that none becomes
-            larger than the first ones.
+        shuffle: Whether each epoch has its own random order; true by default, unless the data set is iterable.
+        shares: Shares of a global batch: one non-negative weight per worker; None for even ones.
+        num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
+        prefetch: Steps to read ahead.
+        num_processes: Number of processes that read; 0 for a background thread. In a process each sample has its own
+            random numbers, by its position: augmentation is then the same on any number of workers, and after resuming.
+        split: Function that returns this rank's part of a batch, if ranks of a worker have different tokens of the same
+            samples; by default, as the group, the one that `paceline.parallelize` chose.
+        dispatcher: Sample dispatcher of workers that run at their own pace: each step is then this worker's alone, with
+            an even share of `global_batch`, and iteration ends where all workers meet.
+        changes: Pairs of a step and the global batch from that step on, if it does not stay `global_batch`.
+        adds_micro_batches: Whether a larger global batch has more micro-batches, so that none becomes larger than the
+            first ones.
 
     Raises:
         SettingsError: The settings do not fit each other, the data set or the group.
-        DataError: The data set is of no kind that can be read.
+        DataError: The kind of data set cannot be read.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Loader:
             shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
         self._finds_dispatcher = False
-        """Whether it is to find out who hands out samples, if somebody does."""
+        """Whether to look up the group's sample dispatcher, if there is one."""
         if group is None:
             group = find_group()
             if group.membership.reading is None:
@@ -105,7 +105,7 @@ class Loader:
         self._shares = Shares(shares, self._num_workers)
         if drop_last and join_epochs:
             raise SettingsError(
-                "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
+                "drop_last and join_epochs must not both be true: an epoch's last samples are either dropped or joined"
             )
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
@@ -141,13 +141,13 @@ class Loader:
         self._ledger = Ledger()
         self._reading: ReadAhead | None = None
         self._in_hand: Batch | None = None
-        """What the loop over it works on."""
+        """Current batch of a loop over the loader."""
 
     def __len__(self) -> int:
-        """Return how many batches are left to iterate over, micro-batches counted each.
+        """Return the number of micro-batches left to iterate over.
 
         Raises:
-            TypeError: There is no end, or it is not known: of an iterable data set, or of workers at their own pace.
+            TypeError: The loader never ends, or its end is unknown: data is iterable, or workers run at their own pace.
         """
         end = self._ending.step
         is_paced = self._dispatcher is not None or self._found_dispatcher is not None
@@ -167,31 +167,31 @@ class Loader:
 
     @property
     def global_batch(self) -> int:
-        """Samples of the next step, over all workers, but at an epoch's end."""
+        """Samples of the next step, over all workers; an epoch's last step may have fewer."""
         return self.batch_at(self.position)
 
     def batch_at(self, position: int) -> int:
-        """Return the global batch in force for the step that begins at `position`."""
+        """Return the global batch of the step that begins at `position`."""
         return self._batches.at(position)
 
     @property
     def newest_batch(self) -> int:
-        """The global batch that was chosen last, whether in force yet or not."""
+        """Latest choice of the global batch, even if it is not in force yet."""
         return self._batches.newest
 
     @property
     def shares(self) -> list[int]:
-        """Samples of a whole global batch that each worker takes, once the newest shares are in force."""
+        """Samples of a full global batch that each worker takes, once the newest shares are in force."""
         return apportion(self.global_batch, self._shares.newest)
 
     def list_sizes(self, boundaries: Sequence[int], *, is_asynchronous: bool = False) -> tuple[set[int], set[int]]:
-        """Return how many samples micro-batches have from here on: a worker's own, and those of all workers together.
+        """Return the sizes of micro-batches from here on: of a worker's own, and of those of all workers together.
 
-        Empty ones are left out. Shares and batches that change are taken as they are planned now.
+        Empty ones are omitted. Shares and batches that change are taken as currently planned.
 
         Args:
-            boundaries: Steps before which all workers come together; the last is the end.
-            is_asynchronous: Whether workers go at their own pace in between.
+            boundaries: Steps before which all workers meet; the last is the end.
+            is_asynchronous: Whether workers run at their own pace in between.
         """
         end = ENDLESS if self._ending.position is None else self._ending.position
         stops = [min(self._batches.position_of(step), end) for step in boundaries]
@@ -204,37 +204,37 @@ class Loader:
         return self._micro_batches.list_sizes(self.order, self.position, stops[-1])
 
     def change_shares(self, shares: Sequence[float]) -> int:
-        """Divide global batches by other weights, from the first on that no worker can have begun to read.
+        """Divide global batches by other weights, beginning with the first that no worker can have begun to read.
 
-        Every worker calls it at the same position, which all of them count from: what was read ahead keeps its shares.
+        Every worker calls it at the same position: batches that were read ahead keep their shares.
 
         Returns:
-            The position from which they are in force.
+            First position at which the shares are in force.
 
         Raises:
-            SettingsError: They do not fit the group.
+            SettingsError: The shares do not fit the group.
         """
         start = self._first_unread
         self._shares.change(start, shares, position=self.position)
         return start
 
     def change_batch(self, global_batch: int) -> int:
-        """Let steps take another global batch, from the first on that no worker can have begun to read.
+        """Change the global batch, beginning with the first step that no worker can have begun to read.
 
-        Every worker calls it at the same position, as it does `change_shares`.
+        Every worker calls it at the same position, as for `change_shares`.
 
         Returns:
-            The position from which it is in force.
+            First position at which the global batch is in force.
 
         Raises:
-            SettingsError: It is below the number of workers.
+            SettingsError: The global batch is below the number of workers.
         """
         start = self._first_unread
         self._batches.change(start, self._check_batch(global_batch))
         return start
 
     def load_shares(self, state: dict[str, Any]) -> bool:
-        """Take on the shares of a `state_dict`, if it is of as many workers; return whether it is."""
+        """Load the shares of a `state_dict`, if it is of the same number of workers; return whether it is."""
         return "shares" in state and self._shares.load(state["shares"])
 
     def ack(self, batch: Batch) -> None:
@@ -246,28 +246,28 @@ class Loader:
             self._ledger.ack(batch.interval)
 
     def claim_next(self, num_samples: int) -> Interval:
-        """Return the next positions that nobody has, for a sample dispatcher; `mark_used` tells when they were used."""
+        """Return the next unclaimed positions, for a sample dispatcher; `mark_used` tells when they were used."""
         return self._ledger.claim(self.order, num_samples)
 
     def mark_used(self, start: int, stop: int) -> None:
-        """Take note that positions which `claim_next` returned were used."""
+        """Record that positions from `claim_next` were used."""
         self._ledger.ack(Interval(start, stop))
 
     def move_to(self, position: int) -> None:
-        """Note that all before `position` has been used, by whomever."""
+        """Record that all samples before `position` were used, on any worker."""
         self._ledger = Ledger(position)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position in the data, which fits any number of workers, shares and batches, as JSON.
+        """Return the position in the data as JSON, which fits any number of workers, shares and batches.
 
-        Inside a loop over it, the batch in hand counts as used.
+        Inside a loop over the loader, the current batch counts as used.
 
         Raises:
-            DataError: The batch in hand is not the last micro-batch of its step.
+            DataError: The current batch is not the last micro-batch of its step.
         """
         if self._in_hand is not None:
             if not self._in_hand.last:
-                raise DataError("a loader must be saved after the last micro-batch of a step, but others are to come")
+                raise DataError("a loader must be saved after the last micro-batch of a step, but more follow")
             self.ack(self._in_hand)
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
@@ -280,20 +280,20 @@ class Loader:
         }
 
     def load_batches(self, state: dict[str, Any]) -> None:
-        """Take on the global batches of a `state_dict`, those that `change_batch` set among them.
+        """Load the global batches of a `state_dict`, including those that `change_batch` set.
 
         Raises:
-            SettingsError: One is below the number of workers.
+            SettingsError: A global batch is below the number of workers.
         """
         for _, _, batch in state["batches"]:
             self._check_batch(batch)
         self._batches.load(state["batches"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, at any number of workers, with this loader's own shares and batches.
+        """Continue from `state`, on any number of workers, with this loader's own shares and batches.
 
         Raises:
-            DataError: It was taken over other data or another seed, where "the rest of the epoch" means nothing.
+            DataError: The state is of other data or another seed, for which "the rest of the epoch" means nothing.
         """
         if ("stream" in state) != (self._stream is not None):
             raise DataError(
@@ -316,10 +316,10 @@ class Loader:
             self._batches.resume(state["batches"][0][0], self.position)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batch after micro-batch, from the low-water mark on, to the end if there is one.
+        """Yield micro-batch after micro-batch, from the low-water mark to the end, if there is one.
 
-        Inside, signals that ask this process to stop are requests to all workers, and it ends after the step after
-        which they have agreed to: see `Replica.should_save`.
+        While it runs, a signal that asks this process to stop is a request to all workers, and iteration ends after the
+        step on which they agree: see `Replica.should_save`.
         """
         with self._membership.stopping_on_signals():
             try:
@@ -331,7 +331,7 @@ class Loader:
                 note_given(None)
 
     def _give(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch, which this thread is given."""
+        """Return this rank's part of a batch, and note that this thread has it."""
         note_given(batch)
         return self._split(batch) if self._split is not None else batch
 
@@ -340,21 +340,21 @@ class Loader:
         return self._membership.dispatcher if self._finds_dispatcher else None
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
-        """Yield what nobody else has; where it is time to save, to stop or to end, all workers come together.
+        """Yield samples that no other worker has; to save, to stop and at the end, all workers meet.
 
-        They do so with a batch that counts for nothing.
+        They meet with a batch of weight 0.
         """
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
         if self.order.tail == "drop":
             raise SettingsError(
-                "drop_last must be left out where workers go at their own pace, of whom each takes a part of what is "
+                "drop_last must be left out where workers run at their own pace, each of which takes a part of what is "
                 "left; take a synchronous rule, or join_epochs"
             )
         self._dispatcher = dispatcher
         dispatcher.set_source(self.claim_next, self.mark_used)
         membership = self._membership
-        next_step = self._batches.step_of(self.position) + 1  # after which a loop that saves has said how often
+        next_step = self._batches.step_of(self.position) + 1  # by then a loop that saves has said how often
         while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
                 next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
@@ -381,7 +381,7 @@ class Loader:
         if self._stream is not None:
             self._stream = self._stream.resume(self._stream.state(self.position), self.position)
         if self._reading is not None:
-            self._reading.stop()  # that of an older iterator, which somebody holds
+            self._reading.stop()  # the thread of an older iterator that is still referenced
         mine = self._reading = ReadAhead(self._read_steps(self._ledger, self._stream), self._prefetch)
         try:
             with mine:
@@ -396,13 +396,13 @@ class Loader:
                 self._in_hand = batch
                 try:
                     yield self._give(batch)
-                except GeneratorExit:  # the loop was left by break: its last batch is used all the same
+                except GeneratorExit:  # the loop was left by break: its last batch was used nevertheless
                     if self._in_hand is not None and batch.last and mine is self._reading:
                         self.ack(batch)
                     raise
                 if mine is not self._reading:
                     raise DataError(
-                        "a loader must be iterated once at a time, but a newer iterator was begun; end one loop first"
+                        "a loader must be iterated once at a time, but a newer iterator exists; end one loop first"
                     )
             if self._in_hand is not None:
                 self.ack(step[-1])
@@ -411,7 +411,7 @@ class Loader:
 
     def _check_batch(self, global_batch: int | None) -> int:
         if global_batch is None:
-            raise SettingsError("global_batch must be given: the samples of a step, over all workers")
+            raise SettingsError("global_batch must be given, the number of samples per step over all workers")
         checked = _check_count("global_batch", global_batch)
         if checked < self._num_workers:
             raise SettingsError(
@@ -427,7 +427,7 @@ class Loader:
 
     @property
     def _first_unread(self) -> int:
-        """The first position that no worker at this one's position can have begun to read."""
+        """First position that no worker at this one's position can have begun to read."""
         start = self.position
         for _ in range(self._max_steps_ahead):
             start = self.order.next_batch(start, self.batch_at(start)).stop
@@ -442,14 +442,14 @@ class Loader:
     @property
     def _max_steps_ahead(self) -> int:
         """Global batches that a worker may have claimed beyond its position."""
-        num_waiting = max(1, self._prefetch) + 1  # those that are ready, and one in hand
+        num_waiting = max(1, self._prefetch) + 1  # the ready ones, and the current one
         return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
 
     def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
         last = self._ending.position
         while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
             interval = ledger.claim(self.order, self.batch_at)
-            if last is not None and last < interval.stop:  # joined with no epoch any more
+            if last is not None and last < interval.stop:  # no next epoch to join
                 interval = Interval(interval.start, last)
             yield self._micro_batches.cut(interval)
         while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
@@ -468,7 +468,7 @@ class Loader:
         else:
             assert self._source is not None
             steps = read_here(self._source, self.order, plan, self._device)
-            advice = "give num_processes=1 (num_data_processes of a run), where each sample has numbers of its own"
+            advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
         if isinstance(self._group, LocalGroup) and self._group.size > 1:  # threads, which draw from one generator
             yield from steps
         else:

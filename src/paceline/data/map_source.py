@@ -1,4 +1,4 @@
-"""Data sets of torch's, as sources."""
+"""Torch data sets, as sources."""
 
 import dataclasses
 import operator
@@ -25,12 +25,12 @@ from paceline.data.randomness import capture_generators, seed_generators
 from paceline.errors import DataError, SettingsError
 
 CollateFn = Callable[[list[Any]], Any]
-"""What makes a batch of a list of samples, as that of torch's DataLoader."""
+"""A function that makes a batch from a list of samples, as in torch's DataLoader."""
 
 
 @dataclass(frozen=True)
 class LoaderParts:
-    """What a DataLoader of torch's is made of."""
+    """The settings of a torch DataLoader."""
 
     dataset: Dataset[Any]
     batch_size: int
@@ -41,18 +41,18 @@ class LoaderParts:
 
 
 def take_apart(loader: DataLoader[Any]) -> LoaderParts:
-    """Return what a DataLoader is made of, but for what only makes it faster, such as pinned memory.
+    """Return the settings of a DataLoader, except those that only make it faster, such as pinned memory.
 
     Raises:
-        SettingsError: It has a sampler or a `worker_init_fn` of its own, or batches otherwise than by a number of
-            samples.
+        SettingsError: The DataLoader has a sampler or a `worker_init_fn` of its own, or batches otherwise than by a
+            number of samples.
     """
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
     obstacle, advice = _find_obstacle(loader, sampler)
     if obstacle:
         raise SettingsError(
-            "a DataLoader must have a batch_size and torch's own order, in whose place comes one global order, but got "
+            "a DataLoader must have a batch_size and torch's own order, which one global order replaces, but got "
             f"{obstacle}; give Loader the data set itself, {advice}"
         )
     assert type(batches) is BatchSampler
@@ -62,7 +62,7 @@ def take_apart(loader: DataLoader[Any]) -> LoaderParts:
 
 
 def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
-    """Return why a DataLoader cannot be taken apart, if it cannot, and what to do beside giving the data set."""
+    """Return the obstacle to using a DataLoader, if there is one, and what to give beside its data set."""
     name = f"a {type(sampler).__name__}"
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"a {type(loader).__name__}, which iterates in its own way", "with global_batch and collate_fn"
@@ -86,8 +86,8 @@ def open_source(dataset: Any, collate_fn: CollateFn | None) -> Source:
     """Return a data set as a source.
 
     Raises:
-        SettingsError: It is one that makes batches itself, and there is a `collate_fn`.
-        DataError: It has no samples under 0..len-1.
+        SettingsError: The data set makes batches itself, and there is a `collate_fn`.
+        DataError: The data set has no samples under 0..len-1.
     """
     if not isinstance(dataset, Source):
         return MapSource(dataset, collate_fn)
@@ -103,9 +103,9 @@ class MapSource(Source):
     """Any torch data set with a length, as a `Source`; its samples may have any structure.
 
     Args:
-        dataset: Samples under 0..len-1.
-        collate_fn: Makes a batch of a list of samples; by default torch's own, which stacks tensors of one shape.
-        spec: What a model that is built from settings must know of the data.
+        dataset: Data set with samples under 0..len-1.
+        collate_fn: Function that makes a batch from a list of samples; by default torch's own, which stacks tensors.
+        spec: Sizes for models that are built from settings.
 
     Raises:
         DataError: The data set has no length, or no samples under 0..len-1.
@@ -129,7 +129,7 @@ class MapSource(Source):
         self._num_samples = len(dataset)
         self._read_all = getattr(dataset, "__getitems__", None)  # torch's own way to read several at once
         self._draws = False
-        """Whether to read several at once draws random numbers."""
+        """Whether reading several samples at once draws random numbers."""
 
     def __len__(self) -> int:
         """Return the data set's length."""
@@ -139,14 +139,14 @@ class MapSource(Source):
         """Return the samples, collated.
 
         Raises:
-            DataError: One of them is not there, or see `collate`.
+            DataError: A sample does not exist, or see `collate`.
         """
         places = [int(index) for index in indices]
         samples = [self._read_one(place) for place in places] if self._read_all is None else self._read_several(places)
         return collate(samples, self._collate_fn)
 
     def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
-        """Return the samples, collated: each with random numbers of its own, whatever it is read together with."""
+        """Return the samples, collated: each with its own random numbers, whatever samples are read with it."""
         seed_generators(seeds[0])
         if self._read_all is not None and not self._draws:
             before = capture_generators()
@@ -165,7 +165,7 @@ class MapSource(Source):
         try:
             return list(self._read_all(places))
         except (LookupError, StopIteration):
-            for place in places:  # of which one is not there: that is said
+            for place in places:  # one of them does not exist: name it
                 self._read_one(place)
             raise
 
@@ -186,10 +186,10 @@ class MapSource(Source):
 
 
 def collate(samples: list[Any], collate_fn: CollateFn | None) -> Any:
-    """Return a batch of samples.
+    """Return a batch made from samples.
 
     Raises:
-        DataError: Torch cannot stack them and there is no `collate_fn`, or what is made of them is no batch.
+        DataError: Torch cannot stack the samples and there is no `collate_fn`, or the result is no batch.
     """
     if collate_fn is None:
         _refuse_numbers(samples[0])
@@ -201,7 +201,7 @@ def collate(samples: list[Any], collate_fn: CollateFn | None) -> Any:
         batch = collate_fn(samples)
         if isinstance(batch, list | tuple) and len(batch) == len(samples) and all(map(operator.is_, batch, samples)):
             raise DataError(
-                "collate_fn must make one batch of a list of samples, but gave the samples back as they are; stack or "
+                "collate_fn must make one batch from a list of samples, but returned the samples unchanged; stack or "
                 "pad them, or for a loss that takes a list of samples return {'samples': samples}"
             )
     check_batch(batch)
@@ -209,10 +209,10 @@ def collate(samples: list[Any], collate_fn: CollateFn | None) -> Any:
 
 
 def _stack(samples: list[Any]) -> Any:
-    """Return samples stacked as torch does it, which knows no dataclasses."""
+    """Return samples stacked as torch does, and dataclasses too, which torch does not support."""
     first = samples[0]
     if isinstance(first, Mapping) and any(one.keys() != first.keys() for one in samples):
-        raise KeyError("other keys")  # of which torch would drop some
+        raise KeyError("other keys")  # torch would drop some of them
     if not _holds_record(first):
         return default_collate(samples)
     if isinstance(first, Mapping):
@@ -234,7 +234,7 @@ def _holds_record(sample: Any) -> bool:
 
 
 def _refuse_numbers(sample: Any, *, is_inside: bool = False) -> None:
-    """Refuse a list of numbers inside a sample: torch makes a tensor of each place in it, and not one of it."""
+    """Refuse a list of numbers inside a sample: torch makes a tensor of each place in it, instead of one of all."""
     if isinstance(sample, Mapping):
         parts = list(sample.values())
     elif is_record(sample):
@@ -258,6 +258,6 @@ def _refuse_to_stack(samples: list[Any], error: Exception) -> NoReturn:
     rule = "alike" if len(shown) > 1 else "made of tensors, arrays and numbers"
     raise DataError(
         f"samples must be {rule} for torch to stack them, but got {' and '.join(shown)}; change what the data set "
-        "returns, or give a collate_fn, which makes a batch of a list of samples, for instance by padding "
+        "returns, or give a collate_fn, which makes a batch from a list of samples, for instance by padding "
         f"({type(error).__name__}: {str(error).splitlines()[0]})"
     ) from error

@@ -16,10 +16,10 @@ from paceline.data.text import Text
 from paceline.registry import register
 
 NOT_ASKED = -100
-"""Target where the model is not asked for a token; the value that torch's cross entropy ignores by default."""
+"""Target of tokens that are not to be predicted; the value that torch's cross entropy ignores by default."""
 NUM_SPECIAL_TOKENS = 8
-"""Numbers above the text's own tokens that the vocabulary has besides. Only the first is used, for what is masked;
-with eight a vocabulary of bytes can be dealt out among 2, 4 or 8 ranks."""
+"""Additional tokens of the vocabulary, above the text's own. Only the first is used, as the mask token; with eight a
+vocabulary of bytes can be divided among 2, 4 or 8 ranks."""
 REPLACED_BY_MASK = 0.8
 REPLACED_BY_RANDOM = 0.1
 
@@ -29,20 +29,20 @@ _Tokens = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
 
 @register("masked_text")
 class MaskedText(Text):
-    """Text some of whose tokens are to be guessed (Devlin et al. 2019).
+    """Text of which some tokens are to be predicted (Devlin et al. 2019).
 
-    Of each sample the same number of tokens is drawn. Of these 80 in 100 become the mask token (the first number
-    after the text's own), 10 a random one of the text's own, and 10 stay as they are. The draw depends on `seed` and
+    The same number of tokens is drawn in each sample. Of these 80% become the mask token (the first number
+    after the text's own), 10% a random token of the text's own, and 10% stay unchanged. The draw depends on `seed` and
     the sample's index alone, so that a resumed run and any number of workers see the same. As in the paper each text
     is masked in `num_maskings` ways, and not anew in each epoch.
     """
 
     mask_fraction: float = Field(0.15, gt=0, le=1)
-    """Part of the tokens of a sample that is to be guessed: as many whole tokens as come nearest, at least one."""
+    """Fraction of a sample's tokens that is to be predicted, rounded to whole tokens, at least one."""
     num_maskings: int = Field(10, ge=1)
-    """Ways in which each stretch of the text to train on is masked; an epoch goes through all of them."""
+    """Ways in which each stretch of the training text is masked; an epoch has all of them."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of which tokens are drawn, and of the random ones."""
+    """Random seed of the masked places and of the random tokens."""
 
     def open(self) -> Splits:
         """Open the text; see `Text.open`."""
@@ -59,10 +59,10 @@ class MaskedSource(Source):
     """Windows of tokens, each masked in several ways: sample i is window i modulo their number.
 
     Args:
-        windows: Samples whose inputs are tokens_T below ``spec.num_classes``; their targets are left aside.
-        mask_fraction: Part of the T tokens that is to be guessed.
+        windows: Samples whose inputs are tokens_T below ``spec.num_classes``; their targets are ignored.
+        mask_fraction: Fraction of the T tokens that is to be predicted.
         num_maskings: Ways in which each window is masked.
-        seed: Of the draws.
+        seed: Random seed of the masking.
     """
 
     def __init__(self, windows: Source, *, mask_fraction: float, num_maskings: int, seed: int):
@@ -78,7 +78,7 @@ class MaskedSource(Source):
         return len(self._windows) * self._num_maskings
 
     def read(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs_BT and targets_BT, int64; targets are `NOT_ASKED` but where a token is to be guessed."""
+        """Return inputs_BT and targets_BT, int64; targets are `NOT_ASKED` except for tokens to be predicted."""
         original = self._windows.read(indices % len(self._windows))[0].numpy()
         place_BT, fate_BT, random_BT = self._draw(indices, original.shape[1])
         rank_BT = place_BT.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
@@ -94,7 +94,7 @@ class MaskedSource(Source):
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def _draw(self, indices: Indices, num_tokens: int) -> _Words:
-        """Return three random words for each token, of shape (3, B, T): the same for an index whatever is beside it."""
+        """Return three random words per token, of shape (3, B, T), which depend on seed and index alone."""
         words = np.empty((len(indices), 3, num_tokens), dtype=np.uint64)
         for row, index in enumerate(indices):
             key = np.array([self._seed, index], dtype=np.uint64)

@@ -1,7 +1,7 @@
 """The global sample order: one per epoch, the same whatever the number of workers.
 
 A *position* counts samples since the start of training: position p is the (p mod n)-th sample of epoch p // n.
-Nothing about workers enters the order, so resuming, resizing and uneven shares cannot change what is learnt from.
+Nothing about workers enters the order, so resuming, resizing and uneven shares cannot change what is learned from.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 Tail = Literal["short", "drop", "join"]
 ENDLESS = 2**62
-"""Samples of an order that has no end."""
+"""Number of samples of an order without end."""
 
 
 class Interval(NamedTuple):
@@ -35,18 +35,18 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Which sample stands at which position.
+    """The sample at each position.
 
-    Each epoch is a permutation of its own, computed where it is read (a Feistel network over the index bits,
+    Each epoch is its own permutation, computed when it is read (a Feistel network over the index bits,
     walked until it lands inside the epoch: Black and Rogaway 2002), so that a data set of any size costs no memory and
     resuming in its middle costs no time.
 
     Args:
         num_samples: Samples in the data set.
         seed: Random seed of all epochs.
-        shuffle: Without it every epoch has the data set's own order.
-        tail: What becomes of an epoch's last samples where they are too few for a whole global batch: a ``short`` one
-            is made of them, they are left out (``drop``), or the next epoch's first samples ``join`` them.
+        shuffle: Whether each epoch has its own random order; if not, every epoch has the data set's order.
+        tail: Treatment of an epoch's last samples if they are too few for a full global batch: they make a ``short``
+            one, they are dropped (``drop``), or the next epoch's first samples ``join`` them.
     """
 
     num_samples: int
@@ -72,7 +72,7 @@ class GlobalOrder:
         return Interval(position, min(position + global_batch, epoch_end))
 
     def batch_sizes(self, start: int, stop: int, global_batch: int) -> set[int]:
-        """Return how many samples batches have, where all positions from `start` to `stop` are gone through in them."""
+        """Return the sizes of the batches that cover the positions from `start` to `stop`."""
         epoch_end = (self.epoch_of(start) + 1) * self.num_samples
         if self.tail == "join" or stop <= epoch_end:
             parts = [(start, stop)]
@@ -88,7 +88,7 @@ class GlobalOrder:
         return sizes
 
     def position_of(self, step: int, global_batch: int, *, start: int = 0) -> int:
-        """Return the position at which `step` begins, where step 0 begins at `start` and each takes a global batch."""
+        """Return the position at which `step` begins, if step 0 begins at `start` and each takes a global batch."""
         if self.tail == "join":
             return start + step * global_batch
         epoch_end = (self.epoch_of(start) + 1) * self.num_samples
@@ -99,7 +99,7 @@ class GlobalOrder:
         return epoch_end + epoch * self.num_samples + rest * global_batch
 
     def step_of(self, position: int, global_batch: int, *, start: int = 0) -> int:
-        """Return how many steps, each of a global batch, are done from `start` to `position`."""
+        """Return the number of steps, each of a global batch, from `start` to `position`."""
         if self.tail == "join":
             return (position - start) // global_batch
         epoch_end = (self.epoch_of(start) + 1) * self.num_samples
@@ -111,13 +111,13 @@ class GlobalOrder:
         return num_left + epoch * per_epoch + min(rest // global_batch, per_epoch)
 
     def count_steps(self, num_epochs: int, global_batch: int) -> int:
-        """Return in how many steps the data set is gone through `num_epochs` times."""
+        """Return the number of steps in `num_epochs` passes over the data set."""
         last = num_epochs * self.num_samples
         steps = self.step_of(last, global_batch)
         return steps if self.position_of(steps, global_batch) >= last else steps + 1
 
     def _count_steps(self, num_samples: int, global_batch: int) -> int:
-        """Return how many steps the rest of an epoch has."""
+        """Return the number of steps in the rest of an epoch."""
         return num_samples // global_batch if self.tail == "drop" else -(-num_samples // global_batch)
 
     def samples_at(self, interval: Interval) -> Indices:
@@ -136,27 +136,27 @@ class GlobalOrder:
 
 
 class Dispatcher(Protocol):
-    """Who hands out positions to workers that go at their own pace, as one of them sees it."""
+    """Interface through which a worker that runs at its own pace claims positions."""
 
     @property
     def is_stopping(self) -> bool:
-        """Whether, after `claim` has returned None, it is because somebody was asked to stop."""
+        """Whether `claim` returned None because some worker was asked to stop."""
 
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
-        """Say where samples come from: `claim_next` returns the next of them, `mark_used` learns which were used."""
+        """Set the source of positions: `claim_next` returns the next ones, `mark_used` is told which were used."""
 
     def set_boundary(self, position: int) -> None:
-        """Hand out nothing at or after `position`; every worker calls it, after the boundary before was reached."""
+        """Hand out no positions from `position` on; every worker calls it, after the previous boundary was reached."""
 
     def claim(self, num_samples: int) -> tuple[int, int] | None:
-        """Return start and stop of the next positions that nobody has; None where all come together."""
+        """Return start and stop of the next unclaimed positions; None where all workers meet."""
 
     def ack(self, interval: tuple[int, int]) -> bool:
-        """Note that claimed positions were used; False if they were not, and are handed out again."""
+        """Record that claimed positions were used; False if they do not count, and are handed out again."""
 
 
 def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """Cut `num_samples` into whole shares as near to the `weights` as can be (largest remainder).
+    """Divide `num_samples` into whole shares, as close to the `weights` as possible (largest remainder).
 
     Shares add up exactly; ties go to the lower rank. With fewer samples than workers some shares are 0.
     """
@@ -171,28 +171,28 @@ def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass
 class Ledger:
-    """Which positions were handed out and which were used.
+    """The positions that were handed out, and those that were used.
 
     `low_water` is the position below which every sample has been used; `done_above` holds intervals above it that were
-    used out of turn. A checkpoint keeps both: whatever else was claimed is claimed again after a restart, so no
-    sample is lost and none is used twice. Where all workers step together it is one integer.
+    used out of order. A checkpoint keeps both: all other claimed positions are claimed again after a restart, so no
+    sample is lost and none is used twice. If all workers step together the state is one integer.
     """
 
     low_water: int = 0
     done_above: list[Interval] = field(default_factory=list)
     next_claim: int = field(init=False)
     _dropped: dict[int, int] = field(init=False, default_factory=dict)
-    """Ends of epochs that were left out, each by where it begins; they count as used once what follows them is."""
+    """Dropped ends of epochs, by their first position; they count as used once the positions after them are."""
 
     def __post_init__(self) -> None:
         self.next_claim = self.low_water
 
     def claim(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
-        """Hand out the next global batch that nobody has used.
+        """Hand out the next unclaimed global batch.
 
         Args:
-            order: What positions are of.
-            global_batch: Its size, or what returns the size of the one that begins at a position.
+            order: Global order of the positions.
+            global_batch: Size of the batch, or a function from the position at which it begins to its size.
         """
         while (interval := self._find_next(order, global_batch)).start > self.next_claim:
             self._dropped[self.next_claim] = interval.start
@@ -203,7 +203,7 @@ class Ledger:
         return interval
 
     def _find_next(self, order: GlobalOrder, global_batch: int | Callable[[int], int]) -> Interval:
-        self.next_claim = max(self.next_claim, self.low_water)  # beyond what joined it
+        self.next_claim = max(self.next_claim, self.low_water)  # the low-water mark may be ahead
         for done in sorted(self.done_above):
             if done.start <= self.next_claim < done.stop:
                 self.next_claim = done.stop
@@ -214,7 +214,7 @@ class Ledger:
         """Note that every sample of a claimed `interval` has been used.
 
         Raises:
-            SettingsError: It was never claimed, or acknowledged before.
+            SettingsError: The interval was never claimed, or was acknowledged before.
         """
         overlaps = any(done.start < interval.stop and interval.start < done.stop for done in self.done_above)
         if interval.start < self.low_water or interval.stop > self.next_claim or overlaps:
@@ -227,7 +227,7 @@ class Ledger:
             self.low_water = max(self._dropped.pop(self.low_water, 0), self.done_above.pop(0).stop)
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint needs, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {"low_water": self.low_water, "done_above": [list(done) for done in self.done_above]}
 
     @classmethod
@@ -240,7 +240,7 @@ _NUM_ROUNDS = 6
 
 
 def _permute(places: _Words, size: int, key: int) -> _Words:
-    """Return where each of `places` goes in the permutation of 0..size-1 that `key` names."""
+    """Return the image of each of `places` under the permutation of 0..size-1 with that `key`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)

@@ -13,32 +13,32 @@ Item = TypeVar("Item")
 
 
 class SharedRandomNumbersWarning(UserWarning):
-    """Data is read beside the model from the same random generators, so that no run can be repeated."""
+    """Data and model draw from the same random generators at the same time, so that no run can be repeated."""
 
 
 def seed_generators(seed: int) -> None:
-    """Set the global generators of this process to a seed; torch's, that of the CPU."""
+    """Set the global generators of this process to a seed; of torch, the CPU's generator."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def capture_generators() -> tuple[Any, ...]:
-    """Return what differs as soon as a number was drawn from a global generator."""
+    """Return the states of the global generators, which change with every number drawn."""
     of_numpy = np.random.get_state(legacy=False)["state"]
     of_torch = torch.default_generator.get_state().numpy().tobytes()
     return of_torch, of_numpy["pos"], np.asarray(of_numpy["key"]).tobytes(), random.getstate()
 
 
 def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Iterator[Item]:
-    """Read the first of `items`, warn if that draws from a global generator, and return all of them.
+    """Yield all `items`, and warn if reading the first draws from a global generator.
 
-    Whoever waits for the first item draws nothing meanwhile: that is only known of the first.
+    Only for the first item is it certain that the training, which waits for it, draws nothing meanwhile.
 
     Args:
-        items: What is read.
-        name: What it is read from.
-        advice: What to do.
+        items: Items to read.
+        name: Name of their source.
+        advice: Advice at the end of the warning.
     """
     before = capture_generators()
     first = list(itertools.islice(items, 1))

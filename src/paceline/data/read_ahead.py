@@ -10,7 +10,7 @@ from paceline.data.batch import Batch
 
 
 class ReadAhead:
-    """Runs a generator in a background thread, at most `depth` items ahead; its errors surface in order."""
+    """Runs a generator in a background thread, at most `depth` items ahead; its errors are raised in order."""
 
     def __init__(self, items: Generator[list[Batch]], depth: int) -> None:
         self._items = items
@@ -26,7 +26,7 @@ class ReadAhead:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread; what it has read ahead is dropped."""
+        """End the thread, and drop the items that it has read ahead."""
         self._stopped.set()
         while not self._ready.empty():
             self._ready.get_nowait()
@@ -40,12 +40,12 @@ class ReadAhead:
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(self._items):  # here, not whenever memory is freed: it may have processes
+            with contextlib.closing(self._items):  # here, not whenever memory is freed: it may own processes
                 for item in self._items:
                     if not self._put(item):
                         return
             self._put(None)
-        except BaseException as error:  # handed on to the reader
+        except BaseException as error:  # raised again in the reading thread
             self._put(error)
 
     def _put(self, item: list[Batch] | BaseException | None) -> bool:

@@ -26,14 +26,14 @@ from paceline.data.order import GlobalOrder, Indices, Interval, derive_seed
 
 @dataclass(frozen=True)
 class StepReads:
-    """One step of one worker: which positions each micro-batch reads, and how many of them count."""
+    """One step of one worker: the positions that each micro-batch reads, and the number of them that count."""
 
     interval: Interval
     parts: list[Interval]
     counts: list[int]
 
     def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
-        """Return its micro-batches, whose data was read."""
+        """Return its micro-batches, given their data."""
         last = len(read) - 1
         return [
             Batch(data, count, self.interval, last=number == last).to(device)
@@ -57,17 +57,17 @@ def read_in_processes(
     num_processes: int,
     prefetch_factor: int,
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step, read by forked processes, which have ended when this has.
+    """Yield the micro-batches of each step, read by forked processes, which end before the generator does.
 
-    A fork has all that the source holds, lambdas and open files among it, and nothing is pickled.
+    A fork has all objects of the source, including lambdas and open files, and nothing is pickled.
 
     Args:
-        source: What they read from.
-        order: What the positions of steps are in.
-        steps: What they read.
-        device: Of the batches.
-        num_processes: How many there are.
-        prefetch_factor: Micro-batches that each of them reads ahead.
+        source: Source of the samples.
+        order: Global order of the positions.
+        steps: Steps to read.
+        device: Device of the batches.
+        num_processes: Number of processes.
+        prefetch_factor: Micro-batches that each process reads ahead.
     """
     planned: queue.SimpleQueue[StepReads] = queue.SimpleQueue()
 
@@ -80,7 +80,7 @@ def read_in_processes(
         DataLoader(
             _Reader(source, order.seed),
             sampler=plan(),
-            generator=torch.Generator(),  # or it would draw from that of the model
+            generator=torch.Generator(),  # otherwise it would draw from the model's generator
             batch_size=None,
             num_workers=num_processes,
             worker_init_fn=_live_with_worker,
@@ -90,7 +90,7 @@ def read_in_processes(
     )
     try:
         read = map(_raise_if_error, parts)
-        for first in read:  # its step was planned before it
+        for first in read:  # its step was planned before
             step = planned.get()
             yield step.make_batches([first, *itertools.islice(read, len(step.parts) - 1)], device)
     finally:  # an error's traceback would keep them alive
@@ -98,7 +98,7 @@ def read_in_processes(
 
 
 class _Reader(Dataset[Any]):
-    """A source whose keys are whole batches of positions and indices, as a loader process reads them."""
+    """A source whose keys are batches of positions and indices, as a loader process reads them."""
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source, self._seed = source, seed
@@ -108,13 +108,13 @@ class _Reader(Dataset[Any]):
         seeds = [derive_seed(self._seed, position) for position in range(*positions)]
         try:
             return self._source.read_seeded(np.asarray(indices), seeds)
-        except Exception as error:  # handed on as it is; torch would make its traceback a part of its message
+        except Exception as error:  # passed on unchanged; torch would put its traceback into its message
             trace = error.__traceback__
             return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be sent to another process: this one, or its words."""
+    """Return an error that can be sent to another process: this one, or one with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -129,7 +129,7 @@ def _raise_if_error(read: Any) -> Any:
 
 
 def _live_with_worker(_: int) -> None:
-    """Leave signals to the worker, which a launcher signals too, and end when it does, however it ends."""
+    """Leave signals to the worker, which a launcher signals too, and end when the worker ends, for any reason."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_worker, daemon=True).start()
@@ -143,7 +143,7 @@ def _end_with_worker() -> None:
 
 
 class _ForkPopen(multiprocessing.popen_fork.Popen):
-    """A forked process that ignores SIGTERM: whoever would end it so, as Python does at its own end, must kill it."""
+    """A forked process that ignores SIGTERM, and is killed instead where Python terminates it at its own end."""
 
     def terminate(self) -> None:
         self.kill()

@@ -11,36 +11,36 @@ from paceline.errors import DataError, SettingsError
 
 @runtime_checkable
 class HasEpochs(Protocol):
-    """A data set that is told which epoch comes, to shuffle each in another way (as those of the datasets library)."""
+    """A data set that is told the number of each epoch, to shuffle each differently (as in the datasets library)."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Note the number of the epoch that is iterated next."""
+        """Set the number of the next epoch."""
 
 
 class Stream:
     """The samples of an iterable data set, epoch after epoch, joined.
 
-    Every worker reads all of them and keeps those of its share, so that what is learnt from depends neither on the
+    Every worker reads all of them and keeps those of its share, so that the samples of a step depend neither on the
     number of workers nor on their shares, provided that the data set yields the same samples everywhere and each time
-    (in an epoch of the same number, if it has a method ``set_epoch``). Going on from a checkpoint reads again all that
-    the epoch had before: a map-style data set costs neither.
+    (in an epoch of the same number, if it has a method ``set_epoch``). Resuming reads again all samples that the epoch
+    had before the checkpoint. A map-style data set has neither cost.
 
     Args:
-        dataset: Iterated once an epoch.
-        num_epochs: Epochs after which it ends; None for no end.
+        dataset: Data set, iterated once per epoch.
+        num_epochs: Epochs after which the stream ends; None for no end.
     """
 
     def __init__(self, dataset: IterableDataset[Any], num_epochs: int | None) -> None:
         self._dataset, self._num_epochs = dataset, num_epochs
         self._epoch_starts = [0]
-        """The position at which each epoch begins that was begun."""
+        """First position of each epoch that has begun."""
         self._first_epoch = 0
         self._position = 0
         self._samples: Iterator[Any] | None = None
         self._last_samples: Iterator[Any] | None = None
 
     def take(self, num_samples: int) -> list[Any]:
-        """Return the next samples: fewer, or none, at the end.
+        """Return the next samples; fewer, or none, at the end.
 
         Raises:
             DataError: The data set yields nothing, or less than it did before a checkpoint.
@@ -63,13 +63,13 @@ class Stream:
         return taken
 
     def state(self, position: int) -> dict[str, int]:
-        """Return the epoch that the sample before `position` is in, and where that began, as JSON."""
-        # Of the sample before: whether the next epoch has begun depends on how far was read ahead.
+        """Return the epoch of the sample before `position`, and that epoch's first position, as JSON."""
+        # The sample before, since the next epoch may have begun already, depending on how far was read ahead.
         index = max(index for index, start in enumerate(self._epoch_starts) if start < position or not index)
         return {"epoch": self._first_epoch + index, "epoch_start": self._epoch_starts[index]}
 
     def resume(self, state: dict[str, int], position: int) -> "Stream":
-        """Return a stream that goes on at `position`, of which `state` was returned; it reads nothing yet."""
+        """Return a stream that continues at `position`, given the `state` of that position; it reads nothing yet."""
         resumed = Stream(self._dataset, self._num_epochs)
         resumed._first_epoch, resumed._epoch_starts = state["epoch"], [state["epoch_start"]]
         resumed._position = position
@@ -84,7 +84,7 @@ class Stream:
         num_used = self._position - self._epoch_starts[-1]
         if num_used and samples is self._last_samples:
             raise DataError(
-                f"an iterable data set must begin anew each time that it is iterated, but {self._name} goes on where "
+                f"an iterable data set must begin anew each time that it is iterated, but {self._name} continues where "
                 "it was left; let __iter__ make a new iterator, or loop over the Loader once"
             )
         self._last_samples = samples
@@ -110,10 +110,10 @@ class Stream:
 
 
 def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dispatcher: object) -> None:
-    """Refuse what needs samples under an index.
+    """Refuse settings that need samples under an index.
 
     Raises:
-        SettingsError: It says what.
+        SettingsError: A setting needs them; the message names it.
     """
     reason = ""
     if shuffle:
@@ -123,6 +123,6 @@ def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dis
     elif num_processes:
         reason = f"num_processes {num_processes}; its samples come one after another, leave it out"
     elif dispatcher is not None:
-        reason = "workers that go at their own pace, who take any samples; take a synchronous rule"
+        reason = "workers that run at their own pace, which take any samples; take a synchronous rule"
     if reason:
         raise SettingsError(f"an iterable data set must be read in its own order, but got {reason}")

@@ -31,37 +31,37 @@ SEPARATOR = b"\n"
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 )
-"""Folders of the standard library that hold others' packages, tests or tables: no code to learn from."""
+"""Folders of the standard library that are left out: packages of others, tests, and tables."""
 
 
 @register("text")
 class Text(Data):
-    """Bytes of text, or tokens made beforehand, cut into windows that do not overlap.
+    """Bytes of text, or prepared tokens, cut into windows that do not overlap.
 
     A folder's files are joined by a newline, and each side of the split has whole files; of a single file the
-    end is held out. Single files are memory-mapped, those of a folder read into memory.
+    end is held out. A single file is memory-mapped; files of a folder are read into memory.
     """
 
     path: Path | None = None
-    """A file of any text (its bytes are the tokens); a folder of such; a file of tokens: ``.npy`` (one dim,
+    """File of any text (its bytes are the tokens); a folder of such files; a file of tokens: ``.npy`` (one dim,
     of an integer type) or ``.bin`` (little-endian uint16). None: the Python standard library's own source.
-    Below a folder a file counts as text when its first 8,192 bytes hold no zero byte; hidden files and
-    folders (their names start with a dot) are left out."""
+    Below a folder a file counts as text if its first 8,192 bytes contain no zero byte; hidden files and
+    folders (their names start with a dot) are ignored."""
     sequence_length: int = Field(128, ge=1)
-    """Tokens of a sample."""
+    """Number of tokens in a sample."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Part of the bytes or tokens that is held out, as nearly as whole files allow."""
+    """Fraction of the bytes or tokens that is held out, as closely as whole files allow."""
     vocab_size: int = Field(256, ge=1)
-    """Tokens there are: 256 for bytes, more for most token files."""
+    """Number of different tokens: 256 for bytes, more for most token files."""
     max_bytes: int | None = Field(None, ge=1)
-    """Use no more than this of the data: the start of a file, or files of a folder in the order of their
+    """Largest part of the data that is used: the start of a file, or files of a folder in the order of their
     names' hashes. None: all."""
 
     def open(self) -> Splits:
         """Open the text.
 
         Raises:
-            DataError: It is missing, empty, unreadable, of the wrong type, or too short for a window a side.
+            DataError: The text is missing, empty, unreadable, of the wrong type, or too short for two windows.
         """
         path = _standard_library() if self.path is None else self.path.expanduser()
         try:
@@ -83,10 +83,10 @@ class Text(Data):
             return self._split(folder, _join(files))
         window = self.sequence_length + 1
         train, held_out = (_join(side) for side in _divide(files, self.held_out_fraction, window))
-        for side, tokens in (("trained on", train), ("held out", held_out)):
+        for side, tokens in (("training", train), ("held-out", held_out)):
             if len(tokens) < window:
                 raise DataError(
-                    f"what is {side} of {folder} must hold at least data.sequence_length + 1 = {window} "
+                    f"the {side} part of {folder} must hold at least data.sequence_length + 1 = {window} "
                     f"bytes, but got {len(tokens)}; shorten data.sequence_length or add text"
                 )
         return train, held_out
@@ -199,10 +199,10 @@ def _limit(files: list[_File], max_bytes: int | None) -> list[_File]:
 
 
 def _divide(files: list[_File], fraction: float, window: int) -> tuple[list[_File], list[_File]]:
-    """Return the files to train on and to hold out; neither list is empty.
+    """Return the training files and the held-out ones; neither list is empty.
 
-    Held out is, in order, each file that still fits into the fraction. Where these are too short for a
-    window, the shortest other file that has one joins them.
+    Each file that still fits into the fraction is held out, in order. If these are too short for a window, the
+    shortest other file that has one joins them.
     """
     train: list[_File] = []
     held_out: list[_File] = []

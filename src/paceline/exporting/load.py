@@ -1,4 +1,4 @@
-"""The model of a run, trained, in this process."""
+"""Loading the trained model of a run into this process."""
 
 from pathlib import Path
 
@@ -15,21 +15,21 @@ from paceline.training.run import Run, RunFile
 
 
 def load_model(run: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None) -> nn.Module:
-    """Return the model of a run, built as the run builds it, with what it has learnt, on the CPU, in evaluation mode.
+    """Return the trained model of a run, built as the run builds it, on the CPU, in evaluation mode.
 
-    Whatever rule and layout trained it, it is whole here, and what the workers together stand for. Neither workers nor
-    the run's data are needed.
+    For any rule and layout it is the whole model, with the consensus of all workers. Neither workers nor the run's data
+    are needed.
 
     Args:
-        run: Directory of the run, or of a checkpoint of it.
-        checkpoint: ``newest`` for the newest that is whole, ``best`` for the one that `keep_best` has kept, or the step
-            after which it was saved.
-        averaged: Whether parameters are their moving averages; by default where the run has them, since they are what
-            it judges.
+        run: Directory of the run, or of one of its checkpoints.
+        checkpoint: ``newest`` for the newest valid one, ``best`` for the one that `keep_best` kept, or the step after
+            which it was saved.
+        averaged: Whether to load the moving averages of parameters; by default if the run has them, since it evaluates
+            those.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it does not fit the model that the run builds by now.
-        SettingsError: It is of a loop of one's own, which alone knows the model; or it has no averages.
+        SettingsError: The checkpoint is of your own loop, which alone knows the model; or it has no averages.
     """
     found = find_checkpoint(Path(run), checkpoint)
     return load_checkpoint_model(found, Weights.of_checkpoint(found, averaged=averaged))
@@ -46,7 +46,7 @@ def load_checkpoint_run(checkpoint: Checkpoint) -> Run:
     """Return the run that a checkpoint is of, as it was when it was saved.
 
     Raises:
-        SettingsError: It is of a loop of one's own, or the recipe is gone.
+        SettingsError: The checkpoint is of your own loop, or the recipe is gone.
     """
     document = checkpoint.read_document()
     if "run" not in document:
@@ -68,5 +68,5 @@ def _build(checkpoint: Checkpoint) -> nn.Module:
     run = load_checkpoint_run(checkpoint)
     model = run.model.with_depth(document["num_layers"]) if document["num_layers"] else run.model
     spec = Spec(document["spec"]["num_classes"], tuple(document["spec"]["input_shape"]))
-    with torch.random.fork_rng(devices=[]):  # what is drawn is replaced
+    with torch.random.fork_rng(devices=[]):  # the random weights are replaced
         return model.build(spec)

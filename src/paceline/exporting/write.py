@@ -1,4 +1,4 @@
-"""A trained model, written for other tools."""
+"""Export of a trained model for other tools."""
 
 import importlib.metadata
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ Format = Literal["safetensors", "torch", "folder"]
 
 @runtime_checkable
 class HasSavePretrained(Protocol):
-    """A model that writes itself into a folder, as those of the transformers library do."""
+    """A model that writes itself into a folder, as in the transformers library."""
 
     def save_pretrained(self, save_directory: Path) -> Any:
         """Write weights and configuration."""
@@ -30,24 +30,24 @@ class HasSavePretrained(Protocol):
 def export(
     source: Replica | str | Path, to: str | Path, checkpoint: str = "newest", *, averaged: bool | None = None
 ) -> None:
-    """Write a trained model, whole, whatever rule and layout trained it, under a name that nothing has yet.
+    """Write a whole trained model, of any rule and layout, to a new path.
 
     A file that ends in ``.safetensors`` has each tensor once; load it with ``safetensors.torch.load_model``, which
-    knows what is tied. One that ends in ``.pt`` holds the `state_dict`, for ``torch.load``. A name without an ending
-    becomes a folder that ``from_pretrained`` of the transformers library loads, of a model that has `save_pretrained`.
+    restores tied ones. A file that ends in ``.pt`` holds the `state_dict`, for ``torch.load``. A name without an ending
+    becomes a folder for ``from_pretrained`` of the transformers library, if the model has `save_pretrained`.
 
     Args:
-        source: Directory of a run, folder of the checkpoints of one's own loop, or one checkpoint. Or the replica of
-            one's own loop, between its update and the next backward: every rank calls it, and rank 0 writes.
-        to: Where it is written.
-        checkpoint: ``newest`` for the newest that is whole, ``best`` for the one that `keep_best` has kept, or the step
-            after which it was saved.
-        averaged: Whether parameters are their moving averages; by default where there are any (`ema`).
+        source: Directory of a run, folder of your own loop's checkpoints, or one checkpoint. Or the replica of your own
+            loop, between its update and the next backward: every rank calls it, and rank 0 writes.
+        to: Path of the new file or folder.
+        checkpoint: ``newest`` for the newest valid one, ``best`` for the one that `keep_best` kept, or the step after
+            which it was saved.
+        averaged: Whether to export the moving averages of parameters; by default if there are any (`ema`).
 
     Raises:
-        SettingsError: There is something under that name, or it has another ending, or a folder is asked for and the
-            model has no `save_pretrained`; or there are no averages.
-        CheckpointError: There is no such checkpoint, or it could not be written.
+        SettingsError: The path exists, or has another ending, or is a folder and the model has no `save_pretrained`; or
+            there are no averages.
+        CheckpointError: There is no such checkpoint, or the file could not be written.
     """
     path = Path(to)
     if isinstance(source, Replica):
@@ -57,7 +57,7 @@ def export(
 
 
 def export_checkpoint(checkpoint: Checkpoint, path: Path, *, averaged: bool | None = None) -> Weights:
-    """Write the model in a checkpoint, and return what was written; see `export`."""
+    """Write the model in a checkpoint, and return its weights; see `export`."""
     weights = Weights.of_checkpoint(checkpoint, averaged=averaged)
     if find_format(path) == "folder":
         _write_folder(path, load_checkpoint_model(checkpoint, weights))
@@ -68,10 +68,10 @@ def export_checkpoint(checkpoint: Checkpoint, path: Path, *, averaged: bool | No
 
 
 def find_format(path: Path) -> Format:
-    """Return what is to be written, by the ending of its name.
+    """Return the format of an export, by the ending of its name.
 
     Raises:
-        SettingsError: There is no such ending.
+        SettingsError: The ending is unknown.
     """
     if path.suffix in SAFETENSORS:
         return "safetensors"

@@ -13,7 +13,7 @@ from paceline.launch.signals import STOP_SIGNALS
 _PRELOADED = ["paceline.launch.worker", "paceline.launch.processes", "torch._dynamo"]
 
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
-"""How workers are started: elsewhere than on Linux forks of torch are not safe."""
+"""Start method of workers: forks of torch are safe on Linux only."""
 
 
 def prepare_to_fork() -> None:

@@ -20,7 +20,7 @@ from paceline.launch.forking import START_METHOD, prepare_to_fork, unblock_signa
 from paceline.launch.signals import StopRequest
 
 _GRACE_S = 40.0
-"""How long the others have to end by themselves when one has failed."""
+"""Time that the others have to end by themselves after one has failed."""
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Ended:
     """How processes ended, by rank."""
 
     values: dict[int, Any] = field(default_factory=dict)
-    """What the function returned."""
+    """Return values of the function, by rank."""
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Minus the signal where one ended it."""
     ended_here: set[int] = field(default_factory=set)
-    """Those that were told to end because others had failed."""
+    """Ranks that were ended because others had failed."""
 
     @property
     def failures(self) -> dict[int, int]:
@@ -70,9 +70,9 @@ def watch_processes(
     On Linux they are forked from a process that has imported torch and Paceline for them, and for those started later.
 
     Args:
-        num_processes: How many there are.
-        function: What each runs, at the top of a module.
-        arguments: What it is called with.
+        num_processes: Number of processes.
+        function: Function of each process, at the top of a module.
+        arguments: Arguments of the function.
         stop: Signals to this process, which are handed on; whoever is asked to stop has all the time it needs.
         output: Folder in which each has its files ``rank0.out`` and ``rank0.err``, which grow from start to start.
     """

@@ -29,7 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.hand_on: Callable[[int], None] = lambda _: None
-        """Called with each signal that comes; with SIGKILL for a later Ctrl-C."""
+        """Function called with each received signal; with SIGKILL for a later Ctrl-C."""
         self._came_s = 0.0
         self._previous: dict[int, Any] = {}
 

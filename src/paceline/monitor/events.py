@@ -175,7 +175,7 @@ class BucketExchanged(Event):
     landed_s: Float
     """Time when its gradients were handed to the optimizer."""
     waited_s: Float
-    """How long the worker waited for it."""
+    """Time that the worker waited for it."""
 
 
 @_event("step_timed")
@@ -194,7 +194,7 @@ class StepTimed(Event):
     duration_s: Float
     """Duration until the end of the update."""
     waited_s: Float
-    """How long the worker waited for the exchange of all buckets, and of the step's weight."""
+    """Time that the worker waited for the exchange of all buckets, and of the step's weight."""
     optimizer_began_s: Float | None = None
     """Time when the optimizer began; None if it updated parameters bucket by bucket, on arrival."""
     optimizer_ended_s: Float | None = None
@@ -327,7 +327,7 @@ class Evaluated(Event):
     num_samples: Int
     duration_s: Float
     is_best: bool = False
-    """Whether it is the best so far; only where somebody wants to know."""
+    """Whether the evaluation is the best so far; only if `keep_best` or `stop_after` needs it."""
     unaveraged: dict[str, Float] | None = None
     """Loss and metrics of the parameters as they are, where the others are of their moving averages."""
 

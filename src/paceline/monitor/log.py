@@ -130,7 +130,7 @@ class EventLog:
 
 
 _LOCK_TIMEOUT_S = 1.0
-"""How long a writer waits for another, which may be frozen: an empty line is better than freezing too."""
+"""Time that a writer waits for another, which may be frozen: an empty line is better than freezing too."""
 
 
 @contextlib.contextmanager

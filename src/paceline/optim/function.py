@@ -27,7 +27,7 @@ class FunctionOptimizer(Function, Optimizer):
         """Call the function.
 
         Raises:
-            SettingsError: It returns no optimizer.
+            SettingsError: The function returns no optimizer.
         """
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         made = self.call(trained if self.first_parameter == "params" else module)

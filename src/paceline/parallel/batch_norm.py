@@ -1,7 +1,7 @@
 """BatchNorm over a worker's own samples, or exactly over those of all workers.
 
 Ioffe and Szegedy 2015; over all workers, Peng et al. 2018 (MegDet). With one worker it is torch's own. Unlike torch's
-SyncBatchNorm it runs on CPUs too, and knows samples that count for nothing.
+SyncBatchNorm it runs on CPUs too, and supports borrowed samples, which do not count.
 
 On the wire, for a layer of C channels: in forward an all-gather of 8 * (2C + 1) bytes, in backward an all-reduce of
 16 * C bytes. The layer waits for both.
@@ -27,25 +27,25 @@ from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 BatchNormScope = Literal["local", "global"]
-"""Whose samples BatchNorm takes its statistics of: a worker's own, or those of all workers."""
+"""Samples of BatchNorm's statistics: a worker's own, or those of all workers."""
 _TOO_FEW = "Expected more than 1 value per channel when training"
-"""How torch's own error begins."""
+"""Beginning of torch's own error."""
 
 
 def start_batch_norm(scope: BatchNormScope, module: nn.Module, group: Group) -> "LocalBatchNorm | None":
-    """Let the BatchNorm layers of `module` have that scope, in place, and return what runs them; None without any.
+    """Give the BatchNorm layers of `module` that scope, in place, and return what runs them; None without any.
 
     Args:
-        scope: Whose samples count.
-        module: The same on every worker; names of its tensors stay.
-        group: Ranks with these same layers and other samples; each of them calls it.
+        scope: Scope of the statistics.
+        module: Module, the same on every worker; names of its tensors stay.
+        group: Ranks with the same layers and different samples; each of them calls it.
 
     Raises:
         SettingsError: A layer cannot have that scope.
     """
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     for layer in layers.values():
-        if isinstance(layer, _OverWorkers):  # of a replica that was not closed
+        if isinstance(layer, _OverWorkers):  # from a replica that was not closed
             layer.make_plain()
     if not layers:
         return None
@@ -53,7 +53,7 @@ def start_batch_norm(scope: BatchNormScope, module: nn.Module, group: Group) -> 
 
 
 def check_batch_norm(scope: BatchNormScope, rule: Rule, layout: Layout, *, is_noise_measured: bool = False) -> None:
-    """Raise `SettingsError` where statistics over all workers would mean nothing, or could not be made."""
+    """Raise `SettingsError` if statistics over all workers would be meaningless or impossible."""
     reason = ""
     if scope == "global" and not rule.keeps_replicas_equal:
         reason = f"with sync {rule.name}, whose workers' models differ between exchanges; take every_step"
@@ -66,7 +66,7 @@ def check_batch_norm(scope: BatchNormScope, rule: Rule, layout: Layout, *, is_no
 
 
 def too_few_values(where: str, scope: BatchNormScope = "local") -> SettingsError:
-    """Return the error for BatchNorm layers of that scope that have a single value of each channel, and where."""
+    """Return the error for BatchNorm layers of that scope that see a single value per channel, and where."""
     wider = "start fewer workers, or take statistics over all of them (batch_norm global)" if scope == "local" else ""
     return SettingsError(
         f"BatchNorm must see more than one value of each channel while it trains, but got one {where}; leave out an "
@@ -76,15 +76,15 @@ def too_few_values(where: str, scope: BatchNormScope = "local") -> SettingsError
 
 
 def is_too_few_values(error: ValueError) -> bool:
-    """Whether torch raised `error` because a BatchNorm layer had a single value of each channel."""
+    """Return whether torch raised `error` because a BatchNorm layer had a single value per channel."""
     return str(error).startswith(_TOO_FEW)
 
 
 class LocalBatchNorm:
-    """BatchNorm layers that see this worker's own samples, as torch's do.
+    """BatchNorm layers with statistics of this worker's own samples, as in torch.
 
     Args:
-        layers: By their names in the model.
+        layers: Layers by their names in the model.
     """
 
     def __init__(self, layers: Mapping[str, _BatchNorm]) -> None:
@@ -92,13 +92,13 @@ class LocalBatchNorm:
 
     @contextmanager
     def running(self, *, counts: bool) -> Iterator[None]:
-        """Inside, the module runs forward, or backward where blocks are computed again there.
+        """Enter this to run the module forward, or backward if it recomputes blocks.
 
         Args:
-            counts: Whether its samples do. Those that do not are normalised by running statistics, which stay.
+            counts: Whether the samples count. Samples that do not are normalised by running statistics, which stay.
 
         Raises:
-            SettingsError: A layer had a single value of each channel.
+            SettingsError: A layer had a single value per channel.
         """
         try:
             if counts:
@@ -112,12 +112,12 @@ class LocalBatchNorm:
             raise too_few_values(f"in an input of shape {str(error).rpartition('size ')[2]}") from error
 
     def backward(self, loss: Tensor, *, counts: bool) -> None:
-        """Run backward from `loss`, unless it counts for nothing."""
+        """Run backward from `loss`, unless it does not count."""
         if counts:
             loss.backward()
 
     def close(self) -> None:
-        """Make the layers what they were."""
+        """Restore the layers."""
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -150,41 +150,41 @@ def _check_layer(layer: _BatchNorm, name: str) -> None:
 
 
 def _lend_statistics(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Let a layer without running statistics, which would take those of its input, have some."""
+    """Give running statistics to a layer that has none, and would use those of its input."""
     layer.running_mean, layer.running_var = _standard(inputs[0])
 
 
 def _standard(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance, of each channel of an input, that change nothing."""
+    """Return the mean and variance per channel that leave an input unchanged."""
     mean = input.new_zeros(input.shape[1], dtype=statistics_dtype(input))
     return mean, torch.ones_like(mean)
 
 
 class GlobalBatchNorm(LocalBatchNorm):
-    """BatchNorm layers that see the samples of all workers.
+    """BatchNorm layers with statistics of all workers' samples.
 
-    While layers train, every worker runs forward equally often, with gradients or without, and backward alike: who does
-    not is named when the others' time is out. Layers in evaluation exchange nothing.
+    In training every worker must run forward equally often, with gradients or without, and backward too: after the
+    time-out an error names the worker that did not. Layers in evaluation exchange nothing.
 
     Args:
-        layers: By their names in the model, the same on every worker. The class of each becomes a subclass; copies and
-            pickles have their own class again.
+        layers: Layers by their names in the model, the same on every worker. The class of each becomes a subclass;
+            copies and pickles have their own class again.
         group: The workers.
 
     Raises:
-        SettingsError: A layer is a SyncBatchNorm of torch's.
+        SettingsError: A layer is a torch SyncBatchNorm.
     """
 
     def __init__(self, layers: Mapping[str, _BatchNorm], group: Group) -> None:
         super().__init__(layers)
         for name, layer in self._layers.items():
             _check_layer(layer, name)
-        # A group of its own, since gradients leave while forward and backward go on.
+        # A separate group, since gradients are sent while forward and backward run.
         self.group = group.duplicate("batch norm")
         self.counts = True
-        """Whether this worker's samples do."""
+        """Whether this worker's samples count."""
         self.edges: list[GradientEdge] = []
-        """Outputs of layers, in the graphs that no backward has gone through."""
+        """Outputs of layers whose backward has not run."""
         for name, layer in self._layers.items():
             kind: Any = type(layer)
             compiled = vars(layer).pop("forward", None)
@@ -200,7 +200,7 @@ class GlobalBatchNorm(LocalBatchNorm):
             yield
 
     def backward(self, loss: Tensor, *, counts: bool) -> None:
-        """Run backward also from a loss that counts for nothing, since other workers wait for this one's part."""
+        """Run backward also from a loss that does not count, since other workers wait for this one's part."""
         if counts or (loss.requires_grad and loss.isfinite()):
             loss.backward()
         elif self.edges:  # NaN times 0 is NaN, and would reach all workers
@@ -210,7 +210,7 @@ class GlobalBatchNorm(LocalBatchNorm):
         self.edges = []
 
     def close(self) -> None:
-        """Make the layers what they were, and let connections go."""
+        """Restore the layers, and close connections."""
         for layer in self._layers.values():
             if isinstance(layer, _OverWorkers) and layer.link.workers is self:
                 layer.make_plain()
@@ -219,7 +219,7 @@ class GlobalBatchNorm(LocalBatchNorm):
 
 
 class _Call(NamedTuple):
-    """What a layer that trains hands to `torch.nn.functional.batch_norm`."""
+    """Arguments that a layer in training passes to `torch.nn.functional.batch_norm`."""
 
     input: Tensor
     running_mean: Tensor | None
@@ -231,19 +231,19 @@ class _Call(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """How a layer finds the other workers."""
+    """Connection of a layer to the other workers."""
 
     workers: GlobalBatchNorm
     name: str
     """Name of the layer."""
     compiled: Callable[..., Any] | None
-    """What `torch.compile` made of its forward, if it was compiled by itself: that cannot talk to others."""
+    """Forward that `torch.compile` made for this layer alone, if any: it cannot communicate."""
 
 
 class _Normalising(TorchFunctionMode):
-    """Inside, layers that train normalise by `function` in place of `torch.nn.functional.batch_norm`.
+    """Replaces `torch.nn.functional.batch_norm`, inside and in training, by `function`.
 
-    All else of their forward stays, whatever their class makes of it.
+    The rest of a layer's forward stays, whatever its class.
     """
 
     def __init__(self, function: Callable[[_Call], Tensor]) -> None:
@@ -277,11 +277,11 @@ def _by_running_statistics(call: _Call) -> Tensor:
 
 
 class _OverWorkers(_BatchNorm):
-    """A BatchNorm layer, of whichever class, whose statistics are those of all workers."""
+    """A BatchNorm layer, of any class, with statistics of all workers."""
 
     link: _Link
     plain: ClassVar[type[_BatchNorm]]
-    """The layer's own class."""
+    """Own class of the layer."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
@@ -292,21 +292,21 @@ class _OverWorkers(_BatchNorm):
             return super().forward(input)
 
     def make_plain(self) -> None:
-        """Give the layer its own class back."""
+        """Restore the layer's own class."""
         if self.link.compiled is not None:
             self.forward = self.link.compiled
         del self.link
         self.__class__ = self.plain  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let copies and pickles be of the layer's own class."""
+        """Make copies and pickles of the layer's own class."""
         state = {key: value for key, value in vars(self).items() if key != "link"}
         return copyreg._reconstructor, (self.plain, object, None), state  # type: ignore[attr-defined]
 
     def _normalise(self, call: _Call) -> Tensor:
         (workers, name, _), operation = self.link, f"batch norm {self.link.name}"
         statistics = gather_statistics(call.input, workers.group, operation, counts=workers.counts)
-        # Only a worker with fewer than 2 of its own needs their number, for which the host would wait for a GPU.
+        # Only a worker with fewer than 2 values of its own needs the total, for which the host would wait for a GPU.
         if statistics.num_own_values < 2 and statistics.num_values < 2:
             if statistics.num_values:
                 raise too_few_values(f"of all workers together in {name}", "global")
@@ -333,5 +333,5 @@ def _update_running(call: _Call, statistics: Statistics) -> None:
 
 @functools.cache
 def _over_workers(kind: Any) -> Any:
-    """Return the class of layers of that `kind` whose statistics are those of all workers."""
+    """Return the subclass of `kind` with statistics of all workers."""
     return type(f"Global{kind.__name__}", (_OverWorkers, kind), {"__module__": kind.__module__, "plain": kind})

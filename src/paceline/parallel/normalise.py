@@ -1,7 +1,7 @@
-"""Normalising by the mean and variance of all workers' samples, with the gradient that goes through both.
+"""Normalisation by the mean and variance of all workers' samples, with the gradient through both.
 
-Each worker's mean and squared deviations are merged in float64 (Chan et al. 1979), so that nothing cancels where a mean
-is large, and weighed by how many values they are of.
+Each worker's mean and squared deviations are merged in float64 (Chan et al. 1979), weighted by their numbers of
+values, so that nothing cancels if a mean is large.
 """
 
 from typing import Any, NamedTuple
@@ -21,31 +21,31 @@ class Statistics(NamedTuple):
     mean: Tensor
     variance: Tensor
     num_values: Tensor
-    """Values of each channel; 0-dim."""
+    """Number of values per channel; 0-dim."""
     num_own_values: int
-    """Those of them that are this worker's."""
+    """Number of this worker's values per channel."""
 
 
 @torch.no_grad()
 def gather_statistics(input: Tensor, group: Group, name: str, *, counts: bool) -> Statistics:
-    """Return the statistics of all workers' inputs, bitwise the same on each; NaN where there are no values.
+    """Return the statistics of all workers' inputs, bitwise the same on each; NaN if there are no values.
 
     Args:
-        input: Of shape (samples, channels, ...).
+        input: Input of the layer, of shape (samples, channels, ...).
         group: The workers; each of them calls it.
-        name: What errors call the operation.
-        counts: Whether this worker's samples do.
+        name: Name of the operation in errors.
+        counts: Whether this worker's samples count.
     """
     num_features = input.shape[1]
     count = input.numel() // num_features if counts else 0
     mine = input.new_zeros(2 * num_features + 1, dtype=torch.float64)
     if count:
-        # A GPU takes statistics of 16-bit inputs in 32 bits by itself.
+        # A GPU computes statistics of 16-bit inputs in 32 bits by itself.
         exact = input if input.is_cuda else input.to(statistics_dtype(input))
         mean, variance = torch.batch_norm_update_stats(exact, None, None, 0.0)
         mine = torch.cat([mean.double(), variance.double() * count, mine.new_full((1,), count)])
     everybody = mine.new_zeros(group.size, len(mine))
-    with _disable_current_modes():  # selective recomputation must not see what a group does with tensors
+    with _disable_current_modes():  # selective recomputation must not see the group's tensor operations
         group.all_gather(everybody, mine, name=name).wait()
     means, squares, counted = everybody.split([num_features, num_features, 1], dim=1)
     total = counted.sum()
@@ -55,12 +55,12 @@ def gather_statistics(input: Tensor, group: Group, name: str, *, counts: bool) -
 
 
 def statistics_dtype(input: Tensor) -> torch.dtype:
-    """Return the dtype that statistics of an input are kept in."""
+    """Return the dtype of an input's statistics."""
     return torch.promote_types(input.dtype, torch.float32)
 
 
 class Normalise(torch.autograd.Function):
-    """Normalises by given statistics; the gradient of these goes to the samples of all workers.
+    """Normalises by given statistics; their gradient goes to the samples of all workers.
 
     Every worker runs backward.
     """
@@ -89,7 +89,7 @@ class Normalise(torch.autograd.Function):
         """Return the gradients of input, weight and bias."""
         input, weight, mean, variance, num_values = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # As if the statistics were constants, which makes both sums that the rest needs too.
+        # As if the statistics were constants; this also computes both sums that the rest needs.
         of_input, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             gradient, input, weight, mean, variance, None, None, False, ctx.eps, [needs_input, True, True]
         )
@@ -110,15 +110,15 @@ class Normalise(torch.autograd.Function):
 def _through_statistics(
     input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, means: Tensor, eps: float
 ) -> Tensor:
-    """Return the gradient that input has through mean and variance, negated.
+    """Return the gradient of the input through mean and variance, negated.
 
     Args:
-        input: Of the layer.
-        weight: Of the layer.
-        mean: Of each channel.
-        variance: Of each channel.
-        means: Over all values, of the output's gradient and of its product with the normalised input.
-        eps: Of the layer.
+        input: Input of the layer.
+        weight: Weight of the layer.
+        mean: Mean of each channel.
+        variance: Variance of each channel.
+        means: Means, over all values, of the output's gradient and of its product with the normalised input.
+        eps: Epsilon of the layer.
     """
     shape = [1, -1, *[1] * (input.dim() - 2)]
     of_gradient, of_product = means.chunk(2)

@@ -16,7 +16,7 @@ def check_same_model(module: nn.Module, group: Group) -> None:
     """Compare names, shapes and dtypes of parameters and buffers with rank 0's.
 
     Raises:
-        SettingsError: They differ; the message names the rank and the first difference.
+        SettingsError: Ranks differ; the message names the rank and the first difference.
     """
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     mine = [

@@ -11,7 +11,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
 
 Style = Literal["columns", "rows", "vocabulary", "gather", "sequence", "cut", "partial", "replicate"]
-"""How a module is split:
+"""Style in which a module is split:
 
 - ``columns``: a linear map; each rank has some of the outputs. Takes whole inputs.
 - ``rows``: a linear map; each rank has some of the inputs, and the ranks' sums are added.

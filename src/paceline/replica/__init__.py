@@ -1,4 +1,4 @@
-"""Layer 7: a model and its optimizer kept in step with other workers: buckets, reduction, update, checks, state."""
+"""Layer 7: a model and its optimizer, synchronised with other workers: buckets, reduction, update, checks, state."""
 
 from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica

@@ -14,11 +14,11 @@ from paceline.parallel.model_shard import summed_gradient
 from paceline.sync.reducer import FlatBucket
 
 BucketLayout = list[list[str]]
-"""Parameter names by bucket, in launch order. Sums of three ranks and more depend on it, so checkpoints hold it."""
+"""Parameter names by bucket, in launch order. Sums over three ranks or more depend on it, so checkpoints hold it."""
 
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is smaller, so that a slow wire begins early in the backward pass."""
+"""Size of the first bucket: smaller, so that a slow network starts early in the backward pass."""
 
 
 def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bucket_bytes: int) -> BucketLayout:
@@ -45,17 +45,17 @@ class Slot:
     name: str
     parameter: nn.Parameter
     view: Tensor
-    """The part of the buffer that is the parameter's gradient here."""
+    """Part of the buffer that holds this rank's gradient of the parameter."""
     gradient: Tensor
-    """The view as the parameter's ``.grad``: the same, but for a parameter that ranks share."""
+    """The view as the parameter's ``.grad``: the same, except for a parameter that ranks share."""
     bucket: "Bucket"
     used: bool = False
-    """Whether it has had a gradient since the last update."""
+    """Whether the parameter has had a gradient since the last update."""
     fired: bool = False
-    """Whether it has had one in the backward pass that gradients leave in."""
+    """Whether the parameter has had a gradient in the backward pass during which buckets are launched."""
 
     def attach(self) -> None:
-        """Make the gradient that autograd left the view, whatever ``zero_grad`` did to it."""
+        """Make autograd's gradient the view, whatever ``zero_grad`` did to it."""
         self.used = True
         if self.parameter.grad is self.gradient:
             return
@@ -72,9 +72,9 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """One flat buffer: the gradients of some parameters, and how far their exchange is.
+    """One flat buffer: the gradients of some parameters, and the state of their exchange.
 
-    Whether each parameter was used travels with the gradients, so that the sum tells every rank which nobody used.
+    A flag per parameter travels with the gradients, so that the sum tells every rank which parameters no rank used.
     """
 
     index: int
@@ -82,15 +82,15 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     num_fired: int = 0
     work: Work | None = None
-    """Its exchange, once it was launched."""
+    """Exchange of the bucket, once it was launched."""
     ready_s: float = 0.0
-    """When its gradients were complete, by `time.perf_counter`."""
+    """Time at which its gradients were complete, by `time.perf_counter`."""
     waited_s: float = 0.0
-    """How long the worker stood still for it."""
+    """Time that the worker waited for the bucket."""
     landed_s: float = 0.0
 
     def reset(self) -> None:
-        """Make ready for the next step."""
+        """Prepare for the next step."""
         self.num_fired = 0
         self.work = None
         self.flat.flags.fill_(1)
@@ -99,16 +99,16 @@ class Bucket:
             slot.used = slot.fired = False
 
     def clear_unused(self) -> None:
-        """Zero what the step's backward passes did not write, and say so in the flags."""
+        """Zero the gradients that the step's backward passes did not write, and mark them in the flags."""
         for number, slot in enumerate(self.slots):
             if not slot.used:
                 slot.view.zero_()
                 self.flat.flags[number] = 0
 
     def attach_arrived(self) -> list[str]:
-        """Give each parameter the gradient that arrived, and return those that no rank used: they get none.
+        """Give each parameter the gradient that arrived, and return the parameters that no rank used: they get none.
 
-        A parameter that only other ranks used gets the gradient they sent.
+        A parameter that only other ranks used gets their gradient.
         """
         unused = []
         all_used = all(slot.used for slot in self.slots)
@@ -120,19 +120,19 @@ class Bucket:
         return unused
 
     def drop_gradients(self) -> None:
-        """Take the gradients off the parameters."""
+        """Remove the gradients from the parameters."""
         for slot in self.slots:
             slot.parameter.grad = None
 
 
 def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, group: Group) -> list[Bucket]:
-    """Return buckets of the given `layout`; their buffers are the group's, so that it need not copy them."""
+    """Return buckets of the given `layout`; the group allocates their buffers, so that it need not copy them."""
     buckets = []
     for index, names in enumerate(layout):
         sizes = [local(parameters[name]).numel() for name in names]
         buffer = group.allocate(sum(sizes) + len(names), parameters[names[0]].dtype)
         chunks = buffer[: sum(sizes)].split(sizes)
-        # Gradients take the strides of their parameter, or every optimizer step would have to reorder them.
+        # Gradients take the strides of their parameter, otherwise every optimizer step would have to reorder them.
         views = {name: _view_as(chunk, local(parameters[name])) for name, chunk in zip(names, chunks, strict=True)}
         bucket = Bucket(index, FlatBucket(f"bucket {index}", buffer, views))
         for name, view in views.items():
@@ -142,14 +142,14 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, g
 
 
 class BucketLauncher:
-    """Launches each bucket when the last of its gradients is ready, while backward goes on.
+    """Launches each bucket when its last gradient is ready, while backward continues.
 
-    Buckets leave in one launch order on every rank, whatever order they become ready in here: ranks that
-    launched in orders of their own would sum different buckets.
+    All ranks launch buckets in the same order, whatever order they become ready in: ranks with different
+    launch orders would sum different buckets.
 
     Args:
         buckets: The buckets of a layout.
-        launch: Starts the exchange of a bucket.
+        launch: Function that starts the exchange of a bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], Work]) -> None:
@@ -165,13 +165,13 @@ class BucketLauncher:
             bucket.reset()
 
     def arm(self) -> None:
-        """Let buckets leave in the backward pass that comes."""
+        """Launch buckets during the next backward pass."""
         self._armed = True
         self._next = 0
         self.ready_order = []
 
     def finish(self) -> None:
-        """Launch what is left after the backward pass: buckets with parameters that it did not use."""
+        """Launch the remaining buckets after the backward pass: those with parameters that it did not use."""
         now_s = time.perf_counter()
         for bucket in self.buckets:
             bucket.clear_unused()
@@ -181,7 +181,7 @@ class BucketLauncher:
         self._armed = False
 
     def close(self) -> None:
-        """Take the hooks off the parameters and let the buckets go: hooks and slots refer to each other in a ring."""
+        """Remove the hooks from the parameters and release the buckets: hooks and slots refer to each other."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -224,7 +224,7 @@ def _view_as(chunk: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether the strides visit each element once and leave no hole."""
+    """Return whether the strides visit each element once and leave no gap."""
     expected = 1
     for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda dim: dim[1]):
         if size == 1:

@@ -1,4 +1,4 @@
-"""What a replica refuses, and in which words."""
+"""Checks of a replica's arguments, and their errors."""
 
 import math
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def find_original(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` has wrapped, under whose names all is saved; another one as it is.
+    """Return the module inside a `torch.compile` wrapper, whose names are saved; any other module itself.
 
     Raises:
-        SettingsError: Torch exchanges its gradients already.
+        SettingsError: Torch already exchanges the module's gradients.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SettingsError(
@@ -45,7 +45,7 @@ def check_replica(
     ema: float | None,
     batch_norm: BatchNormScope,
 ) -> None:
-    """Refuse what a replica cannot train, or not in that way."""
+    """Refuse arguments with which a replica cannot train."""
     is_compiled, module = module is not find_original(module), find_original(module)
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_settings(precision, clip_norm, parameters)
@@ -78,7 +78,7 @@ def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[
 
 
 def check_placement(parameters: Mapping[str, nn.Parameter], group: Group) -> None:
-    """Refuse parameters that are elsewhere than the group."""
+    """Refuse parameters on another device than the group's."""
     for name, parameter in parameters.items():
         if parameter.device.type != group.device.type:
             raise SettingsError(
@@ -100,7 +100,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
 
 
 def check_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would add momentum to what has it already."""
+    """Refuse an optimizer that would add momentum to gradients that have it already."""
     if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
         raise SettingsError(
             f"the optimizer must be SGD without momentum where the codec carries it, but got {type(optimizer).__name__}"
@@ -109,7 +109,7 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_layout(layout: Layout, rule: Rule) -> None:
-    """Refuse what cannot be right where ranks share a model."""
+    """Refuse settings that would be wrong where ranks share a model."""
     if layout.is_plain:
         return
     reason = ""
@@ -123,7 +123,7 @@ def check_layout(layout: Layout, rule: Rule) -> None:
 
 
 def refuse_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:
-    """Raise GradientError for a backward that would be counted wrongly; it says why."""
+    """Raise GradientError for a backward that would be counted wrongly; the message says why."""
     if is_exchanging:
         raise GradientError("update() must be called after backward(last=True), but backward was called again")
     if loss.dim() != 0:

@@ -1,6 +1,6 @@
-"""Tensors on their way between the ranks that hold slices of them and rank 0, which writes and reads checkpoints.
+"""Transfer of tensors between the ranks that hold slices of them and rank 0, which writes and reads checkpoints.
 
-All of it goes through host memory, one tensor at a time.
+All transfers go through host memory, one tensor at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from paceline.errors import CheckpointError
 from paceline.parallel.local import local, local_slice
 
 FORMAT = 2
-"""Of the names of tensors and of the document; the files that they lie in have a format of their own."""
+"""Version of the tensors' names and of the document; the files have a format version of their own."""
 
 
 class Slice(NamedTuple):
-    """What one rank holds of a tensor: a block of it, which is all of it where ranks share nothing."""
+    """One rank's block of a tensor, which is the whole tensor where ranks do not share it."""
 
     dtype: str
     shape: list[int]
-    """Of the block."""
+    """Shape of the block."""
     whole: list[int]
     """Shape of the whole tensor."""
     begin: int = 0
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Slice":
-        """Return what this rank holds of `tensor`."""
+        """Return this rank's block of `tensor`."""
         if not isinstance(tensor, DTensor):
             return cls.of_whole(tensor.shape, tensor.dtype)
         block = local_slice(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
@@ -43,12 +43,12 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_whole(cls, shape: Size, dtype: torch.dtype) -> "Slice":
-        """Return all of a tensor."""
+        """Return the slice that is a whole tensor."""
         return cls(_name_dtype(dtype), list(shape), list(shape))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the block is all of the tensor."""
+        """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ class Slice(NamedTuple):
 
 
 def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Return, on rank 0, whole tensors, put together of what all ranks hold of them.
+    """Return, on rank 0, whole tensors, assembled from the slices of all ranks.
 
     Args:
-        mine: This rank's, by name: DTensors, of which it holds a slice, and others. Of what several ranks give alike,
-            the lowest rank's counts.
+        mine: This rank's tensors, by name: DTensors, of which it holds a slice, and others. If several ranks give the
+            same slice, the lowest rank's counts.
         group: The ranks.
     """
     offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
@@ -90,11 +90,11 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
 def scatter(
     wanted: Mapping[str, Slice], find: Callable[[str], Tensor] | None, group: Group
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the slices of rank 0's tensors that this rank wants, in host memory; every rank takes all of its own.
+    """Yield the slices of rank 0's tensors that this rank wants, in host memory; every rank must take all of them.
 
     Args:
-        wanted: By name.
-        find: Returns a whole tensor; not needed but on rank 0.
+        wanted: Slices that this rank wants, by name.
+        find: Function that returns a whole tensor; needed on rank 0 only.
         group: The ranks.
     """
     wishes = _exchange(wanted, group, "slices that are wanted")
@@ -108,7 +108,7 @@ def scatter(
             yield name, held
             continue
         for rank, needed in slices.items():
-            # A copy, or whoever keeps a slice would keep the whole tensor's memory.
+            # A copy, otherwise a slice would keep the whole tensor's memory alive.
             moved = _move(None if whole is None else needed.cut(whole).clone(), needed, 0, rank, group)
             if moved is not None:
                 yield name, moved
@@ -118,7 +118,7 @@ def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, 
     """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
 
     Raises:
-        CheckpointError: It is of another version of Paceline.
+        CheckpointError: The checkpoint is of another version of Paceline.
     """
     header = None
     if checkpoint is not None:
@@ -138,13 +138,13 @@ def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class SavedReplica:
-    """A replica in a checkpoint: what is there, as every rank knows it, and its tensors, which rank 0 reads.
+    """A replica in a checkpoint: its contents, known to every rank, and its tensors, which rank 0 reads.
 
     Args:
-        checkpoint: On rank 0; None elsewhere.
-        prefix: What its names begin with there, and not here.
-        document: The checkpoint's.
-        slices: Its tensors, whole, by name.
+        checkpoint: Checkpoint on rank 0; None elsewhere.
+        prefix: Prefix of the replica's names in the checkpoint.
+        document: Document of the checkpoint.
+        slices: Whole tensors of the replica, by name.
     """
 
     checkpoint: Checkpoint | None
@@ -154,10 +154,10 @@ class SavedReplica:
 
     @classmethod
     def open(cls, checkpoint: Checkpoint | None, world: Group, prefix: str) -> "SavedReplica | None":
-        """Return what is in rank 0's checkpoint under a prefix; None without one. Every rank calls it.
+        """Return the replica under a prefix of rank 0's checkpoint; None without a checkpoint. Every rank calls it.
 
         Raises:
-            CheckpointError: It is of another version of Paceline, or has no such replica.
+            CheckpointError: The checkpoint is of another version of Paceline, or has no such replica.
         """
         header = read_header(checkpoint, world)
         if header is None:
@@ -180,7 +180,7 @@ class SavedReplica:
 
     @cached_property
     def keys(self) -> Mapping[str, Sequence[str]]:
-        """What names end in, by all that comes before."""
+        """Last parts of names, by the parts before."""
         found: dict[str, list[str]] = {}
         for name in self.slices:
             stem, _, key = name.rpartition("/")
@@ -188,21 +188,21 @@ class SavedReplica:
         return found
 
     def state_of(self, rank: int) -> dict[str, Any]:
-        """Return what `Replica.document` was on a rank."""
+        """Return a rank's saved document."""
         state: dict[str, Any] = self.about["states"][self.about["state_of"][rank]]
         return state
 
     def list_own(self, rank: int, kind: str) -> dict[str, Slice]:
-        """Return what a rank had for itself of a kind, by whole names."""
+        """Return a rank's own tensors of a kind, by whole names."""
         return {name: whole for name, whole in self.slices.items() if name.startswith(f"rank{rank}/{kind}/")}
 
     def holds_back(self, kind: str) -> bool:
-        """Return whether codecs held something back among what ranks had for themselves of a kind."""
+        """Return whether the ranks' own tensors of a kind include residuals of codecs."""
         names = (name.split("/") for name in self.slices if name.startswith("rank"))
         return any(parts[1] == kind and parts[-1] in RESIDUALS for parts in names)
 
     def list_optimizer(self) -> dict[str, Slice]:
-        """Return the optimizer's whole tensors: those that were saved, or the means of what workers had."""
+        """Return the optimizer's whole tensors: the saved ones, or the means over workers."""
         listed = {name: whole for name, whole in self.slices.items() if name.startswith("optimizer/")}
         for ranks, blocks in self._parts:
             for name, own in self.list_own(ranks[0], "optimizer").items():
@@ -218,7 +218,7 @@ class SavedReplica:
         return {name: whole for name, whole in self.slices.items() if name.startswith("ema/")}
 
     def list_feedback(self) -> dict[str, Slice]:
-        """Return what codecs of all workers held back together, as whole tensors that are one worker's."""
+        """Return the sums of all workers' residuals, as whole tensors of one worker."""
         listed: dict[str, Slice] = {}
         for stem, sites in self.keys.items():
             rank, kind, parameter = split_name(stem)
@@ -229,7 +229,7 @@ class SavedReplica:
         return listed
 
     def find(self, name: str) -> Tensor:
-        """Return a whole tensor, on rank 0: as it was saved, or made of what ranks had for themselves of it."""
+        """Return a whole tensor, on rank 0: as it was saved, or assembled from the ranks' own tensors."""
         if name in self.slices:
             return self._read(name)
         kind, parameter, key = split_name(name)
@@ -254,7 +254,7 @@ class SavedReplica:
 
     @property
     def _parts(self) -> list[tuple[list[int], dict[str, Any]]]:
-        """The ranks that had each part of the model, by worker, and which blocks of parameters that part has."""
+        """Ranks that had each part of the model, by worker, and the blocks of parameters in that part."""
         return list(zip(self.about["parts"], self.about["blocks"], strict=True))
 
     def _block(self, parameter: str, blocks: Mapping[str, Any]) -> Slice:
@@ -273,7 +273,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def _exchange(mine: Mapping[str, Slice], group: Group, name: str) -> dict[str, dict[int, Slice]]:
-    """Return the slices of all ranks, by name and rank, in an order that is the same on all of them."""
+    """Return the slices of all ranks, by name and rank, in the same order on all ranks."""
     everybody = group.gather_documents(dict(mine), name=name)
     names = sorted({name for slices in everybody for name in slices})
     return {

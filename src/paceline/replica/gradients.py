@@ -1,4 +1,4 @@
-"""The gradients of one replica on their way to the other workers and back."""
+"""Exchange of one replica's gradients with the other workers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,16 @@ from paceline.sync.reducer import GradientReducer
 
 
 class Gradients:
-    """Buckets, the order in which they leave, and what becomes of them.
+    """Buckets of gradients, their launch order, and their exchange.
 
-    The layout is learnt in the first step: parameters are laid out in the order in which rank 0's gradients became
-    ready. With `bucket_bytes` None the bucket size is then tuned, a few steps a candidate. All workers agree on both.
+    The layout is learned in the first step: parameters are laid out in the order in which rank 0's gradients became
+    ready. With `bucket_bytes` None the bucket size is then tuned, with a few steps per candidate. All workers agree on
+    both.
 
     Args:
-        parameters: Those that require gradients, by name.
+        parameters: Parameters that require gradients, by name.
         group: The workers.
-        reducer: Sums buckets over the workers.
+        reducer: Reducer that sums buckets over the workers.
         bucket_bytes: Size of a bucket; None to tune it.
     """
 
@@ -45,37 +46,37 @@ class Gradients:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All buckets, in the order in which they leave."""
+        """All buckets, in launch order."""
         return self._launcher.buckets
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes this worker sends in a step."""
+        """Bytes that this worker sends in a step."""
         return sum(self._wire_bytes)
 
     @property
     def layout(self) -> BucketLayout:
-        """The names of parameters by bucket."""
+        """Names of parameters by bucket."""
         return [[slot.name for slot in bucket.slots] for bucket in self._launcher.buckets]
 
     def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
-        """Let buckets leave in the backward pass that comes; for the arguments see `GradientReducer.reduce`."""
+        """Launch buckets during the next backward pass; for the arguments see `GradientReducer.reduce`."""
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
         self._launcher.arm()
 
     def collect(self) -> None:
-        """Take in gradients that were made without the hooks, as pipeline stages make them."""
+        """Collect gradients that were computed without the hooks, as in pipeline stages."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.parameter.grad is not None:
                     slot.attach()
 
     def finish(self) -> None:
-        """Launch what the backward pass left."""
+        """Launch the remaining buckets after the backward pass."""
         self._launcher.finish()
 
     def receive(self, bucket: Bucket, divisor: float) -> list[str]:
-        """Wait for a bucket, make its gradients those of the parameters, and return the parameters nobody used."""
+        """Wait for a bucket, give its gradients to the parameters, and return the parameters that no rank used."""
         began_s = time.perf_counter()
         assert bucket.work is not None
         bucket.work.wait()
@@ -85,15 +86,15 @@ class Gradients:
         return bucket.attach_arrived()
 
     def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
-        """Refuse gradients that an exchange has found not to be finite: codecs hide it from whoever looks later.
+        """Refuse gradients that an exchange found to be not finite: after a codec it can no longer be seen.
 
         Args:
-            buckets: Those that have arrived.
-            step: Updates done before.
-            may_skip: Whether loss scaling skips such a step; it is shown an infinity then.
+            buckets: Buckets that have arrived.
+            step: Number of updates before this step.
+            may_skip: Whether loss scaling skips such a step; a gradient is then set to infinity for it.
 
         Raises:
-            NonFiniteError: It says where.
+            NonFiniteError: Some gradients are not finite; the message says where.
         """
         bad = [bucket for bucket in buckets if bucket.flat.num_non_finite]
         if not bad:
@@ -101,7 +102,7 @@ class Gradients:
         self.reducer.roll_back()
         if may_skip:
             for bucket in bad:
-                # All of it: a parameter that nobody used has no gradient in which it would be seen.
+                # The whole buffer: a parameter that no rank used has no gradient in which infinity would be seen.
                 bucket.flat.numerators.fill_(torch.inf)
             return
         first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
@@ -112,7 +113,7 @@ class Gradients:
         )
 
     def time(self, bucket: Bucket) -> BucketTimes:
-        """Return the times of a bucket that has landed, by `time.perf_counter`."""
+        """Return the times of a received bucket, by `time.perf_counter`."""
         assert bucket.work is not None
         return BucketTimes(
             index=bucket.index,
@@ -134,7 +135,7 @@ class Gradients:
                 slot.used = False
 
     def reset(self) -> None:
-        """Make ready for the next step."""
+        """Prepare for the next step."""
         for bucket in self.buckets:
             bucket.drop_gradients()
             bucket.reset()
@@ -144,7 +145,7 @@ class Gradients:
         return not self._layout_is_learnt or self._tuner is not None
 
     def adapt_layout(self, times: StepTimes) -> None:
-        """Learn from a step that has ended: layout and bucket size. Every rank calls it at the same step."""
+        """Adapt layout and bucket size after a step. Every rank calls it at the same step."""
         if not self._layout_is_learnt:
             self._layout_is_learnt = True
             ready = list(dict.fromkeys(self._launcher.ready_order))
@@ -164,19 +165,19 @@ class Gradients:
         return {"layout": self.layout, "is_tuned": self._tuner is None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a saved layout, since sums of three ranks and more depend on it."""
+        """Use a saved layout, since sums over three ranks or more depend on it."""
         layout = state["layout"]
         if {name for names in layout for name in names} == set(self._parameters):
             self._layout_is_learnt = True
             self._ready_order = [name for names in layout for name in names]
             if state["is_tuned"]:
                 self._tuner = None
-            if self._tuner is not None:  # it measures anew, from its first size on
+            if self._tuner is not None:  # it measures again, from its first size on
                 layout = plan_layout(self._parameters, self._ready_order, self._bucket_bytes)
             self._change_layout(layout)
 
     def close(self) -> None:
-        """Take the hooks off the parameters and let connections go."""
+        """Remove the hooks from the parameters and close connections."""
         self._launcher.close()
         self.reducer.close()
 

@@ -1,4 +1,4 @@
-"""Fingerprints of what replicas hold, by which those that silently became different are found."""
+"""Fingerprints of replicas' state, which reveal replicas that silently became different."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +24,11 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, str]]:
-    """Return the hashes of all ranks, by rank, where they differ; an empty list where all are the same.
+    """Return the hashes of all ranks, by rank, if they differ; an empty list if all are the same.
 
     Args:
-        hashes: This rank's, by what errors call each thing.
-        group: The ranks that should hold the same.
+        hashes: Hashes of this rank's state, by the names that errors use.
+        group: The ranks whose state should be the same.
     """
     total = xxhash.xxh3_64_intdigest(repr(list(hashes.items())).encode())
     mine = torch.tensor([total >> 32, total & 0xFFFFFFFF], device=group.device)
@@ -40,11 +40,11 @@ def find_difference(hashes: Mapping[str, int], group: Group) -> list[dict[str, s
 
 
 def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[int]) -> str:
-    """Return in what ranks differ first: with two ranks that they do, with more which one is odd; empty if they do not.
+    """Return the first difference between ranks, and the ranks that differ from a majority; empty if all agree.
 
     Args:
         everybody: Hashes by rank; see `find_difference`.
-        names: What errors call the ranks.
+        names: Numbers of the ranks in errors.
     """
     things = dict.fromkeys(thing for hashes in everybody for thing in hashes)
     first = next((thing for thing in things if len({hashes.get(thing) for hashes in everybody}) > 1), None)
@@ -59,16 +59,16 @@ def describe_difference(everybody: Sequence[Mapping[str, str]], names: Sequence[
 
 
 class ReplicaComparison:
-    """Compares at intervals what several ranks hold alike: replicas, and what ranks of one worker have in common.
+    """Compares, at intervals, state that is equal on several ranks: replicas, and state shared by a worker's ranks.
 
-    Parameters, the optimizer's state and persistent buffers must be equal. Buffers may be each worker's own, as
-    statistics of its samples are: those of torch's norms are left out, and so is one that has changed on every worker
-    since the start and differs the first time that it is looked at.
+    Parameters, the optimizer's state and persistent buffers must be equal. Buffers may be local to each worker, as
+    statistics of its samples are: those of torch's norms are left out, and so is a buffer that has changed on every
+    worker since the start and differs at its first comparison.
 
     Args:
         module: The model.
-        optimizer: Its optimizer.
-        shard: What this rank holds of the model.
+        optimizer: Optimizer of the model.
+        shard: Model shard of this rank.
         interval: Steps from one comparison to the next; 0 for none.
     """
 
@@ -77,11 +77,11 @@ class ReplicaComparison:
         self.interval = interval if shard.world.size > 1 else 0
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
-        """Buffers that are each worker's own."""
+        """Buffers that are local to each worker."""
         self._alike: set[str] = set()
-        """Buffers that have changed and were the same on all workers."""
+        """Buffers that changed and were the same on all workers."""
         self._steppers = shard.group
-        """Ranks that keep the same optimizer state."""
+        """Ranks with the same optimizer state."""
         if self.interval and shard.mesh is not None and shard.layout.shards_optimizer:
             self._steppers = shard.mesh.group("data", "context")
 
@@ -89,11 +89,11 @@ class ReplicaComparison:
         """Compare after `step` updates; every rank calls it.
 
         Raises:
-            DivergenceError: Some ranks differ in what they should hold alike; all ranks say the same.
+            DivergenceError: Ranks differ in state that should be equal; the error is the same on all ranks.
         """
         if not self.interval:
             return
-        buffers = self._hash_buffers()  # first, for it lets go of what a forward pass has gathered
+        buffers = self._hash_buffers()  # first, since it releases parameters that a forward pass has gathered
         parameters = dict(self._module.named_parameters())
         held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
         kept = {name: self._hash_state(name, parameter) for name, parameter in parameters.items()}
@@ -146,7 +146,7 @@ class ReplicaComparison:
         }
 
     def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
-        """Return hashes of what the optimizer keeps of a parameter: its tensors and numbers."""
+        """Return hashes of the optimizer's state for a parameter: tensors and numbers."""
         hashes = {}
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -157,7 +157,7 @@ class ReplicaComparison:
 
 
 def _compare(hashes: Mapping[str, Mapping[str, int]], names: Iterable[str], group: Group) -> str:
-    """Return in what ranks differ first of what belongs to some parameters."""
+    """Return the first difference between ranks in the hashes of some parameters."""
     return describe_difference(find_difference(_join(hashes, names), group), group.names)
 
 

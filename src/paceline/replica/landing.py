@@ -1,4 +1,4 @@
-"""Gradients that land bucket by bucket: the optimizer steps with each as it arrives, while others are on the wire."""
+"""Landing bucket by bucket: the optimizer steps with each bucket as it arrives, while others are in transit."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Literal
@@ -17,23 +17,23 @@ from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Landing = Literal["update", "arrival", "next_forward"]
-"""When a bucket's gradients reach the optimizer: with all others, as it arrives, or when the next forward needs it."""
+"""Moment at which the optimizer applies a bucket: with all others, at its arrival, or just before its next use."""
 
 
 class BucketLanding:
-    """Lands buckets one by one, the optimizer stepping with the gradients of each: as they arrive.
+    """Lands buckets one by one as they arrive: the optimizer steps with the gradients of each.
 
-    What is here is all that a replica knows of landing otherwise than at the update.
+    A replica knows no other interface of landing otherwise than at the update.
 
     Args:
-        optimizer: Updates the parameters of one bucket at a time.
-        rule: Says how buckets are exchanged.
+        optimizer: Optimizer, which updates the parameters of one bucket at a time.
+        rule: Synchronisation rule, which makes the reducer of buckets.
     """
 
     delay = 0
-    """Updates after which the gradients of a step have landed."""
+    """Number of updates after which the gradients of a step have landed."""
     gradients: Gradients
-    """Whose buckets land."""
+    """Gradients whose buckets land."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         self._optimizer = optimizer
@@ -41,7 +41,7 @@ class BucketLanding:
         self._pending: list[Bucket] = []
         self._unused: list[str] = []
         self.unused: list[str] = []
-        """Parameters nobody used in the last step that has landed."""
+        """Parameters that no rank used in the last step that has landed."""
         self._times: list[BucketTimes] = []
         self._settings: list[dict[str, Any]] = []
         self._divisor = 1.0
@@ -49,11 +49,11 @@ class BucketLanding:
 
     @property
     def is_ready(self) -> bool:
-        """Whether buckets land one by one by now; until then they land at the update."""
+        """Whether buckets land one by one already; until then they land at the update."""
         return True
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
-        """Return what exchanges buckets; see `Rule.start_reducer`."""
+        """Return the reducer of buckets; see `Rule.start_reducer`."""
         return self._rule.start_reducer(group, seed, step=step)
 
     def run(self, forward: Callable[[], Any]) -> Any:
@@ -61,16 +61,16 @@ class BucketLanding:
         return forward()
 
     def begin_backward(self) -> None:
-        """Make ready for a backward pass."""
+        """Prepare for a backward pass."""
 
     def end_backward(self) -> None:
-        """Refuse gradients that a backward pass has made wrongly."""
+        """Refuse wrong gradients after a backward pass."""
 
     def end_step(self) -> None:
-        """Learn from a step that has ended, while buckets do not land one by one yet; every rank calls it."""
+        """Measure a step that has ended, while buckets do not land one by one yet; every rank calls it."""
 
     def close(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
         """Land the step's buckets as they arrive, and return their times."""
@@ -79,7 +79,7 @@ class BucketLanding:
         return self.take_times()
 
     def begin(self, divisor: float, step: int) -> None:
-        """Take on the step's buckets, to land with the optimizer's settings of now."""
+        """Accept the step's buckets, to land with the optimizer's present settings."""
         self._pending = list(self.gradients.buckets)
         for bucket in self._pending:
             bucket.drop_gradients()  # the optimizer must see those of one bucket at a time
@@ -87,18 +87,18 @@ class BucketLanding:
         self._divisor, self._step = divisor, step
 
     def flush(self) -> set[str]:
-        """Land all that is left, and return its parameters."""
+        """Land the remaining buckets, and return their parameters."""
         late = {slot.name for bucket in self._pending for slot in bucket.slots}
         self.land_those_of(late)
         return late
 
     def take_times(self) -> list[BucketTimes]:
-        """Return the times of the buckets that have landed since the last call."""
+        """Return the times of the buckets that landed since the last call."""
         times, self._times = self._times, []
         return times
 
     def land_those_of(self, names: Collection[str]) -> None:
-        """Land the buckets that hold some of these parameters."""
+        """Land the buckets that contain any of these parameters."""
         for bucket in [b for b in self._pending if any(slot.name in names for slot in b.slots)]:
             self._pending.remove(bucket)
             self._land(bucket)
@@ -134,10 +134,10 @@ def check_landing(
     is_noise_measured: bool = False,
     is_averaged: bool = False,
 ) -> None:
-    """Refuse to land bucket by bucket where something must see the whole step first, or nothing can come in between.
+    """Refuse to land bucket by bucket if some setting needs the whole step first, or allows nothing in between.
 
     Raises:
-        SettingsError: It says what does not go together.
+        SettingsError: A setting does not allow it; the message names it.
     """
     if landing == "update":
         return
@@ -164,6 +164,6 @@ def check_landing(
 
 
 def _copy_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group: schedulers may change them, tensors in place, before they are used."""
+    """Return a copy of a parameter group's settings, which schedulers may change before their use, tensors in place."""
     settings = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}

@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Loss:
-    """A mean and the weight it was taken over, so that means of uneven parts can be joined exactly."""
+    """A mean and its weight, so that means of uneven parts can be combined exactly."""
 
     mean: Tensor
-    """0-dim; backward runs from it."""
+    """Mean loss, 0-dim; backward runs from it."""
     weight: float
-    """Samples, or tokens, that it is the mean of: `Batch.count`. 0 for a batch that counts for nothing."""
+    """Number of samples, or tokens, in the mean: `Batch.count`. 0 for a batch that must not count."""
     totals: Mapping[str, Tensor] = field(default_factory=dict)
     """Other sums over the same weight, by name (correct answers, for instance); 0-dim, detached."""

@@ -1,4 +1,4 @@
-"""What a model, an optimizer or anything else with a `state_dict` holds: named tensors and JSON, and back."""
+"""State of a model, an optimizer or any object with a `state_dict` as named tensors and JSON, and back."""
 
 from collections.abc import Mapping, Sequence
 from types import NoneType
@@ -16,22 +16,22 @@ Document = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Whatever can be saved and loaded: a learning-rate schedule, a loader, a moving average of parameters."""
+    """An object that can be saved and loaded: a learning-rate schedule, a loader, a moving average of parameters."""
 
     def state_dict(self) -> Any:
         """Return tensors and plain values, in dicts, lists and tuples."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take on what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
 
 def capture_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], Document]:
-    """Return the tensors and the document of objects, by name: those of `paceline.replica.state.capture` are joined.
+    """Return the tensors and the document of objects, by name, to be joined to `paceline.replica.state.capture`'s.
 
-    What each rank has for itself is not saved: rank 0's state counts.
+    Only rank 0's state is saved.
 
     Raises:
-        SettingsError: A state holds something else than tensors and plain values.
+        SettingsError: A state contains other objects than tensors and plain values.
     """
     tensors: dict[str, Tensor] = {}
     document = {name: _split(f"objects/{name}", thing.state_dict(), tensors) for name, thing in objects.items()}
@@ -42,7 +42,7 @@ def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Statefu
     """Load rank 0's `checkpoint` into the objects of every rank, and return whether there is one.
 
     Raises:
-        CheckpointError: One of them is not in it, or it is of another version of Paceline.
+        CheckpointError: The checkpoint lacks one of the objects, or is of another version of Paceline.
     """
     header = read_header(checkpoint, world)
     if header is None:
@@ -70,7 +70,7 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def list_ties(module: nn.Module) -> dict[str, str]:
-    """Return the other names of what `model_tensors` has under one, such as those of a head that is the embedding."""
+    """Return the names of tied tensors that `model_tensors` omits, with the names that it has for them."""
     names: dict[int, str] = {}
     tensors = {n: tensor for n, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     return {n: first for n, tensor in tensors.items() if (first := names.setdefault(id(tensor), n)) != n}
@@ -79,7 +79,7 @@ def list_ties(module: nn.Module) -> dict[str, str]:
 def optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors, and what else it keeps of each parameter."""
+    """Return the optimizer's tensors, and its other state of each parameter."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     names = _names_by_index(module, optimizer)
@@ -104,7 +104,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Load the state of the parameters that are here; hyper-parameters stay those of the run's settings."""
+    """Load the state of this rank's parameters; hyper-parameters stay those of the run's settings."""
     by_parameter: dict[str, dict[str, Any]] = {name: dict(state) for name, state in scalars.items()}
     for name, tensor in tensors.items():
         if name.startswith("optimizer/"):
@@ -131,10 +131,10 @@ def list_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_settings(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take on hyper-parameters.
+    """Load hyper-parameters.
 
     Raises:
-        SettingsError: They are of another number of groups.
+        SettingsError: The saved optimizer has another number of groups.
     """
     if len(saved) != len(optimizer.param_groups):
         raise SettingsError(
@@ -151,7 +151,7 @@ def load_settings(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str,
 
 
 def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, and put its tensors among `tensors`, by their paths in it."""
+    """Return a value as JSON, and add its tensors to `tensors`, by their paths in the value."""
     if isinstance(value, Tensor):
         assert path not in tensors, f"two tensors must not both be {path}"
         tensors[path] = value.detach()

@@ -1,10 +1,10 @@
-"""Gradients that land in the next forward, each bucket just before its parameters are used, the most urgent sent first.
+"""Landing in the next forward: each bucket just before its parameters are used, the most urgent sent first.
 
-It pays on slow links: forward begins while the last buckets are still on the wire. ByteScheduler (Peng et al., SOSP
-2019) and P3 (Jayarajan et al., MLSys 2019) send first what the next forward needs first. They decide as gradients
-become ready, each worker alone or by a central scheduler; here the order is worked out once from one worker's
-measurements and agreed on, since workers that launched in orders of their own would sum different buckets. When a
-gradient lands changes nothing in what is learnt.
+It pays on slow links: forward begins while the last buckets are still in transit. ByteScheduler (Peng et al., SOSP
+2019) and P3 (Jayarajan et al., MLSys 2019) send first the buckets that the next forward needs first. They decide as
+gradients become ready, each worker alone or by a central scheduler; here the order is computed once from one worker's
+measurements and shared, since workers with different launch orders would sum different buckets. The moment at which a
+gradient lands does not change the result.
 """
 
 import time
@@ -27,24 +27,24 @@ from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 
 CHUNK_BYTES = 4 * 2**20
-"""Largest part of a bucket that a more urgent one may have to wait for: 34 ms at 1 Gbit/s."""
+"""Largest part of a bucket for which a more urgent one may have to wait: 34 ms at 1 Gbit/s."""
 _MEASURED_STEPS = 3
-"""Steps whose times a launch order is computed from."""
+"""Number of measured steps from which the launch order is computed."""
 
 
 class ForwardLanding(BucketLanding):
-    """Lands buckets in the next forward, so that the last of them may still be on the wire when it starts.
+    """Lands buckets in the next forward, so that the last of them may still be in transit when it starts.
 
-    The first forward is watched: which module, innermost, uses which parameter. From then on a bucket lands before the
-    first module that uses one of its parameters runs, whoever owns it (a tied weight, a parent that reads a child's
-    weight). Parameters that were not seen are landed before forward begins. One that is used elsewhere
-    later, before it has landed, is found in the backward pass and is an error.
+    The first forward records which innermost module uses which parameter. From then on a bucket lands before the
+    first module that uses one of its parameters runs, whichever module owns it (a tied weight, a parent that reads a
+    child's weight). Parameters that were not recorded are landed before forward begins. A parameter that is later used
+    elsewhere, before it has landed, is found in the backward pass and raises an error.
 
     Args:
-        optimizer: Updates the parameters of one bucket at a time.
-        rule: Says how buckets are exchanged.
-        module: The module whose forward is watched.
-        parameters: Parameters that are landed, by name.
+        optimizer: Optimizer, which updates the parameters of one bucket at a time.
+        rule: Synchronisation rule, which makes the reducer of buckets.
+        module: Module whose forward is recorded.
+        parameters: Parameters to land, by name.
     """
 
     delay = 1
@@ -63,7 +63,7 @@ class ForwardLanding(BucketLanding):
         self._late: set[str] = set()
         self._handles: list[RemovableHandle] = []
         self.needed: dict[str, int] | None = None
-        """Place of each parameter in the order of first use, once a forward has been watched."""
+        """Place of each parameter in the order of first use, once a forward has been recorded."""
 
     @property
     def is_ready(self) -> bool:
@@ -78,7 +78,7 @@ class ForwardLanding(BucketLanding):
         return self._reducer
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Run forward, landing what it needs as it goes; before evaluation, which may use modules otherwise, all."""
+        """Run forward, landing each bucket when it is needed, or all before evaluation, which may use other modules."""
         if not torch.is_grad_enabled():
             self.flush()
             return forward()
@@ -88,28 +88,28 @@ class ForwardLanding(BucketLanding):
         return forward()
 
     def begin_backward(self) -> None:
-        """Land what forward did not need."""
+        """Land the buckets that forward did not need."""
         self._late |= self.flush()
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Take on the step's buckets for the next forward, and return the times of those that have landed since."""
+        """Accept the step's buckets for the next forward, and return the times of those that have landed since."""
         self.begin(divisor, step)
         return self.take_times()
 
     def end_step(self) -> None:
-        """Measure how long exchanges take, once nothing else changes, and agree on their order."""
+        """Measure the times of exchanges, once nothing else changes, and agree on their order."""
         if self._reducer is not None and not self.gradients.is_learning():
-            # A worker that has run no forward yet must measure in the same steps as the others.
+            # A worker without a forward so far must measure in the same steps as the others.
             self._reducer.end_step(self.needed or {})
 
     def close(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def end_backward(self) -> None:
-        """Refuse gradients of parameters that landed after the forward pass they are of."""
+        """Refuse gradients of parameters that landed after their forward pass."""
         used = {slot.name for bucket in self.gradients.buckets for slot in bucket.slots if slot.used}
         stale = sorted(self._late & used)
         self._late = set()
@@ -149,7 +149,7 @@ def _pop(running: list[str]) -> None:
 
 
 class _Watcher(TorchDispatchMode):
-    """Notes which module uses which parameter."""
+    """Records which module uses which parameter."""
 
     def __init__(self, names: Mapping[int, str], running: list[str], uses: list[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,16 +166,16 @@ class _Watcher(TorchDispatchMode):
 
 
 class PriorityReducer(GradientReducer):
-    """Exchanges buckets in chunks, in the order that the next forward needs them in, as far as they are ready.
+    """Exchanges buckets in chunks, in the order in which the next forward needs them, as far as they are ready.
 
     Args:
-        reducer: Exchanges a chunk; of one that only takes whole buckets, a bucket is a chunk.
-        group: The workers; a group of its own, which is closed with it.
+        reducer: Reducer of a chunk; if it only takes whole buckets, a bucket is one chunk.
+        group: The workers; a group for this reducer only, which closes it.
     """
 
     def __init__(self, reducer: GradientReducer, group: Group) -> None:
         self._inner, self._group = reducer, group
-        # One chunk at a time, where the group would otherwise share the wire among all.
+        # One chunk at a time; otherwise the group would share the bandwidth among all.
         self._channel = Channel("paceline-priority") if reducer.can_split else None
         self.bucket_bytes, self.state_of = reducer.bucket_bytes, reducer.state_of
         self.is_measuring = True
@@ -186,13 +186,13 @@ class PriorityReducer(GradientReducer):
         self._measured: list[tuple[list[float], list[float]]] = []
 
     def begin_layout(self, buckets: Sequence[FlatBucket]) -> None:
-        """Exchange these buckets from now on; their order is measured anew."""
+        """Exchange these buckets from now on, with a new measurement of their order."""
         self._buckets = list(buckets)
         self._order = [number for number, bucket in enumerate(buckets) for _ in range(self._count_chunks(bucket))]
         self._next, self._begun, self._measured, self.is_measuring = 0, {}, [], True
 
     def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
-        """Start what is ready and whose turn has come; a bucket's chunks follow when theirs has."""
+        """Start the chunks that are ready and next in order; the other chunks follow in their turn."""
         number = next(number for number, one in enumerate(self._buckets) if one is bucket)
         if self._next == len(self._order):
             self._next, self._begun = 0, {}
@@ -213,7 +213,7 @@ class PriorityReducer(GradientReducer):
         return begun.chunks
 
     def end_step(self, needed: Mapping[str, int]) -> None:
-        """Note the times of a step that has ended; from those of some steps, all workers agree on an order.
+        """Record the times of a step; after a few steps, all workers agree on an order.
 
         Args:
             needed: Place of each parameter in the order in which forward uses them.
@@ -226,7 +226,7 @@ class PriorityReducer(GradientReducer):
             for begun in [self._begun[number]]
             for work in begun.chunks.works
         ]
-        # Exchanges that share the wire each take as many times longer; the order is planned for one at a time.
+        # Exchanges that share the bandwidth each take as many times longer; the order is planned for one at a time.
         took_s = [((work.ended_s or 0.0) - (work.began_s or 0.0)) / self._inner.max_in_flight for _, work in chunks]
         self._measured.append(([ready_s for ready_s, _ in chunks], took_s))
         first = min(self._measured[-1][0])
@@ -248,23 +248,23 @@ class PriorityReducer(GradientReducer):
         return -(-bucket.buffer.nbytes // CHUNK_BYTES) if self._channel is not None else 1
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """As the reducer of a chunk does it."""
+        """See the chunk's reducer."""
         self._inner.finalize(bucket, divisor)
 
     def commit(self, unused: Collection[str]) -> None:
-        """As the reducer of a chunk does it."""
+        """See the chunk's reducer."""
         self._inner.commit(unused)
 
     def roll_back(self) -> None:
-        """As the reducer of a chunk does it."""
+        """See the chunk's reducer."""
         self._inner.roll_back()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the reducer of a chunk."""
+        """Return the state of the chunk's reducer."""
         return self._inner.state()
 
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
-        """As the reducer of a chunk does it."""
+        """See the chunk's reducer."""
         self._inner.load_state(saved, shapes)
 
     def wire_bytes(self, bucket: FlatBucket) -> int:
@@ -272,7 +272,7 @@ class PriorityReducer(GradientReducer):
         return self._inner.wire_bytes(bucket)
 
     def close(self) -> None:
-        """Let connections and threads go."""
+        """Close connections and threads."""
         if self._channel is not None:
             self._channel.close()
         self._inner.close()
@@ -295,7 +295,7 @@ class _Chunks(Work):
 
 @dataclass
 class _Begun:
-    """A bucket that is ready."""
+    """A bucket that is ready, and the state of its chunks."""
 
     ready_s: float
     chunks: _Chunks
@@ -303,14 +303,14 @@ class _Begun:
 
 
 def plan_launch_order(ready_s: Sequence[float], duration_s: Sequence[float], needed: Sequence[int]) -> list[int]:
-    """Return the buckets in the order in which they are best exchanged, one at a time.
+    """Return the best order in which to exchange the buckets, one at a time.
 
-    Whenever the wire is free, it takes of those that are ready the one that forward needs first: waiting for
-    one that is more urgent and not ready yet would leave the wire idle.
+    Whenever the network is free, it takes the ready bucket that forward needs first: waiting for
+    a more urgent one that is not ready yet would leave the network idle.
 
     Args:
-        ready_s: When each bucket's gradients are complete, from the beginning of backward.
-        duration_s: How long its exchange takes.
+        ready_s: Time at which each bucket's gradients are complete, from the beginning of backward.
+        duration_s: Duration of each bucket's exchange.
         needed: Place of each bucket in the order in which forward needs them.
     """
     waiting = set(range(len(ready_s)))

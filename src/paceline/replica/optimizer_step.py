@@ -16,22 +16,22 @@ from paceline.replica.checks import Precision
 
 @dataclass(frozen=True)
 class OptimizerStepResult:
-    """What the optimizer did with a step."""
+    """Result of an optimizer step."""
 
     gradient_norm: float | None
-    """Before clipping; None where nothing is clipped."""
+    """Global gradient norm before clipping; None without clipping."""
     skipped: bool
-    """Whether fp16 overflowed and parameters stayed as they were."""
+    """Whether fp16 overflowed and parameters stayed unchanged."""
 
 
 class OptimizerStep:
-    """How an optimizer takes its steps: its loss scale, and the bound on its gradients.
+    """Steps of an optimizer, with its loss scale and the bound on its gradients.
 
     Args:
-        precision: Of forward; fp16 scales the loss.
+        precision: Precision of forward; fp16 scales the loss.
         clip_norm: Largest gradient norm; None for no bound.
-        shard: What this rank holds of the model.
-        parameters: Those that are trained, by name.
+        shard: Model shard of this rank.
+        parameters: Parameters that are trained, by name.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class OptimizerStep:
         self._shard = shard
         self._parameters = parameters
         self._scaler = torch.amp.GradScaler(shard.world.device.type, enabled=precision == "fp16")
-        # It makes its scale with the first loss, of which a rank without the last stage of a pipeline has none.
+        # The scaler makes its scale with the first loss, which a rank without the last stage of a pipeline never has.
         self._scaler.scale(torch.zeros((), device=shard.world.device))
 
     @property
@@ -51,7 +51,7 @@ class OptimizerStep:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are scaled by."""
+        """Factor by which losses are scaled."""
         return float(self._scaler.get_scale())
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,12 @@ class OptimizerStep:
         """Unscale, clip, call `before`, and step.
 
         Args:
-            optimizer: What is stepped.
-            number: Updates done before.
-            before: What comes between clipping and the step; it is told whether gradients are of no use, where a
-                server is to step with them.
-            is_optimizer_run: Whether the optimizer is stepped: not where a server does it.
-            has_gradients: Whether there are any.
+            optimizer: Optimizer to step.
+            number: Number of updates before this step.
+            before: Function called between clipping and the step, with a flag that says whether fp16 overflowed, if a
+                server is to step.
+            is_optimizer_run: Whether the optimizer steps here: not if a server does.
+            has_gradients: Whether there are gradients.
 
         Raises:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
@@ -98,7 +98,7 @@ class OptimizerStep:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take on a saved state."""
+        """Load a saved state."""
         if state:
             self._scaler.load_state_dict(state)
 
@@ -107,7 +107,7 @@ class OptimizerStep:
         return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def _agree_on_overflow(self) -> None:
-        """Show an overflow that one rank of a worker sees to all of them, or some would step and others not."""
+        """Share an overflow on one rank with all ranks of the worker, otherwise some would step and others not."""
         if not self.is_scaled or self._shard.model_parallel_group.size == 1:
             return
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
@@ -136,11 +136,11 @@ class OptimizerStep:
 
 
 _TINY = 1e-6
-"""What torch adds to a norm that it divides by."""
+"""Number that torch adds to a norm before it divides by it."""
 
 
 def autocast(precision: Precision, device: str) -> AbstractContextManager[Any]:
-    """Return the context that forward runs in on a type of device; losses of fp16 are scaled then."""
+    """Return the context of forward on a type of device; with fp16 losses must be scaled."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)

@@ -1,4 +1,4 @@
-"""The exponential moving average of parameters, which often judges better than the last of them."""
+"""The exponential moving average of parameters, which often evaluates better than the latest parameters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,26 +13,27 @@ from paceline.parallel.local import local, wrap
 
 
 class ParameterAverage:
-    """Moving averages of the parameters that a rank holds.
+    """Moving averages of a rank's parameters.
 
     average <- decay * average + (1 - decay) * parameter, after each update, from the parameters after the first update
-    on, as `torch.optim.swa_utils.AveragedModel` has it with ``get_ema_multi_avg_fn(decay)``. Of an update that fp16
-    overflow skipped nothing is taken. Buffers are not averaged: those of the model go with the averages.
+    on, as in `torch.optim.swa_utils.AveragedModel` with ``get_ema_multi_avg_fn(decay)``. An update that fp16
+    overflow skipped does not count. Buffers are not averaged: the model's own go with the averages.
 
-    Each worker averages its own parameters. Where a rule lets workers differ, their averages' mean counts, which is
-    the average of their mean, since both are linear: it depends neither on when workers meet nor on their number.
+    Each worker averages its own parameters. Where a rule lets workers differ, the mean of their averages counts, which
+    is the average of their mean, since both are linear: it depends neither on the sync steps nor on the number of
+    workers.
 
-    In memory: a copy of the parameters that the rank holds, in 32 bits at least. On the wire: nothing, but where
-    workers differ an all-reduce of that size whenever the averages are looked at or saved.
+    Memory: a copy of the rank's parameters, in 32 bits at least. On the wire: nothing, but if workers differ an
+    all-reduce of that size whenever the averages are used or saved.
 
     Args:
-        parameters: Those that are trained, by name.
-        decay: Between 0 and 1: after 1 / (1 - decay) updates a parameter counts 1/e as much as now.
+        parameters: Parameters that are trained, by name.
+        decay: Decay per update, between 0 and 1: a parameter's weight falls to 1/e in about 1 / (1 - decay) updates.
         group: The workers that hold the same parameters.
         is_equal: Whether the rule keeps replicas equal.
 
     Raises:
-        SettingsError: The decay is none.
+        SettingsError: The decay is not between 0 and 1.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, group: Group, *, is_equal: bool) -> None:
@@ -44,17 +45,17 @@ class ParameterAverage:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there are averages: after the first update."""
+        """Whether there are averages yet: after the first update."""
         return bool(self._tensors)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What this worker's averages are on this rank, by parameter; nothing before the first update."""
+        """This worker's averages on this rank, by parameter; empty before the first update."""
         return self._tensors
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters of now into account."""
+        """Add the present parameters to the averages."""
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
         if not self._tensors:
             self.load(held)
@@ -64,9 +65,9 @@ class ParameterAverage:
         torch._foreach_lerp_(averages, values, 1 - self._decay)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return the averages that the workers together stand for, laid out as the parameters are. All workers call it.
+        """Return the mean of all workers' averages, laid out as the parameters are. All workers call it.
 
-        They are not copied where the rule keeps replicas equal.
+        If the rule keeps replicas equal, these are this worker's averages, not copies.
         """
         means = self._tensors
         if not self._is_equal and self._group.size > 1:
@@ -79,7 +80,7 @@ class ParameterAverage:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Inside, parameters of `module` are the averages of all workers; outside, their own. All workers enter it."""
+        """Replace the parameters of `module` inside by the averages over all workers. All workers enter it."""
         reshard(module)
         held = {name: local(parameter) for name, parameter in self._parameters.items()}
         own = {name: tensor.detach().clone() for name, tensor in held.items()}
@@ -92,10 +93,10 @@ class ParameterAverage:
             with torch.no_grad():
                 for name, tensor in held.items():
                     tensor.copy_(own[name])
-            reshard(module)  # or what was gathered of averages would be trained
+            reshard(module)  # otherwise gathered averages would be trained
 
     def load(self, averages: Mapping[str, Tensor]) -> None:
-        """Go on from averages, as this rank holds them; without any, from the parameters after the next update."""
+        """Continue from this rank's saved averages; without any, from the parameters after the next update."""
         self._tensors = {
             name: averages[name].to(parameter.device, torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for name, parameter in self._parameters.items()

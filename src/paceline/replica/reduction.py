@@ -20,19 +20,19 @@ from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParameter
 from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.rule import Rule
 
-# Measured: on CPUs 16 MiB waits least for its last bucket, smaller ones cost more calls; a GPU wants few launches.
+# Measured: on CPUs 16 MiB waits least for the last bucket, smaller buckets cost more calls; a GPU wants few launches.
 DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
 
 
 class GradientReduction:
-    """Who a worker's gradients are summed with, and how; `prepare` may change it from step to step.
+    """The workers with which gradients are summed, and the reducer; `prepare` may change both from step to step.
 
     Args:
         module: The model.
-        parameters: Those that require gradients, by name.
-        optimizer: Lands gradients in the next forward, where they do.
-        shard: What this rank holds of the model; its group are all workers.
-        rule: Says which of them reduce gradients together.
+        parameters: Parameters that require gradients, by name.
+        optimizer: Optimizer, which steps by bucket if gradients land one by one.
+        shard: Model shard of this rank; its group is all workers.
+        rule: Synchronisation rule, which forms the reduce groups.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
         seed: Random seed of the codecs.
@@ -55,17 +55,17 @@ class GradientReduction:
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._ranks: list[int] = []
         self._unchanged = range(0)
-        """Steps in which the rule wants what is there now."""
+        """Steps for which the rule wants the present group and reducer."""
         self._phase = 0
         self._end: weakref.finalize[Any, GradientReduction] | None = None
         self.reduce_group = shard.group
-        """The workers that gradients are summed over."""
+        """Workers over which gradients are summed."""
         self.gradients: Gradients | None = None
-        """None where this worker is alone: its gradients stay where autograd puts them."""
+        """Gradients in buckets; None if this worker is alone: its gradients stay where autograd puts them."""
         self.landing: BucketLanding | None = None
-        """What lands gradients otherwise than at the update, where something does."""
+        """Landing of gradients otherwise than at the update; None for the update."""
         self.unused: list[str] = []
-        """Parameters that nobody in the reduce group used in the last step that was received."""
+        """Parameters that no rank of the reduce group used in the last received step."""
         self._warned_unused: set[str] = set()
         self.prepare(0)
 
@@ -80,7 +80,7 @@ class GradientReduction:
         return self.gradients.wire_bytes if self.gradients is not None else 0
 
     def prepare(self, step: int) -> None:
-        """Reduce over the workers that the rule names for `step`, from now on."""
+        """Reduce over the workers that the rule selects for `step`, from now on."""
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
@@ -102,7 +102,7 @@ class GradientReduction:
         self.gradients = Gradients(self._parameters, self.reduce_group, reducer, chosen)
         if self.landing is not None:
             self.landing.gradients = self.gradients
-        # Hooks are rings that Python cannot collect: a replica that was forgotten would keep its memory for ever.
+        # Hooks are cycles that Python cannot collect: a replica without references would never release its memory.
         self._end = weakref.finalize(self, _let_go, self.gradients, self.landing)
         self._end.atexit = False
 
@@ -117,13 +117,13 @@ class GradientReduction:
         """Return the reduce group's totals of a step.
 
         Args:
-            scalars: Those of the group, on their way.
-            loss: This worker's own.
-            step: Updates done before.
+            scalars: Scalars of the reduce group, in transit.
+            loss: Loss of this worker.
+            step: Number of updates before this step.
 
         Raises:
-            NonFiniteError: Some loss is not finite; the message says whose.
-            GradientError: Nobody's samples count for anything.
+            NonFiniteError: A loss is not finite; the message names the rank.
+            GradientError: All weights are 0.
         """
         totals = scalars.wait()
         if totals.num_non_finite:
@@ -163,7 +163,7 @@ class GradientReduction:
         return sum(bucket.waited_s for bucket in buckets)
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:
-        """Keep or drop what codecs made of the step, drop its gradients, and return the times of its buckets."""
+        """Commit or roll back the codecs' state, drop the step's gradients, and return the times of its buckets."""
         if self.gradients is None:
             self._drop_gradients()
             return []
@@ -176,39 +176,39 @@ class GradientReduction:
         return times
 
     def land_by_bucket(self, landing: BucketLanding, divisor: float, step: int) -> list[BucketTimes]:
-        """Let the optimizer step with one bucket after the other; return the times of what has landed by now."""
+        """Let the optimizer step with one bucket after another; return the times of the buckets that have landed."""
         times = landing.land(divisor, step)
         self.unused = landing.unused
         return times
 
     def warn_unused(self, step: int) -> list[str]:
-        """Warn of parameters that nobody in the reduce group used in `step`, each once; return them."""
+        """Warn once of each parameter that no rank of the reduce group used in `step`; return the new ones."""
         new = [name for name in self.unused if name not in self._warned_unused]
         if new:
             self._warned_unused.update(new)
             where = "on any rank" if self.covers_all_workers else "here"
             warnings.warn(
                 f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
-                f"{', '.join(new)}; freeze them with requires_grad=False if that is meant",
+                f"{', '.join(new)}; freeze them with requires_grad=False if that is intended",
                 UnusedParametersWarning,
                 stacklevel=3,
             )
         return new
 
     def flush(self) -> None:
-        """Land what was left for the next forward."""
+        """Land the buckets that wait for the next forward."""
         if self.landing is not None:
             self.landing.flush()
 
     def adapt_layout(self, times: StepTimes) -> None:
-        """Learn layout and bucket size from a step that has ended."""
+        """Adapt layout and bucket size after a step."""
         if self.landing is not None:
             self.landing.end_step()
         if self.gradients is not None:
             self.gradients.adapt_layout(times)
 
     def close(self) -> None:
-        """Take hooks off the parameters, and let connections and threads go."""
+        """Remove the hooks from the parameters, and close connections and threads."""
         if self._end is not None:
             self._end()
 

@@ -1,4 +1,4 @@
-"""One worker's copy of the model, kept in step with the others."""
+"""One worker's copy of the model, synchronised with the others."""
 
 import math
 import time
@@ -41,33 +41,33 @@ LossOfOutput = Callable[[Any, Batch], Loss]
 class Replica:
     """A module and its optimizer, trained together with those of the other workers.
 
-    Call it to run the module forward, then `backward` (as often as the step has micro-batches) and `update`.
-    Gradients are exchanged while the last backward runs. Each worker's gradient counts by the weight it gives, so
-    uneven shares are right. In a world of one it does what a plain loop does, with no buffers or hooks.
+    Call it to run the module forward, then `backward` (once per micro-batch of the step) and `update`.
+    Gradients are exchanged while the last backward runs. Each worker's gradient counts by its weight, so
+    uneven shares are right. In a world of one it does the same as a plain loop, without buffers or hooks.
 
     Args:
-        module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or what
-            `paceline.parallelize` returned; either may have been through `torch.compile`.
-        optimizer: Over parameters of `module`.
+        module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or the module
+            that `paceline.parallelize` returned; either may be compiled by `torch.compile`.
+        optimizer: Optimizer over parameters of `module`.
         group: The workers; by default those that `paceline.join` has joined.
-        sync: The synchronisation rule, or its name.
-        precision: ``bf16`` and ``fp16`` run forward under autocast, fp16 with loss scaling; parameters, gradients and
-            their sums stay in the parameters' dtype.
+        sync: Synchronisation rule, or its name.
+        precision: Precision of forward. ``bf16`` and ``fp16`` run it under autocast, fp16 with loss scaling;
+            parameters, gradients and their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
-        bucket_bytes: Gradients are exchanged in buckets of about this size, the first of 1 MiB at most; by default
-            what suits the codec, without one 16 MiB on CPUs, 25 MiB on GPUs.
-            ``"tuned"`` tries several sizes in the first steps.
-        landing: When gradients reach the optimizer. ``"arrival"``: it steps with each bucket as it comes, while others
-            are on the wire. ``"next_forward"`` lets the next forward begin before the last bucket has come: each is
-            landed just before its parameters are used, and those that forward uses first are sent first. Call `flush`
-            before anything but forward and backward reads the parameters.
+        bucket_bytes: Size of the buckets in which gradients are exchanged, the first of 1 MiB at most; by default
+            the codec's own, without codec 16 MiB on CPUs, 25 MiB on GPUs. ``"tuned"`` tries several sizes in the
+            first steps.
+        landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
+            arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
+            has arrived: each lands just before its parameters are used, and those that forward uses first are sent
+            first. Call `flush` before anything but forward and backward reads the parameters.
         ema: Decay of an exponential moving average of the parameters, such as 0.999; None for none. See `averaged`.
-        batch_norm: Whose samples BatchNorm layers take statistics of while they train: this worker's own, or with
-            ``"global"`` exactly those of all workers, which then all run forward equally often.
-        hash_interval: Steps from one comparison of all replicas to the next, which is made before each checkpoint too;
+        batch_norm: Samples of BatchNorm's statistics in training: this worker's own, or with ``"global"`` exactly those
+            of all workers, which must then all run forward equally often.
+        hash_interval: Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too;
             0 for none.
         seed: Random seed of the codecs.
-        world: All processes, the workers of `group` first, where some only serve (`Rule.num_server_processes`).
+        world: All processes, the workers of `group` first, if some only serve (`Rule.num_server_processes`).
 
     Raises:
         SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
@@ -98,7 +98,7 @@ class Replica:
         self.optimizer = optimizer
         if self.shard.mesh is not None and self.shard.layout.shards_optimizer:
             self.optimizer = shard_optimizer(optimizer, self.shard.mesh)
-            optimizer.param_groups = self.optimizer.param_groups  # for schedulers that were given the one that it was
+            optimizer.param_groups = self.optimizer.param_groups  # for schedulers of the optimizer that was given
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self.sync = Rule.model_validate(sync)
@@ -114,7 +114,7 @@ class Replica:
         self._scalars: StepScalars | None = None
         self._times = StepTimes()
         self._last_loss = 0.0
-        if self.group.size > 1 and self.shard.mesh is None:  # a layout did it when models were still whole
+        if self.group.size > 1 and self.shard.mesh is None:  # a layout did this when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
@@ -147,7 +147,7 @@ class Replica:
             self._stop_votes,
             ema,
         )
-        """What is kept from step to step beside the model and its optimizer."""
+        """State that lasts from step to step, other than the model and its optimizer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
@@ -163,38 +163,38 @@ class Replica:
         return autocast(self._precision, self.group.device.type)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
-        """Return the context that the module runs in on samples that count, or not."""
+        """Return the context of the module on samples that count, or not."""
         return self._batch_norm.running(counts=counts) if self._batch_norm is not None else nullcontext()
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor that fp16 gradients are scaled by; None in other precisions."""
+        """Factor by which fp16 gradients are scaled; None in other precisions."""
         return self._optimizer_step.loss_scale if self._optimizer_step.is_scaled else None
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sends for a step's gradients, by the price of the exchange."""
+        """Bytes that this rank sends for a step's gradients, by the exchange's own estimate."""
         scatter = self.shard.reduce_scatter
         return self._reduction.wire_bytes + (scatter.wire_bytes if scatter is not None else 0)
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
-        """What gradients lie in from step to step; nothing where autograd makes them anew."""
+        """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         gradients = self._reduction.gradients
         return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
 
     @property
     def dispatcher(self) -> SampleDispatcher | None:
-        """Where workers that go at their own pace get their samples; None where all step together."""
+        """Dispatcher of samples to workers that run at their own pace; None if all step together."""
         return self._synchroniser.dispatcher if self._synchroniser is not None else None
 
     def count_delays(self) -> Delays | None:
-        """Return how stale what was pushed to servers has been; None where there are none."""
+        """Return the staleness of pushes to servers; None without servers."""
         return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
     @property
     def membership(self) -> Membership:
-        """What belongs to the workers, such as their agreement to stop."""
+        """State of the workers as a group, such as their agreement to stop."""
         return self.shard.world.membership
 
     def should_save(self, every: int) -> bool:
@@ -204,9 +204,8 @@ class Replica:
             every: Updates from one save to the next.
 
         Returns:
-            True after each `every`-th update, and once all workers stop because a signal asked one of them to. Where
-            workers go at their own pace, after each `every`-th global batch: the loader then brings them together with
-            a batch that counts for nothing.
+            True after each `every`-th update, and once all workers stop because a signal asked one of them to. If
+            workers run at their own pace, after each `every`-th global batch: they then meet with a batch of weight 0.
         """
         return self.membership.should_save(every, None if self.dispatcher is not None else self.num_updates)
 
@@ -221,15 +220,16 @@ class Replica:
         """Add the gradients of `loss` to those of the step, and exchange them if it is the `last` of the step.
 
         Args:
-            loss: 0-dim; a mean or a sum over what `weight` counts, as `reduction` says. Or a `Loss`, which carries it.
-            weight: Number of samples or tokens that the loss is a mean of, such as `Batch.count` returns. 0 counts for
-                nothing. It is what makes uneven shares and a short last batch right, so it must be given.
-            reduction: What `loss` is.
-            last: False while accumulating, on every worker alike; nothing is exchanged then (but at the very first
-                call, which agrees on the unit that weights are counted in).
+            loss: Loss, 0-dim: a mean or a sum over `weight` samples or tokens, as `reduction` says. Or a `Loss`, which
+                has its own weight.
+            weight: Number of samples or tokens in the loss, such as `Batch.count` returns; 0 for a loss that must not
+                count. It makes uneven shares and a short last batch right, so it must be given.
+            reduction: Kind of `loss`: a mean or a sum.
+            last: Whether this is the step's last backward; False while accumulating, on every worker alike. Nothing is
+                exchanged then (except at the very first call, which agrees on the unit of weights).
 
         Raises:
-            GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or made
+            GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or computed
                 twice, a parameter unfrozen after the replica was made, or used before it had landed; or `update` was
                 not called after the last backward.
         """
@@ -252,17 +252,17 @@ class Replica:
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._send_scalars(self._weight + weight, numerator)
-        # A loss that counts for nothing may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
+        # A loss of weight 0 may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
         counts = weight > 0 or not self.shard.is_whole
         scale = factor / self.state.weight_unit
         scaled = loss if scale == 1.0 else loss * scale
-        with self._counting(not is_borrowed()):  # where blocks run forward again
+        with self._counting(not is_borrowed()):  # for blocks that run forward again
             if self._batch_norm is not None:
                 self._batch_norm.backward(self._optimizer_step.scale(scaled) if counts else scaled, counts=counts)
             elif counts:
                 self._optimizer_step.scale(scaled).backward()
         if counts:
-            # Only now, so that a backward that failed leaves no weight behind.
+            # Only now, so that a failed backward leaves no weight behind.
             self._weight += weight
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
         if self._reduction.landing is not None:
@@ -272,15 +272,15 @@ class Replica:
         self._times.backward_ended_s = time.perf_counter()
 
     def backward_through(self, batch: Batch, loss: LossOfOutput, *, last: bool = True, timed: bool = False) -> None:
-        """Run micro-batches forward and backward through the stages of a pipeline, in place of a call and `backward`.
+        """Run micro-batches forward and backward through the stages of a pipeline, instead of a call and `backward`.
 
-        Every rank of a worker gives the same samples. Gradients are exchanged once all micro-batches are done.
+        Every rank of a worker passes the same samples. Gradients are exchanged after all micro-batches.
 
         Args:
-            batch: This worker's samples; the first stage takes the tensors of its `inputs`.
-            loss: Returns the loss of a micro-batch, from the model's output for it and the micro-batch.
+            batch: Samples of this worker; the first stage takes the tensors of its `inputs`.
+            loss: Function that returns the loss of a micro-batch, given the model's output for it and the micro-batch.
             last: See `backward`.
-            timed: Whether the pipeline notes when it computed what (`Pipeline.times`).
+            timed: Whether the pipeline records the times of its computations (`Pipeline.times`).
         """
         assert self.shard.pipeline is not None
         self._begin_backward(float(batch.num_samples), last=last)
@@ -288,7 +288,7 @@ class Replica:
         assert unit is not None
 
         def numerator(output: Tensor, data: Any) -> Tensor:
-            num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample counts for nothing
+            num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample does not count
             made = loss(output, replace(batch, data=data, num_samples=num_samples))
             self._weight += made.weight
             self._loss = self._loss + made.mean.detach().double() * made.weight
@@ -308,8 +308,8 @@ class Replica:
         """Wait for the exchange, then let the optimizer take its step and drop the gradients.
 
         Raises:
-            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are as before (but
-                for those of earlier buckets where they land one by one).
+            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are unchanged (except
+                those of earlier buckets, if buckets land one by one).
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
@@ -338,9 +338,9 @@ class Replica:
         self.membership.is_stopping |= stop
         newly_unused = self._reduction.warn_unused(landed_step) if totals.weight else []
         self.state.weight_unit = totals.weight or self.state.weight_unit
-        # Torch's schedulers warn where another than the optimizer that they were given steps, as a server's does.
+        # Torch's schedulers warn if another optimizer than their own steps, such as a server's.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
-        # Where workers go at their own pace, a step without samples is no step.
+        # If workers run at their own pace, a step without samples is no step.
         if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
             self.state.average.update()
         self.state.num_updates += 1
@@ -369,30 +369,30 @@ class Replica:
         )
 
     def flush(self) -> None:
-        """Land what was left for the next forward, so that parameters are those after the last update."""
+        """Land the buckets that wait for the next forward, so that parameters are those after the last update."""
         self._reduction.flush()
 
     def compare(self) -> None:
         """Compare with the other replicas, unless `hash_interval` is 0 or the rule lets them differ. All ranks call it.
 
         Raises:
-            DivergenceError: They should be equal and are not.
+            DivergenceError: Replicas should be equal and are not.
         """
         self.flush()
         self._comparison.check(self.num_updates)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, parameters are those that the workers together stand for; every worker enters it at the same step."""
+        """Replace parameters inside by the rule's consensus of all workers; every worker enters it at the same step."""
         self.flush()
         with self._synchroniser.consensus() if self._synchroniser is not None else nullcontext():
             yield
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, parameters are their moving averages, to be judged or saved; every worker enters it at the same step.
+        """Replace parameters inside by their moving averages, to evaluate or save them; all workers enter it together.
 
-        Where the rule lets workers differ they are the mean of all workers' averages. Before the first update they are
+        If the rule lets workers differ, these are the mean of all workers' averages. Before the first update they are
         the parameters of `consensus`.
 
         Raises:
@@ -405,24 +405,24 @@ class Replica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's; see `WorkerState.state_dict`."""
+        """Return this worker's state, without the module's and the optimizer's; see `WorkerState.state_dict`."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
+        """Load a state that `state_dict` returned on this worker, after those of the module and the optimizer.
 
         Raises:
-            SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
+            SettingsError: The state is incomplete, or of another rule, codec or number of workers.
         """
         self.state.load_state_dict(state)
 
     def begin_anew(self) -> None:
-        """Let rule and codecs begin here, with the module and the optimizer's state as they are: not a resume."""
+        """Start rule and codecs anew, with the module and the optimizer's state as they are: not a resume."""
         self.state.is_begun = True
 
     @property
     def num_updates(self) -> int:
-        """Updates done since the beginning of training."""
+        """Number of updates since the beginning of training."""
         return self.state.num_updates
 
     @property
@@ -431,7 +431,7 @@ class Replica:
         return self._scalars is None and not self._weight
 
     def close(self) -> None:
-        """Land what was left, take hooks off the module, and let the exchange's connections and threads go."""
+        """Land the remaining buckets, remove hooks from the module, and close connections and threads."""
         try:
             self.flush()
         finally:
@@ -451,7 +451,7 @@ class Replica:
         self.shard.begin_backward(last=last)
 
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
-        """Tell the other workers what this one's samples of the step weigh, and let their gradients leave."""
+        """Send the weight of this worker's samples of the step, and launch their gradients."""
         assert self.state.weight_unit is not None
         weight, numerator, stop = self.shard.reduce_step_scalars(
             weight, numerator, bool(self.membership.stop_requested_by)
@@ -466,11 +466,11 @@ class Replica:
             self._reduction.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
 
     def _end_votes(self) -> tuple[StepTotals | None, bool]:
-        """Return the totals of all workers, if this is a sync step, and whether all stop."""
+        """Return the totals of all workers, if this is a sync step, and whether all workers stop."""
         return self._stop_votes.end(self.num_updates) if self._stop_votes is not None else (None, False)
 
     def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
-        """Let the optimizer take its step, with what the rule does before and after, and drop the gradients."""
+        """Step the optimizer, with the rule's work before and after, and drop the gradients."""
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0

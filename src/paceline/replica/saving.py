@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: `save` and `load_latest`."""
+"""Checkpoints of your own loop: `save` and `load_latest`."""
 
 import random
 from collections.abc import Iterable
@@ -75,14 +75,14 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
 
     Args:
         folder: Directory of the checkpoints, on rank 0; it need not exist.
-        objects: Those that were saved, in the same order.
+        objects: The saved objects, in the same order.
 
     Returns:
         Whether there was one; if not, nothing has changed.
 
     Raises:
         CheckpointError: All checkpoints there are damaged, or the newest is of other objects.
-        SettingsError: It is of another optimizer.
+        SettingsError: The checkpoint is of another optimizer.
     """
     replicas, others = _name(objects)
     world = next(iter(replicas.values())).shard.world

@@ -6,12 +6,12 @@ A plain replica is a layout of one part. Names, after a prefix where a checkpoin
   statistics of BatchNorm are pooled over all.
 - ``optimizer/<parameter>/<key>``: whole, where replicas are equal.
 - ``ema/<parameter>``: the moving average, whole; where workers differ, the mean of theirs.
-- ``rank<r>/<kind>/...``: what one rank has for itself. ``buffer/<buffer>``: where it is not that of ``model/``.
-  ``feedback/<parameter>/<site>`` and ``sharded/...``: what codecs hold back, between workers and inside the sharded
+- ``rank<r>/<kind>/...``: one rank's own tensors. ``buffer/<buffer>``: if it differs from that of ``model/``.
+  ``feedback/<parameter>/<site>`` and ``sharded/...``: residuals of codecs, between workers and inside the sharded
   axis. Where a rule lets workers differ, ``model/...``, ``optimizer/...`` and ``ema/...`` again, its slice of them,
-  and ``sync/...``, what the rule keeps; what it keeps on all workers alike is ``shared/...`` of the first.
+  and ``sync/...``, the rule's state; the state common to all workers is ``shared/...`` of the first.
 
-``model/``, ``optimizer/``, ``ema/`` and what codecs hold back between workers fit any layout and number of workers. The
+``model/``, ``optimizer/``, ``ema/`` and residuals between workers fit any layout and number of workers. The
 rest of ``rank<r>/`` comes back, bit for bit, where the model is cut in the same way and as many workers go on with the
 same rule; among another number of workers the rule makes of it what it can. Else a rule begins anew from ``model/`` and
 the workers' mean of the optimizer's state.
@@ -58,7 +58,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
 
     Args:
         replica: All of its workers are at the same step.
-        prefix: What its names begin with: ``generator/``, say.
+        prefix: Prefix of its names, such as ``generator/``.
 
     Raises:
         DivergenceError: Replicas should be equal and are not.
@@ -105,7 +105,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
 
 
 def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Tensor]:
-    """Return, on rank 0, the `state_dict` of the model that the workers together stand for; every rank calls it.
+    """Return, on rank 0, the `state_dict` of the workers' consensus model; every rank calls it.
 
     Whatever rule and layout, its tensors are whole, in host memory, and copies; statistics of BatchNorm are pooled over
     all workers. What is tied has all its names.
@@ -138,15 +138,15 @@ def restore(
     Only rank 0 reads, so hosts need not share a file system.
 
     Args:
-        checkpoint: On rank 0; not looked at elsewhere.
+        checkpoint: Checkpoint on rank 0; ignored on other ranks.
         replica: Every rank's, in any layout.
-        prefix: What it was captured under.
-        hyper_parameters: Whether the optimizer's come back too, as a schedule of torch's has left them; else those of
-            here stay.
+        prefix: Prefix under which the replica was captured.
+        hyper_parameters: Whether to load the optimizer's hyper-parameters too, as a torch schedule has left them; else
+            the present ones stay.
 
     Raises:
-        SettingsError: It is of another optimizer.
-        CheckpointError: It is of another model, or of another version of Paceline.
+        SettingsError: The checkpoint is of another optimizer.
+        CheckpointError: The checkpoint is of another model, or of another version of Paceline.
     """
     replica.flush()  # or it would land on what is loaded
     world = replica.shard.world
@@ -260,15 +260,15 @@ def _show(tensor: Slice) -> str:
 
 @dataclass(frozen=True)
 class _Match:
-    """What of a saved replica is of use on a rank.
+    """The parts of a saved replica that a rank can use.
 
     Args:
-        ranks: Those that had this rank's part of the model, by worker; none where the model was cut in another way.
-        mine: The one in this rank's place, where they are as many as now.
-        place: Where this rank's part is among the saved ones; 0 where the model was cut in another way.
+        ranks: Ranks that had this rank's part of the model, by worker; empty if the model was cut in another way.
+        mine: The rank in this rank's place, if there are as many as now.
+        place: Index of this rank's part among the saved ones; 0 if the model was cut in another way.
         rule_goes_on: Whether the rule is the same, and keeps a state here too.
-        uses_feedback: Whether the codec between workers is, so that it goes on from what was held back.
-        uses_sharded: Whether the codec inside the sharded axis goes on from what it held back, of the same slices.
+        uses_feedback: Whether the codec between workers is the same, so that it uses the saved residuals.
+        uses_sharded: Whether the codec inside the sharded axis uses the saved residuals, of the same slices.
     """
 
     ranks: Sequence[int]
@@ -377,24 +377,24 @@ def _under(tensors: Mapping[str, Tensor], prefix: str, device: torch.device | No
 
 
 def _warn_of_dropped(saved: SavedReplica, replica: Replica, match: _Match) -> None:
-    """Tell what codecs had held back that is of no use here."""
+    """Warn of residuals that cannot be used here."""
     state, num_workers = saved.state_of(0), len(saved.about["parts"][0])
     dropped = []
     if saved.holds_back("feedback") and not match.uses_feedback:
         here = f"codec {replica.state.codec!r}" if replica.state.codec else "no codec"
         dropped.append(
-            f"gradients that codec {state['codec']!r} of {num_workers} workers had held back are dropped, since {here} "
+            f"residuals of codec {state['codec']!r} of {num_workers} workers are dropped, since {here} "
             f"runs among {replica.group.size} here; resume with the same codec and more than one worker to keep them"
         )
     if saved.holds_back("sharded") and not match.uses_sharded:
         dropped.append(
-            f"gradients that sharded_codec {state['sharded_codec']!r} had held back are dropped, since ranks hold "
+            f"residuals of sharded_codec {state['sharded_codec']!r} are dropped, since ranks hold "
             "other slices here, or it is another; resume with the same one in the same layout to keep them"
         )
     if saved.holds_back("sync") and not match.sync_ranks:
         dropped.append(
-            f"what the codec of sync {state['sync']!r} had held back is dropped, since the rule begins anew here; "
-            "resume with the same sync and the model cut in the same way to keep it"
+            f"residuals of the codec of sync {state['sync']!r} are dropped, since the rule begins anew here; "
+            "resume with the same sync and the model cut in the same way to keep them"
         )
     if dropped:
         warnings.warn("; ".join(dropped), FeedbackDroppedWarning, stacklevel=3)

@@ -1,66 +1,66 @@
-"""What one update did, and when the parts of its step happened."""
+"""Result of one update, and the times of its step."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket's way, by `time.perf_counter`."""
+    """Times of one bucket, by `time.perf_counter`."""
 
     index: int
     parameters: list[str]
     num_bytes: int
     wire_bytes: int
-    """What this worker put on the wire for it, by the price of its exchange."""
+    """Bytes that this worker sent for the bucket, by the exchange's own estimate."""
     ready_s: float
-    """The last of its gradients was made."""
+    """Time at which its last gradient was ready."""
     began_s: float
-    """Its exchange began."""
+    """Time at which its exchange began."""
     ended_s: float
     landed_s: float
-    """The worker had it."""
+    """Time at which the worker had received it."""
     waited_s: float
-    """How long the worker stood still for it: a duration."""
+    """Time that the worker waited for it: a duration."""
 
 
 @dataclass
 class StepTimes:
-    """One step's parts, by `time.perf_counter`; 0 for what has not happened."""
+    """Times of one step, by `time.perf_counter`; 0 for events that have not happened."""
 
     began_s: float = 0.0
-    """Forward began, or backward where forward ran elsewhere."""
+    """Time at which forward began, or backward if forward ran elsewhere."""
     backward_began_s: float = 0.0
     backward_ended_s: float = 0.0
     optimizer_began_s: float = 0.0
     optimizer_ended_s: float = 0.0
     ended_s: float = 0.0
     buckets: list[BucketTimes] = field(default_factory=list)
-    """Those that landed in the step; where they land in the next forward, of the step before."""
+    """Buckets that landed in the step; if they land in the next forward, those of the step before."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update did. Where gradients are summed over all workers it is the same on each, but for the times."""
+    """Result of one update. If gradients are summed over all workers it is the same on each, except for the times."""
 
     loss: float
-    """Mean over the samples of all workers whose gradients were summed in this step, or of all at a sync step."""
+    """Mean loss over the workers whose gradients were summed in this step, or over all workers at a sync step."""
     weight: float
-    """Number of those samples, or of tokens."""
+    """Number of samples, or tokens, in the loss."""
     gradient_norm: float | None
-    """Global norm before clipping; None where nothing is clipped."""
+    """Global gradient norm before clipping; None without clipping."""
     communication_s: float
-    """Time this worker waited for the exchange; what backward hid is not in it."""
+    """Time that this worker waited for the exchange, without the part hidden behind backward."""
     skipped: bool
-    """Whether fp16 overflowed and parameters stayed as they were."""
+    """Whether fp16 overflowed and parameters stayed unchanged."""
     stop: bool
-    """Whether some worker has asked to stop here."""
+    """Whether all workers stop here, since one of them asked for it."""
     newly_unused: list[str]
-    """Parameters that no worker used, and that were not told of before; found a step later where gradients land in
-    the next forward."""
+    """Parameters that no worker used, each reported once; reported a step later if gradients land in the next
+    forward."""
     wire_bytes: int = 0
-    """What this worker sent, by the price of the exchanges."""
+    """Bytes that this worker sent, by the exchanges' own estimates."""
     times: StepTimes = field(default_factory=StepTimes)
-    """When its parts happened; buckets that land in the next forward are those of the step before."""
+    """Times of the step; buckets that land in the next forward are those of the step before."""
 
 
 class UnusedParametersWarning(UserWarning):

@@ -1,7 +1,6 @@
-"""What all workers must know of a step before its gradients have come: weight, loss, whether to stop.
+"""Scalars that all workers share before a step's gradients arrive: weight, loss, and votes to stop.
 
-Workers that do not sum gradients at every step learn it where their rule brings them together, and vote on
-stopping in between.
+Workers that do not sum gradients at every step share them at sync steps, and vote on stopping in between.
 """
 
 import threading
@@ -23,17 +22,17 @@ class StepTotals:
     weight: float
     """Weight of the global batch: its number of samples, or of tokens."""
     weight_since_sync: float
-    """Weight of the samples since the last sync step, where that is longer ago."""
+    """Weight of the samples since the last sync step."""
     loss: float
-    """Sum of the losses, each times its weight."""
+    """Sum of the losses times their weights."""
     num_non_finite: int
-    """Workers whose loss is not finite."""
+    """Number of workers whose loss is not finite."""
     stop: bool
-    """Whether somebody has asked to stop."""
+    """Whether any worker has asked to stop."""
 
 
 class StepScalars:
-    """One step's scalars on their way: sent ahead of the gradients, summed over the workers in float64."""
+    """One step's scalars in transit: sent ahead of the gradients, summed over the workers in float64."""
 
     def __init__(
         self, group: Group, weight: float, loss: Tensor, stop: bool, weight_since_sync: float | None = None
@@ -58,19 +57,19 @@ class StepScalars:
             return self._totals
 
     def divisor(self, weight_unit: float) -> float:
-        """Return what the step's numerators are divided by; waits until all workers have said their weights."""
+        """Return the divisor of the step's numerators, once all workers have sent their weights."""
         return (self.wait().weight or weight_unit) / weight_unit
 
 
 class StopVotes:
     """The sums over all workers at sync steps, and the votes on stopping between them.
 
-    A vote is sent in every tenth step and counted ten steps later, when it has long arrived: no worker waits for it,
+    A vote is sent in every tenth step and counted ten steps later, long after its arrival: no worker waits for it,
     and all stop after the same step.
 
     Args:
         group: All workers.
-        synchroniser: Says which steps are sync steps.
+        synchroniser: Synchroniser, which knows the sync steps.
     """
 
     def __init__(self, group: Group, synchroniser: Synchroniser) -> None:
@@ -79,10 +78,10 @@ class StopVotes:
         self._sync_scalars: StepScalars | None = None
         self._vote: StepScalars | None = None
         self.weight_since_sync = 0.0
-        """Weight of this worker's samples since the last sync step; to be cleared after one."""
+        """Weight of this worker's samples since the last sync step, to be reset after one."""
 
     def begin(self, number: int, weight: float, loss: Tensor, stop: bool) -> None:
-        """Send what this worker has to say of step `number`, if it is a sync step or one of a vote."""
+        """Send this worker's scalars of step `number`, if it is a sync step or one with a vote."""
         self.weight_since_sync += weight
         if self._synchroniser.is_sync_step(number):
             self._sync_scalars = StepScalars(self._group, weight, loss, stop, weight_since_sync=self.weight_since_sync)

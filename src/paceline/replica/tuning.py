@@ -1,4 +1,4 @@
-"""Bucket size by measurement: small buckets leave earlier, large ones cost fewer calls."""
+"""Bucket size by measurement: small buckets are sent earlier, large ones cost fewer calls."""
 
 import statistics
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from paceline.comm.group import Group
 
 _STEPS_EACH = 6
 _SKIPPED = 2
-"""Steps after a change that are not counted: new buffers are touched for the first time."""
+"""Steps after a change that are not measured: new buffers are touched for the first time."""
 
 
 class BucketTuner:
@@ -31,7 +31,7 @@ class BucketTuner:
         self.is_done = len(self._candidates) == 1
 
     def measure(self, step_s: float) -> int | None:
-        """Count a step; return the size in bytes to use from now on where that changes."""
+        """Count a step; return the new bucket size in bytes, if it changes."""
         if self.is_done:
             return None
         self._times_s.append(step_s)

@@ -1,4 +1,4 @@
-"""What a worker keeps from step to step beside its model and optimizer, on its way into a checkpoint and out of it."""
+"""State of a worker other than its model and optimizer, and its way into a checkpoint and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ from paceline.sync.synchroniser import Synchroniser
 
 
 class WorkerState:
-    """The counters of one worker, and what its codecs and its rule keep.
+    """Counters of one worker, and the state of its codecs and its rule.
 
     Args:
         rule: The synchronisation rule.
-        shard: What this rank holds of the model.
+        shard: Model shard of this rank.
         parameters: Parameters that are trained, by name.
-        optimizer_step: Has the loss scale.
-        reduction: Has the layout of buckets, and what codecs hold back.
-        synchroniser: Has what the rule keeps; None where it keeps nothing.
-        stop_votes: Has the weight since the last sync step; None where there are none.
+        optimizer_step: Optimizer step, with the loss scale.
+        reduction: Reduction of gradients, with the bucket layout and the codecs' residuals.
+        synchroniser: Synchroniser, with the rule's state; None if the rule has none.
+        stop_votes: Stop votes, with the weight since the last sync step; None without votes.
         ema: Decay of moving averages of the parameters; None for none.
     """
 
@@ -47,17 +47,17 @@ class WorkerState:
         self._synchroniser, self._stop_votes = synchroniser, stop_votes
         is_equal = rule.keeps_replicas_equal
         self.average = None if ema is None else ParameterAverage(parameters, ema, shard.group, is_equal=is_equal)
-        """Moving averages of the parameters; None where there are none."""
+        """Moving averages of the parameters; None without `ema`."""
         self.num_updates = 0
-        """Updates done."""
+        """Number of updates."""
         self.weight_unit: float | None = None
-        """What numerators are counted in: the last step's weight. One that stays the same divides to exactly 1, which
-        costs no pass over the gradients."""
+        """Unit of numerators: the last step's weight. If the weight stays the same the divisor is exactly 1, which
+        saves a pass over the gradients."""
         self.is_begun = False
-        """Whether it is known where rule and codecs began: here, or where a loaded state was saved."""
+        """Whether rule and codecs have started, anew or from a loaded state."""
 
     def document(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's nor tensors, as JSON."""
+        """Return this worker's state as JSON, without tensors and without the module's and the optimizer's."""
         self._reduction.flush()
         return {
             "num_updates": self.num_updates,
@@ -73,11 +73,11 @@ class WorkerState:
         }
 
     def load_document(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
-        """Take on a saved document. A saved bucket layout is kept, since sums of three ranks and more depend on it.
+        """Load a saved document. A saved bucket layout is kept, since sums over three ranks or more depend on it.
 
         Args:
-            state: What `document` returned.
-            is_own: Whether it is this worker's, and of the same rule among as many workers.
+            state: State that `document` returned.
+            is_own: Whether the state is this worker's, of the same rule among the same number of workers.
         """
         self.is_begun = True
         self.num_updates = state["num_updates"]
@@ -92,42 +92,42 @@ class WorkerState:
             self._synchroniser.load_document(state["sync_document"])
 
     def sync_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what the synchronisation rule keeps, as named tensors: this worker's, and what all have in common."""
+        """Return the synchronisation rule's state as named tensors: this worker's, and the one common to all."""
         if self._synchroniser is None:
             return {}, {}
         return self._synchroniser.state(), self._synchroniser.shared_state()
 
     @property
     def keeps_sync_state(self) -> bool:
-        """Whether the rule keeps something: not where it sums gradients alone, nor where a worker is alone."""
+        """Whether the rule has state: not if it only sums gradients, nor if the worker is alone."""
         return self._synchroniser is not None
 
     def load_sync_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take on what the rule kept on all saved workers; see `Synchroniser.load_state`."""
+        """Load the rule's state of all saved workers; see `Synchroniser.load_state`."""
         if self._synchroniser is not None:
             self._synchroniser.load_state(saved, shared)
 
     @property
     def codec(self) -> str:
-        """Name of the codec that `feedback` is of; empty where nothing is kept, as in a world of one."""
+        """Name of the codec of `feedback`; empty if there is no feedback, as in a world of one."""
         return self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return what this worker's codec keeps from step to step, by parameter and site."""
+        """Return the state of this worker's codec, by parameter and site."""
         self._reduction.flush()
         return self._reduction.gradients.reducer.state() if self._reduction.gradients is not None else {}
 
     def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
-        """Take on what the codecs of all saved workers kept; another number of them shares it out anew."""
+        """Load the codecs' state of all saved workers; another number of workers divides it anew."""
         if self._reduction.gradients is not None:
             shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
             self._reduction.gradients.reducer.load_state(saved, shapes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state that is neither the module's nor the optimizer's: tensors and plain values.
+        """Return this worker's state, without the module's and the optimizer's, as tensors and plain values.
 
         Each worker has its own, as it may have its own module and optimizer: save all three on every rank, or call
-        `paceline.save`, which does, fits any number of workers, and notices damage.
+        `paceline.save`, which does so, fits any number of workers, and detects damage.
         """
         sync, shared = self.sync_state()
         state = {"document": self.document(), "feedback": self.feedback(), "sync": sync, "shared": shared}
@@ -135,10 +135,10 @@ class WorkerState:
         return state | {"sharded": self._shard.reduce_scatter.state() if self._shard.reduce_scatter is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on what `state_dict` returned on this worker, after module and optimizer have taken on theirs.
+        """Load a state that `state_dict` returned on this worker, after those of the module and the optimizer.
 
         Raises:
-            SettingsError: Something is missing in it, or it is of another rule, codec or number of workers.
+            SettingsError: The state is incomplete, or of another rule, codec or number of workers.
         """
         parts = {"document", "feedback", "sync", "shared", "sharded", "ema"}
         if missing := sorted(parts - state.keys()):
@@ -166,7 +166,7 @@ class WorkerState:
             self.average.load(state["ema"])
 
     def check_begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to go on from a saved optimizer without what rule and codecs had kept beside it."""
+        """Refuse to continue from a saved optimizer without the saved state of rule and codecs."""
         self.is_begun = True
         if (self.keeps_sync_state or self.codec) and optimizer.state:
             raise SettingsError(

@@ -39,7 +39,7 @@ class _Parts:
     of_destination: Integers
     num_transfers: Integers
     is_first: NDArray[np.bool_]
-    """Whether it is the first part of its rank."""
+    """Whether this is the first part of its rank."""
     is_last: NDArray[np.bool_]
     encode_s: Floats
     decode_s: Floats

@@ -37,7 +37,7 @@ class ChocoSGD(GossipRule):
     codec: Codec = Int8()
     """Codec of the differences."""
     step_size: float = Field(default=0.5, gt=0, le=1)
-    """How far a worker moves towards its neighbours' copies. The more a codec drops, the smaller it must be: 1 is right
+    """Step towards the neighbours' copies. The more a codec drops, the smaller it must be: 1 is right
     without one, 0.05 for one element in a hundred."""
 
     @model_validator(mode="after")

@@ -32,8 +32,8 @@ class EASGD(PeriodicRule):
 
     On the wire is one all-reduce of the parameters a period, or a message of them each way with `asynchronous`, which
     the optimizer's step hides in part; each worker keeps the centre beside its parameters. Workers count equally,
-    whatever their samples. Clipping bounds each worker's own gradient, not the pull. A codec encodes x_i - c; the part
-    that it holds back reaches the centre later.
+    whatever their samples. Clipping bounds each worker's own gradient, not the pull. A codec encodes x_i - c; its
+    residual reaches the centre later.
     """
 
     period: int = Field(default=8, ge=1)

@@ -60,7 +60,7 @@ class SyncResult:
     """Result of a rule in a step.
 
     Args:
-        waited_s: How long this worker waited for others.
+        waited_s: Time that this worker waited for others.
         wire_bytes: Bytes that it sent.
         stop: Whether all workers stop here; for rules without sync steps, whose workers agree on it themselves.
     """

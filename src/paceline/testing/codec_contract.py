@@ -1,4 +1,4 @@
-"""What every `Codec` must do: checks that run over any codec.
+"""Contract of every `Codec`: checks that run over any codec.
 
 A new codec is tested the day it is registered: `every_codec` finds it, and `check_codec` runs all of `CODEC_CHECKS`.
 """
@@ -16,14 +16,14 @@ from paceline.testing.lockstep import exchange_all
 Check = Callable[[Codec], None]
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (0,), (13, 3), (2, 3, 5, 7), (4099,))
-"""0-dim, one element, empty, primes, tiles that are not full, matrices and kernels of convolutions."""
+"""Shapes of values: 0-dim, one element, empty, primes, partial tiles, matrices and kernels of convolutions."""
 WORKERS = (1, 2, 3, 5)
 SCALES = (1e-25, 1.0, 1e25)
 NUM_STEPS = 4
 
 
 def every_codec() -> dict[str, Codec]:
-    """Return each registered codec, with and without feedback where it has the choice, that encodes all blocks."""
+    """Return each registered codec, with and without feedback if it has the choice, set to encode all blocks."""
     codecs: dict[str, Codec] = {}
     for name, variant in list_variants(Codec).items():  # type: ignore[type-abstract]
         codecs[name] = variant(dense_below=0)
@@ -54,13 +54,13 @@ def totals_have_the_same_bits_on_every_worker(codec: Codec) -> None:
                 for result in results:
                     assert result.total.shape == shape, f"a total of a block of {shape} has shape {result.total.shape}"
                     _expect_same_bits(result.total, results[0].total, f"totals of {shape} over {size} workers")
-                    assert result.is_finite, f"finite values of {shape} over {size} workers are said to be not finite"
+                    assert result.is_finite, f"finite values of {shape} over {size} workers are reported as not finite"
 
 
 def what_was_sent_and_what_is_kept_is_what_came_in(codec: Codec) -> None:
-    """The law of error feedback: over any number of steps nothing is lost, nothing counted twice.
+    """Error feedback conserves values: over any number of steps nothing is lost, nothing counted twice.
 
-    Summed in float64, up to the rounding of fp32, and of the dtype that payloads are added in on their way.
+    Sums are in float64, up to the rounding of fp32, and of the dtype in which payloads are added in transit.
     """
     if not codec.conserves or not (codec.is_exact or _has_feedback(codec)):
         return
@@ -71,7 +71,7 @@ def what_was_sent_and_what_is_kept_is_what_came_in(codec: Codec) -> None:
 
 
 def without_feedback_nothing_is_held_back(codec: Codec) -> None:
-    """A codec that is told to forget what it could not send keeps none of it."""
+    """A codec without error feedback keeps no residual."""
     if codec.model_dump().get("error_feedback") is not False:
         return
     for shape in SHAPES:
@@ -80,7 +80,7 @@ def without_feedback_nothing_is_held_back(codec: Codec) -> None:
 
 
 def the_error_of_one_exchange_is_no_larger_than_the_value(codec: Codec) -> None:
-    """||x - Q(x)|| <= ||x||: what error feedback needs to converge. A codec may promise more."""
+    """||x - Q(x)|| <= ||x||, which error feedback needs to converge. A codec may promise more."""
     if not (codec.is_exact or _has_feedback(codec)):
         return
     for shape in SHAPES:
@@ -92,7 +92,7 @@ def the_error_of_one_exchange_is_no_larger_than_the_value(codec: Codec) -> None:
 
 
 def an_exchange_can_be_repeated(codec: Codec) -> None:
-    """Dropping the new state takes an exchange back: done again it gives the same bits; what was given is unchanged."""
+    """Dropping the new state undoes an exchange: repeated, it gives the same bits; its arguments are unchanged."""
     for shape in SHAPES:
         first = list(run_steps(codec, shape, 3))[-1]
         states = [result.state for result in first]
@@ -109,7 +109,7 @@ def an_exchange_can_be_repeated(codec: Codec) -> None:
 
 
 def results_share_no_memory(codec: Codec) -> None:
-    """Gradients are overwritten while the state is kept, so totals, states and values are apart."""
+    """Gradients are overwritten while the state is kept, so totals, states and values share no memory."""
     for shape in SHAPES:
         if Size(shape).numel() == 0:
             continue
@@ -118,11 +118,11 @@ def results_share_no_memory(codec: Codec) -> None:
             for tensor in (result.total, *result.state.values()):
                 others = [*values, *(other for other in (result.total, *result.state.values()) if other is not tensor)]
                 shared = [other for other in others if _memory(tensor) == _memory(other) and tensor.numel()]
-                assert not shared, f"total, state and value of {shape} must be apart, but two share memory"
+                assert not shared, f"total, state and value of {shape} must not share memory, but two do"
 
 
 def the_global_random_generator_is_left_alone(codec: Codec) -> None:
-    """What is random follows from seed, block and step, and differs with each of them only."""
+    """Random numbers depend on seed, block and step, and on nothing else."""
     before = torch.get_rng_state()
     try:
         totals = []
@@ -138,7 +138,7 @@ def the_global_random_generator_is_left_alone(codec: Codec) -> None:
 
 
 def payloads_are_what_they_were_said_to_be(codec: Codec) -> None:
-    """`payloads` names every round and its bytes, also at later steps, and whatever the values are."""
+    """`payloads` predicts every round and its bytes, also at later steps, for any values."""
     for shape in SHAPES:
         for size in WORKERS:
             said = codec.payloads(Size(shape), size)
@@ -149,11 +149,11 @@ def payloads_are_what_they_were_said_to_be(codec: Codec) -> None:
                 results = exchange_all(codec, values, states, step=step, requests=requests)
                 states = [result.state for result in results]
                 sent = [(type(request), request.payload.nbytes) for request in requests]
-                assert sent == said, f"{shape}, {size} workers, step {step}: said {said}, but sent {sent}"
+                assert sent == said, f"{shape}, {size} workers, step {step}: predicted {said}, but sent {sent}"
 
 
 def values_that_are_not_finite_are_reported(codec: Codec) -> None:
-    """By the worker that has them and by no other: signs, largest elements and clipping would hide them."""
+    """Only the worker that has them reports them: signs, largest elements and clipping would hide them."""
     for shape in SHAPES:
         num_elements = Size(shape).numel()
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -166,7 +166,7 @@ def values_that_are_not_finite_are_reported(codec: Codec) -> None:
 
 
 def zeros_stay_zeros(codec: Codec) -> None:
-    """A block that nobody has a gradient for stays without one."""
+    """A block without a gradient on any worker stays without one."""
     for shape in SHAPES:
         for result in exchange_all(codec, [torch.zeros(shape)] * 3):
             assert bool((result.total == 0).all()), f"the sum of zeros of {shape} is {result.total}"
@@ -176,7 +176,7 @@ def zeros_stay_zeros(codec: Codec) -> None:
 
 
 def another_number_of_workers_takes_over_what_was_held_back(codec: Codec) -> None:
-    """`resize` hands on all of it, and training goes on from there."""
+    """`resize` keeps the sum of the residuals, and training continues from there."""
     for shape in SHAPES:
         states = [result.state for result in list(run_steps(codec, shape, 3))[-1]]
         kept = codec.held_back(states, Size(shape))
@@ -186,7 +186,7 @@ def another_number_of_workers_takes_over_what_was_held_back(codec: Codec) -> Non
             assert (kept is None) == (after is None), f"{shape}: residuals appear or vanish"
             if kept is not None and after is not None:
                 bound = 8 * torch.finfo(torch.float32).eps * sum(_largest(state.values()) for state in states)
-                assert _largest([kept - after]) <= bound, f"{shape}: 3 workers held back {kept}, {size} have {after}"
+                assert _largest([kept - after]) <= bound, f"{shape}: residuals {kept} of 3 workers, {after} of {size}"
             exchange_all(codec, [make_value(shape, 9, rank) for rank in range(size)], resized, step=9)
         _expect_same_state(codec.resize(states, Size(shape), 1, 3), states[1], "state for as many workers")
 
@@ -207,13 +207,13 @@ CODEC_CHECKS: tuple[Check, ...] = (
 
 
 def make_value(shape: Sequence[int], step: int, rank: int, scale: float = 1.0) -> Tensor:
-    """Return a random value that differs from worker to worker in size as well."""
+    """Return a random value whose magnitude differs from worker to worker too."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(tuple(shape), generator=generator) * scale * (rank + 0.5)
 
 
 def run_steps(codec: Codec, shape: Sequence[int], size: int, num_steps: int = NUM_STEPS) -> Iterator[list[Exchanged]]:
-    """Exchange a block at `num_steps` steps, each with the state that the one before left."""
+    """Exchange a block at `num_steps` steps, each with the state from the step before."""
     states: Sequence[State] = [{}] * size
     for step in range(num_steps):
         values = [make_value(shape, step, rank) for rank in range(size)]
@@ -235,7 +235,7 @@ def _check_conservation(codec: Codec, shape: Size, size: int, scale: float) -> N
         magnitude += _largest([*values, results[0].total, *(kept for state in states for kept in state.values())])
     kept = codec.held_back([{site: kept.double() for site, kept in state.items()} for state in states], shape)
     balance -= 0 if kept is None else kept
-    # fp32 rounds at each site and at each addition; payloads that are added on their way round in their own dtype.
+    # fp32 rounds at each site and at each addition; payloads that are added in transit round in their own dtype.
     wire_eps = max((torch.finfo(r.payload.dtype).eps for r in requests if isinstance(r, AllReduce)), default=0.0)
     bound = size * magnitude * ((size + 4) * torch.finfo(torch.float32).eps + (size - 1) * wire_eps)
     assert _largest([balance]) <= bound, (

@@ -1,4 +1,4 @@
-"""Failures that are written down before they happen: ``faults.kill(rank=1, step=7)``.
+"""Scripted failures: ``faults.kill(rank=1, step=7)``.
 
 A script of faults is given to every worker of a test, and each calls `strike` at the start of each of its steps.
 """
@@ -13,33 +13,33 @@ from paceline.registry import Settings
 
 
 class Fault(Settings):
-    """Something that happens to one rank at the start of one step."""
+    """A failure of one rank at the start of one step."""
 
     kind: Literal["kill", "freeze", "delay", "fail"]
     rank: int
     step: int
     duration_s: float = 0.0
-    """Of a delay."""
+    """Duration of a delay."""
     message: str = ""
-    """Of the error of a failure."""
+    """Message of a `fail` error."""
 
 
 class ScriptedError(Exception):
-    """What a rank raises that is told to `fail`."""
+    """The error that `fail` raises on a rank."""
 
 
 def kill(*, rank: int, step: int) -> Fault:
-    """Return the fault of a process that is gone at once, as after SIGKILL or a loss of power."""
+    """Return the fault of a process that ends at once, as after SIGKILL or a loss of power."""
     return Fault(kind="kill", rank=rank, step=step)
 
 
 def freeze(*, rank: int, step: int) -> Fault:
-    """Return the fault of a process that is there and does nothing any more (SIGSTOP)."""
+    """Return the fault of a process that exists but no longer runs (SIGSTOP)."""
     return Fault(kind="freeze", rank=rank, step=step)
 
 
 def delay(*, rank: int, step: int, duration_s: float) -> Fault:
-    """Return the fault of a rank that is alive and late by `duration_s`."""
+    """Return the fault of a live rank that is late by `duration_s`."""
     return Fault(kind="delay", rank=rank, step=step, duration_s=duration_s)
 
 
@@ -49,10 +49,10 @@ def fail(*, rank: int, step: int, message: str) -> Fault:
 
 
 def strike(script: Iterable[Fault | dict[str, Any]], *, rank: int, step: int) -> None:
-    """Let happen what `script` (faults, or their JSON) holds for `rank` at `step`.
+    """Execute the faults of `script` (faults, or their JSON) for `rank` at `step`.
 
     Raises:
-        ScriptedError: The rank was told to fail.
+        ScriptedError: The script has a failure for this rank and step.
     """
     for fault in map(Fault.model_validate, script):
         if (fault.rank, fault.step) != (rank, step):

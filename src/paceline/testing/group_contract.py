@@ -1,4 +1,4 @@
-"""What every `Group` must do: checks that all ranks run together, each on its own member of one group.
+"""Contract of every `Group`: checks that all ranks run together, each on its own member of one group.
 
 A new kind of group is tested by running `check_group` on every rank, and `check_words_of_failure` last of all.
 """
@@ -41,7 +41,7 @@ def check_group(group: Group) -> list[str]:
 
 
 def sums_are_exact(group: Group) -> None:
-    """A sum that the dtype can hold exactly is exact, for any shape."""
+    """A sum that the dtype can represent exactly is exact, for any shape."""
     for dtype in LARGE:
         for shape in SHAPES:
             tensor = pattern(group.rank, shape, dtype, group.device)
@@ -52,7 +52,7 @@ def sums_are_exact(group: Group) -> None:
 
 
 def sums_have_the_same_bits_on_every_rank(group: Group) -> None:
-    """Rounding depends on the order of summation, so the order must be one for all; and it is that of a sum."""
+    """Rounding depends on the order of summation, so the order must be the same on all ranks; and it is a true sum."""
     for num_elements in (1, 2, 1031):
         parts = [random_values(rank, num_elements, group.device) for rank in range(group.size)]
         mine = parts[group.rank].clone()
@@ -70,7 +70,7 @@ def sums_have_the_same_bits_on_every_rank(group: Group) -> None:
 
 
 def sums_keep_nan_and_infinity(group: Group) -> None:
-    """What is not finite on one rank is not finite on any."""
+    """An element that is not finite on one rank is not finite in the sum."""
     last = group.size - 1
     tensor = torch.zeros(3, device=group.device)
     if group.rank == last:
@@ -80,7 +80,7 @@ def sums_keep_nan_and_infinity(group: Group) -> None:
 
 
 def operations_leave_the_rest_of_a_buffer_alone(group: Group) -> None:
-    """A slice of a buffer takes part without a copy, and nothing beside it changes."""
+    """A slice of a buffer can take part without a copy, and nothing beside it changes."""
     buffer = torch.arange(10, dtype=torch.float64, device=group.device)
     group.all_reduce(buffer[3:6], name="slice").wait()
     expected = torch.arange(10, dtype=torch.float64, device=group.device)
@@ -89,7 +89,7 @@ def operations_leave_the_rest_of_a_buffer_alone(group: Group) -> None:
 
 
 def many_operations_can_be_in_flight(group: Group) -> None:
-    """Operations of every kind run side by side, and may be waited for in any order."""
+    """Operations of every kind run concurrently, and may be awaited in any order."""
     here, size = float(group.rank), group.size
     sums = [torch.full((100 + number,), here + number, device=group.device) for number in range(8)]
     copies = [torch.full((5,), here, device=group.device) for _ in range(size)]
@@ -154,7 +154,7 @@ def documents_of_any_length_arrive_whole(group: Group) -> None:
 
 
 def barrier_holds_everybody_until_the_last(group: Group) -> None:
-    """Nobody leaves before the last has come; clocks are those of one host."""
+    """No rank leaves the barrier before the last has entered it; clocks are those of one host."""
     for late in range(group.size):
         if group.rank == late:
             time.sleep(0.05)
@@ -171,7 +171,7 @@ def members_know_their_place(group: Group) -> None:
 
 
 def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
-    """Buffers are flat, zeroed, of the length and dtype asked for, and not shared between two calls."""
+    """Buffers are flat, zeroed, of the requested length and dtype, and not shared between two calls."""
     first, second = group.allocate(5, torch.float64), group.allocate(5, torch.float64)
     expect_equal(first, torch.zeros(5, dtype=torch.float64, device=group.device), "new buffer")
     first.fill_(group.rank)
@@ -181,7 +181,7 @@ def allocated_buffers_are_zeroed_and_take_part(group: Group) -> None:
 
 
 def ranks_of_a_host_see_each_others_memory(group: Group) -> None:
-    """What one writes into its shared buffer all ranks of its host read; where nothing is shared there is no buffer."""
+    """All ranks of a host read what one writes into its shared buffer; without shared memory there is no buffer."""
     sizes = {rank: 0 if rank % 3 == 2 else 5000 + rank for rank in group.host_ranks}
     buffers = group.share(sizes)
     documents = group.gather_documents([group.host_ranks, sorted(buffers)], name="shares")
@@ -199,7 +199,7 @@ def ranks_of_a_host_see_each_others_memory(group: Group) -> None:
 
 
 def subgroups_are_apart(group: Group) -> None:
-    """A subgroup's ranks are those it was asked for, in their order; its sums are of them alone, whatever its name."""
+    """A subgroup has the requested ranks, in their order; its sums are over them alone, whatever its name."""
     ranks = list(range(group.rank % 2, group.size, 2))
     subgroups = [group.subgroup(ranks, f"of {ranks[0]} and each second") for _ in range(2)]
     for subgroup in subgroups:
@@ -256,10 +256,10 @@ GROUP_CHECKS: tuple[Check, ...] = (
 
 
 def check_words_of_failure(group: Group) -> None:
-    """Check that a rank which closes the group with an error ends the others' operations at once, with its words.
+    """Check that a rank which closes the group with an error ends the others' operations at once, with its message.
 
-    So it does in duplicates, with messages to it and from it, and in a subgroup, where it is called what it is called
-    here. The group is of no more use afterwards.
+    The same holds in duplicates, for messages to it and from it, and in a subgroup, where it has the same name as
+    here. The group cannot be used afterwards.
     """
     last = group.size - 1
     upper = range(1, group.size)
@@ -284,7 +284,7 @@ def check_words_of_failure(group: Group) -> None:
 
 
 def _words_of(begin: Callable[[], Work]) -> str:
-    """Return what the error of an operation says; nothing where it has none."""
+    """Return the error message of an operation; empty without an error."""
     try:
         begin().wait()
     except CommunicationError as error:

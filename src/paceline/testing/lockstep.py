@@ -1,4 +1,4 @@
-"""The exchanges of N workers, run in lockstep by one thread: a codec's whole way with no group."""
+"""The exchanges of N workers, run in lockstep by one thread: a codec's full exchange without a group."""
 
 from collections.abc import Sequence
 
@@ -28,15 +28,15 @@ def exchange_all(
     seed: int = 0,
     requests: list[Request] | None = None,
 ) -> list[Exchanged]:
-    """Run the exchange of one block among ``len(values)`` workers, in this thread, and return what came of it by rank.
+    """Run the exchange of one block among ``len(values)`` workers, in this thread, and return the results by rank.
 
     Args:
-        codec: How the block is encoded.
-        values: Each worker's part of the sum.
-        states: What each has kept of the block; nothing by default.
-        step: Updates done before.
-        block: The parameter's name.
-        seed: Of the run.
+        codec: Codec of the block.
+        values: Value of each worker, to be summed.
+        states: State of each worker's codec for the block; empty by default.
+        step: Number of updates before.
+        block: Name of the parameter.
+        seed: Random seed of the run.
         requests: A list that the first worker's requests are appended to, copied before they are answered.
     """
     size = len(values)
@@ -54,7 +54,7 @@ def exchange_all(
 
 
 def _advance(running: Sequence[Exchange], answers: Sequence[Tensor | None]) -> tuple[list[Request], list[Exchanged]]:
-    """Take every worker to its next request, or all of them to their ends."""
+    """Advance every worker to its next request, or all of them to their results."""
     asked: list[Request] = []
     results: list[Exchanged] = []
     for worker, answer in zip(running, answers, strict=True):
@@ -67,7 +67,7 @@ def _advance(running: Sequence[Exchange], answers: Sequence[Tensor | None]) -> t
 
 
 def _answer(asked: Sequence[Request]) -> list[Tensor]:
-    """Return what each worker gets; to each its own copy, as over a wire."""
+    """Return the answer for each worker, each with its own copy, as from a network."""
     kinds = {(type(request), request.payload.dtype, request.payload.shape) for request in asked}
     assert len(kinds) == 1, f"workers must ask for the same, but asked for {kinds}"
     payloads = [request.payload for request in asked]

@@ -1,4 +1,4 @@
-"""What messages and duplicates of every `Group` must do: a part of the group's contract."""
+"""Contract of messages and duplicates of every `Group`: a part of the group's contract."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from paceline.testing.patterns import LARGE, SHAPES, expect_equal, pattern
 
 
 def messages_arrive_whole(group: Group) -> None:
-    """Messages of any dtype and size pass around a ring, and what was sent is unchanged."""
+    """Messages of any dtype and size pass around a ring, and the sent tensors are unchanged."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for dtype in (*LARGE, torch.bool) if group.size > 1 else ():
         for tag, shape in enumerate((*SHAPES, (300_007,))):
@@ -29,7 +29,7 @@ def messages_arrive_whole(group: Group) -> None:
 
 
 def messages_meet_by_tag(group: Group) -> None:
-    """Messages find the receive of their tag, whatever the order in which either end began and waits."""
+    """Messages reach the receive with their tag, in whatever order the two ends begin and wait."""
     tags = [0, 1, 7, 2**16, MAX_TAG - 1, MAX_TAG]
     received, works = {}, []
     for peer in _others(group):
@@ -44,7 +44,7 @@ def messages_meet_by_tag(group: Group) -> None:
 
 
 def messages_of_one_tag_keep_their_order(group: Group) -> None:
-    """What is sent first under a tag is received first, also when tags are used again."""
+    """The first message under a tag is received first, also when tags are used again."""
     for is_receive_first in (False, True):
         received = {peer: [_number(group, [-1]) for _ in range(5)] for peer in _others(group)}
 
@@ -84,7 +84,7 @@ def messages_leave_the_rest_of_a_buffer_alone(group: Group) -> None:
 
 
 def messages_that_cannot_be_are_refused(group: Group) -> None:
-    """Peers that there are none of and tags out of range raise `SettingsError` at once, at either end."""
+    """Missing peers and tags out of range raise `SettingsError` at once, at either end."""
     peer = (group.rank + 1) % group.size
     wrong = [(group.rank, 0), (group.size, 0), (-1, 0)] + [(peer, -1), (peer, MAX_TAG + 1)] * (group.size > 1)
     for operation in (group.send, group.receive):

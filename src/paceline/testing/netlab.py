@@ -1,8 +1,8 @@
 """Hosts with slow links on one machine: network namespaces joined by a bridge, each link limited both ways.
 
-What runs in a host is a real process with real sockets; only the wire is made. A link carries `bandwidth_bits_per_s` in
-each direction at once, headers included (with frames of 1,500 bytes 4.5% of what is sent); its queue holds 50 ms, and
-it adds no latency: the kernel's token bucket (``tc tbf``) knows none. All hosts share the machine's cores.
+A host runs real processes with real sockets; only the link is simulated. A link carries `bandwidth_bits_per_s` in
+each direction at once, headers included (with frames of 1,500 bytes 4.5% of the traffic); its queue holds 50 ms, and
+it adds no latency: the kernel's token bucket (``tc tbf``) has none. All hosts share the machine's cores.
 """
 
 import functools
@@ -21,13 +21,13 @@ from paceline.testing.netlab_namespaces import Namespace
 from paceline.testing.processes import RankResult, open_store, run_processes
 
 INTERFACE = "eth0"
-"""The interface of a host, as the host sees it."""
+"""Name of a host's interface, inside the host."""
 _MAX_BURST_BYTES = 64 * 1024
 _BURST_S = 0.005
-"""What may pass a link at once is worth this time at most: small transfers must feel the limit as large ones do."""
+"""Largest burst of a link, as time at its bandwidth: small so that small transfers are limited like large ones."""
 _MIN_BURST_BYTES = 4096
-# The kernel hands on several frames as one, as it does to a network card. A bucket that cannot hold such a bundle has
-# to cut it, which takes the cores that workers need: at 1 Gbit/s four hosts then got half of their bandwidth.
+# The kernel passes on several frames as one, as to a network card. A bucket that cannot hold such a bundle must split
+# it, which uses the cores that workers need: at 1 Gbit/s four hosts then got half of their bandwidth.
 _FRAMES = "gso_max_size 32768"
 _QUEUE_S = 0.05
 _MIN_QUEUE_BYTES = 128 * 1024
@@ -37,7 +37,7 @@ _MAX_HOSTS = 254
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """Bytes that have passed one host's link since it was made, with one header for each bundle of frames."""
+    """Bytes over one host's link since its creation, with one header for each bundle of frames."""
 
     sent_bytes: int
     received_bytes: int
@@ -45,7 +45,7 @@ class LinkCounters:
 
 @functools.cache
 def netlab_missing() -> str:
-    """Return why no `Netlab` can be made here; empty when one can."""
+    """Return the reason why no `Netlab` can be made here; empty if one can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's, but this is {sys.platform}"
     for tool in ("ip", "tc"):
@@ -59,18 +59,18 @@ def netlab_missing() -> str:
 
 
 class Netlab:
-    """A number of hosts whose links are limited, and ways to run workers in them.
+    """Hosts with limited links, in which workers can run.
 
     Args:
-        num_hosts: Hosts.
-        bandwidth_bits_per_s: Of each link, in each direction; one for all, or one for each host.
+        num_hosts: Number of hosts.
+        bandwidth_bits_per_s: Bandwidth of each link, in each direction; one number for all, or one per host.
 
     Example:
         >>> with Netlab(num_hosts=4, bandwidth_bits_per_s=100e6) as lab:  # doctest: +SKIP
         ...     results = lab.run(function, {"num_bytes": 2**20})
 
     Raises:
-        SettingsError: It cannot be made here, or not as asked.
+        SettingsError: Network namespaces cannot be made here, or the arguments are invalid.
     """
 
     def __init__(self, num_hosts: int, bandwidth_bits_per_s: float | Sequence[float]) -> None:
@@ -83,7 +83,7 @@ class Netlab:
         if len(bandwidths) != num_hosts:
             raise SettingsError(
                 f"bandwidth_bits_per_s must be one number, or one for each of {num_hosts} hosts, but got "
-                f"{len(bandwidths)}; give as many as hosts"
+                f"{len(bandwidths)}; give one per host"
             )
         for bandwidth in bandwidths:
             _check_bandwidth(bandwidth)
@@ -102,9 +102,9 @@ class Netlab:
         wait_for: Collection[int] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[RankResult]:
-        """Run ``function(**arguments)`` in `ranks_per_host` processes of each host, and return how each ended.
+        """Run ``function(**arguments)`` in `ranks_per_host` processes of each host, and return the result of each.
 
-        Ranks are numbered host by host, and have torchrun's environment; the store in which they meet lives in
+        Ranks are numbered host by host, and have torchrun's environment; their rendezvous store is in
         host 0. Everything else is as in `run_processes`.
         """
         hosts = self._network.hosts
@@ -121,7 +121,7 @@ class Netlab:
         )
 
     def counters(self) -> list[LinkCounters]:
-        """Return what has passed each host's link, by host."""
+        """Return the counters of each host's link, by host."""
         return [host.call(read_counters) for host in self._network.hosts]
 
     def set_bandwidth(self, host: int, bandwidth_bits_per_s: float) -> None:
@@ -132,7 +132,7 @@ class Netlab:
         self._network.limit(host, bandwidth_bits_per_s)
 
     def close(self) -> None:
-        """Take it down."""
+        """Remove the hosts and links."""
         self._network.close()
 
     def __enter__(self) -> Self:
@@ -174,7 +174,7 @@ class _Network:
             raise
 
     def _connect(self, host: int) -> None:
-        """Lay the cable of a host. Its TCP has the one rule that every kernel allows, whatever the machine's own is."""
+        """Connect a host. Its TCP congestion control is reno, which every kernel has, whatever the machine's own is."""
         namespace = self.hosts[host]
         self._bridge.batch(
             "ip",
@@ -191,7 +191,7 @@ class _Network:
         )
 
     def limit(self, host: int, bandwidth_bits_per_s: float) -> None:
-        """Limit what the host sends where it leaves the host, and what it gets where it leaves the bridge."""
+        """Limit the host's sent traffic where it leaves the host, and received traffic where it leaves the bridge."""
         bytes_per_s = bandwidth_bits_per_s / 8
         burst = min(max(_MIN_BURST_BYTES, _BURST_S * bytes_per_s), _MAX_BURST_BYTES)
         queue = max(_MIN_QUEUE_BYTES, _QUEUE_S * bytes_per_s)
@@ -205,7 +205,7 @@ class _Network:
 
 
 def read_counters() -> LinkCounters:
-    """Return what has passed the link of the host that this thread runs in."""
+    """Return the counters of the link of this thread's host."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:

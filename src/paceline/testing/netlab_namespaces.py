@@ -1,7 +1,7 @@
-"""Network namespaces without names, each held by nothing but an open file of this process.
+"""Network namespaces without names, each kept only by an open file of this process.
 
-There is nothing to clean up: when the file is closed, which the kernel does also after SIGKILL, and no process
-is inside any more, the namespace and every interface in it are gone.
+Nothing needs cleaning up: when the file is closed, which the kernel does also after SIGKILL, and no process
+is inside any longer, the namespace and every interface in it are gone.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _OWN_NAMESPACE = "/proc/thread-self/ns/net"
 
 
 class Namespace:
-    """A network of its own: interfaces, addresses, routes and ports, none at first. Needs CAP_SYS_ADMIN.
+    """A separate network: interfaces, addresses, routes and ports, none at first. Needs CAP_SYS_ADMIN.
 
     Raises:
         OSError: The kernel does not allow it.
@@ -32,12 +32,12 @@ class Namespace:
 
         self._file = _in_thread(create)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        """Where other processes find it, as long as it is open."""
+        """Path at which other processes find the namespace while it is open."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return what `function` returns when it runs inside, in a thread of its own: the caller stays where it is.
+        """Return the result of `function`, run inside in a separate thread: the caller stays outside.
 
-        Sockets that it opens and processes that it starts stay inside.
+        Sockets that the function opens and processes that it starts stay inside.
         """
 
         def inside() -> T:
@@ -50,7 +50,7 @@ class Namespace:
         """Run commands of `tool` (``ip``, ``tc``) inside.
 
         Raises:
-            OSError: One of them failed; those after it were not run.
+            OSError: A command failed; the later ones were not run.
         """
         done = self.call(
             lambda: subprocess.run([tool, "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
@@ -59,7 +59,7 @@ class Namespace:
             raise OSError(f"{tool} could not do what was asked in a network namespace: {done.stderr.strip()}")
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the namespace's file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -87,7 +87,7 @@ def _check(status: int) -> None:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Return what `function` returns in a thread of its own, whose end undoes what it did to that thread."""
+    """Return the result of `function`, run in a separate thread, whose end undoes changes to that thread."""
     results: list[T] = []
     errors: list[BaseException] = []
 

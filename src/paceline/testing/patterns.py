@@ -1,4 +1,4 @@
-"""Numbers for contract checks: different by rank and place, and hard to sum in any way but the right one."""
+"""Numbers for contract checks: different by rank and place, so that a wrong sum shows."""
 
 import math
 
@@ -14,7 +14,7 @@ LARGE = {
     torch.int32: 2**28,
     torch.uint8: 0,
 }
-"""By dtype, a number to which small ones can be added, a few ranks over, with no rounding."""
+"""Number, by dtype, to which small ones can be added over a few ranks without rounding."""
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 1, 5), (1031,))
 
 
@@ -32,7 +32,7 @@ def random_values(rank: int, num_elements: int, device: torch.device) -> Tensor:
 
 
 def expect_equal(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Raise `AssertionError`, with the first place that differs, where `actual` is not `expected` bit for bit."""
+    """Raise `AssertionError`, with the first different place, unless `actual` is `expected` bit for bit."""
     if torch.equal(actual, expected):
         return
     assert actual.shape == expected.shape, f"{what} must have shape {tuple(expected.shape)}, not {tuple(actual.shape)}"

@@ -1,9 +1,9 @@
-"""Real processes for tests: N ranks that find each other as torchrun's workers do.
+"""Real processes for tests: N ranks that find each other like torchrun's workers.
 
 One starter process imports the function under test and then forks the ranks. The starter itself is forked from Python's
-fork server, which has imported torch and Paceline, so that the starts of one process share that import. The store in
-which ranks meet is held by the caller, as torchrun's agent does: it outlives every rank. When the caller dies, by
-SIGKILL too, starter and ranks die with it.
+fork server, which has imported torch and Paceline, so that the starts of one process share that import. The caller
+owns the ranks' rendezvous store, like torchrun's agent: it outlives every rank. When the caller dies, even by
+SIGKILL, starter and ranks die with it.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from paceline.testing.netlab_namespaces import enter_namespace
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
-"""Time the starter has beyond the ranks', to import torch and to clean up."""
+"""Additional time of the starter beyond the ranks', to import torch and to clean up."""
 # torch imports its compiler with the first optimizer.
 _PRELOADED = ["paceline.testing", "paceline.launch.worker", "paceline.recipes.transformer_lm", "torch._dynamo"]
 """Modules that the fork server imports."""
@@ -43,15 +43,16 @@ _PRELOADED = ["paceline.testing", "paceline.launch.worker", "paceline.recipes.tr
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one process ended."""
+    """Result of one process."""
 
     rank: int
     value: Any
-    """What the function returned, through JSON; None where it did not return."""
+    """Return value of the function, through JSON; None if it did not return."""
     exit_code: int | None
-    """0 if it returned, 1 if it raised, minus the signal that ended it; None if it was still there at the end."""
+    """Exit code: 0 if the function returned, 1 if it raised, minus the signal that ended it; None if it was still
+    running at the end."""
     output: str
-    """What it wrote to stdout and stderr, with the traceback of what it raised."""
+    """Output to stdout and stderr, with the traceback of an error."""
 
 
 def open_store() -> dist.TCPStore:
@@ -73,20 +74,20 @@ def run_processes(
     environment: Mapping[str, str] | None = None,
     namespaces: Sequence[str] | None = None,
 ) -> list[RankResult]:
-    """Run ``function(**arguments)`` in `num_ranks` processes with torchrun's environment, and return how each ended.
+    """Run ``function(**arguments)`` in `num_ranks` processes with torchrun's environment, and return their results.
 
     A script that calls it must do so below ``if __name__ == "__main__":``, as with all of `multiprocessing`.
 
     Args:
-        num_ranks: Processes; each has one thread.
-        function: At the top of a module; or its place, as ``package.module:function`` or ``file.py:function``.
-        arguments: What it is called with, as JSON.
-        timeout_s: When all that still run are killed.
-        wait_for: Ranks whose end is waited for, after which the others are killed; all by default.
-        store: Where they meet; one of their own by default.
-        environment: Variables to add.
-        namespaces: Path of the network namespace that each rank is put into, all of them with as many ranks; those
-            of one namespace are neighbours and are one host.
+        num_ranks: Number of processes; each has one thread.
+        function: Function at the top of a module; or its path, ``package.module:function`` or ``file.py:function``.
+        arguments: Keyword arguments of the function, as JSON.
+        timeout_s: Time after which all remaining processes are killed.
+        wait_for: Ranks to wait for, after which the others are killed; all by default.
+        store: Rendezvous store; a new one by default.
+        environment: Additional environment variables.
+        namespaces: Path of each rank's network namespace, all with the same number of ranks; the ranks of one
+            namespace are consecutive and form one host.
     """
     paths = list(namespaces or [""] * num_ranks)
     held = store or open_store()
@@ -102,13 +103,13 @@ def run_processes(
         }
         launcher = _launcher_environment(num_ranks, num_ranks // len(set(paths)), held.port)
         variables = {**os.environ, **launcher, **(environment or {})}
-        # Variables may mean something to what is imported, which the fork server has done already.
+        # Variables may affect imports, which the fork server has done already.
         _check(*(_run_starter if environment else _fork_starter)(plan, variables))
         return [_collect(Path(folder), rank) for rank in range(num_ranks)]
 
 
 def _locate(function: Callable[..., JsonValue]) -> str:
-    """Return where the starter finds `function`: a module of a package by name, which is imported once, else a file."""
+    """Return the path of `function` for the starter: a package's module by name, to import it once, else a file."""
     module = function.__module__
     return f"{module if '.' in module else inspect.getsourcefile(function)}:{function.__qualname__}"
 
@@ -119,13 +120,13 @@ def _launcher_environment(num_ranks: int, ranks_per_host: int, port: int) -> dic
         "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already: rank 0 must not open one
         "OMP_NUM_THREADS": "1",
     }
 
 
 def _run_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a starter of its own, and leave nothing behind whatever happens here; return exit code and output."""
+    """Run a separate starter, which never outlives this call; return exit code and output."""
     program = "import json, sys; from paceline.testing.processes import start_ranks; start_ranks(json.load(sys.stdin))"
     command = [sys.executable, "-c", program]
     starter = subprocess.Popen(
@@ -164,8 +165,8 @@ def _fork_starter(plan: Mapping[str, Any], environment: Mapping[str, str]) -> tu
 
 
 def _be_forked(plan: Mapping[str, Any], environment: Mapping[str, str], directory: str) -> None:
-    """Be a starter as if this process had been started for it alone."""
-    unblock_signals()  # they are blocked where a launcher has started the fork server
+    """Run as a starter, as if this process had been started for it alone."""
+    unblock_signals()  # they are blocked if a launcher started the fork server
     os.setsid()  # Ctrl-C is for the caller
     output = os.open(Path(plan["folder"], "starter.output"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -189,12 +190,12 @@ def _collect(folder: Path, rank: int) -> RankResult:
         rank,
         json.loads(value.read_text()) if value.exists() else None,
         exits[str(rank)],
-        output.read_text(errors="replace") if output.exists() else "",  # none where it was killed at once
+        output.read_text(errors="replace") if output.exists() else "",  # none if it was killed at once
     )
 
 
 def start_ranks(plan: Mapping[str, Any]) -> None:
-    """Be the starter: fork the ranks of a plan, and write how each ended."""
+    """Run as the starter: fork the ranks of a plan, and write the result of each."""
     folder = Path(plan["folder"])
     signal.signal(signal.SIGTERM, lambda *_: _vanish(folder))
     _die_with_parent(plan["owner"], signal.SIGTERM)
@@ -207,13 +208,13 @@ def start_ranks(plan: Mapping[str, Any]) -> None:
 
 
 def _vanish(folder: Path) -> None:
-    """End as the owner has: the ranks follow."""
+    """End like the owner: the ranks follow."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _die_with_parent(parent: int, by: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent dies, or do so now where it has died already."""
+    """Make the kernel send this process a signal when its parent dies, or send it now if it has died already."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:
@@ -264,7 +265,7 @@ def _fork(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # not the starter's own ending, which a fork has inherited
+        os._exit(code)  # not the starter's exit handlers, which a fork has inherited
 
 
 def _wait(ranks: dict[int, int], needed: set[int], timeout_s: float) -> dict[int, int | None]:

@@ -1,4 +1,4 @@
-"""What every synchronisation `Rule` must do: checks that run over any rule, with workers that are threads.
+"""Contract of every synchronisation `Rule`: checks that run over any rule, with workers that are threads.
 
 A new rule is tested the day it is registered: `every_rule` finds it, and `check_rule` runs all of `RULE_CHECKS`.
 """
@@ -56,12 +56,12 @@ def check_rule(rule: Rule) -> list[str]:
 
 
 def settings_survive_json(rule: Rule) -> None:
-    """A rule is what its JSON says."""
+    """A rule read from its own JSON is equal to it."""
     assert Rule.model_validate(rule.model_dump(mode="json")) == rule
 
 
 def changes_are_announced(rule: Rule) -> None:
-    """With whom a worker sums gradients, and how, changes in no step that `next_change` does not tell."""
+    """A worker's reduce group and reducer change only at steps that `next_change` announces."""
 
     def ask(group: LocalGroup) -> list[tuple[list[int], int]]:
         return [(list(rule.reduce_ranks(group, step)), rule.phase(step)) for step in range(20)]
@@ -69,22 +69,22 @@ def changes_are_announced(rule: Rule) -> None:
     for answers in LocalGroup.run(4, ask):
         for step in range(20):
             change = rule.next_change(step)
-            assert change is None or change > step, f"the change after step {step} is told for step {change}"
+            assert change is None or change > step, f"the change after step {step} is announced for step {change}"
             same = answers[step : 20 if change is None else change]
-            assert all(answer == same[0] for answer in same), f"a change between {step} and {change} is not told"
+            assert all(answer == same[0] for answer in same), f"a change between {step} and {change} is not announced"
 
 
 def any_number_of_workers_learns(rule: Rule) -> None:
-    """From one worker on the consensus gets better, and it is the same on all of them."""
+    """With any number of workers the consensus improves, and is the same on all of them."""
     for size in WORKERS:
         before = _held_out_loss(make_module())
         losses = LocalGroup.run(size, lambda group: _train(group, rule)[1])
-        assert len(set(losses)) == 1, f"{size} workers judge the consensus differently: {losses}"
+        assert len(set(losses)) == 1, f"{size} workers evaluate the consensus differently: {losses}"
         assert losses[0] < 0.9 * before, f"{size} workers: {before} before training, {losses[0]} after"
 
 
 def uneven_shares_are_taken(rule: Rule) -> None:
-    """Workers may weigh differently from step to step, and some may have nothing to learn from."""
+    """Workers may have different weights from step to step, and some may have no samples."""
 
     def weigh(rank: int, step: int) -> float:
         return 0.0 if (rank + step) % 3 == 0 and rank else 1.0 + rank + step % 2
@@ -95,17 +95,17 @@ def uneven_shares_are_taken(rule: Rule) -> None:
 
 
 def accumulated_gradients_are_one_gradient(rule: Rule) -> None:
-    """Two micro-batches are worth one batch of both."""
-    size = 1 if rule.is_asynchronous else 2  # of several, it depends on who comes first
+    """Two micro-batches have the effect of one batch of both."""
+    size = 1 if rule.is_asynchronous else 2  # with several, the result depends on their order
     whole = LocalGroup.run(size, lambda group: _train(group, rule)[1])
     halves = LocalGroup.run(size, lambda group: _train(group, rule, num_micro_batches=2)[1])
     assert math.isclose(whole[0], halves[0], rel_tol=1e-4), f"{whole[0]} in one, {halves[0]} in two"
 
 
 def a_killed_run_goes_on_bit_for_bit(rule: Rule) -> None:
-    """What is saved in the middle of anything and loaded by new workers leads to the same bits.
+    """State that was saved at any step and loaded by new workers leads to the same bits.
 
-    Of several asynchronous workers only what they load is compared: where it leads depends on who comes first.
+    Of several asynchronous workers only the loaded state is compared: later results depend on their order.
     """
     if rule.is_asynchronous:
         LocalGroup.run(3, lambda group: _train_and_stop(group, rule, 6))
@@ -119,7 +119,7 @@ def a_killed_run_goes_on_bit_for_bit(rule: Rule) -> None:
 
 
 def another_number_of_workers_goes_on(rule: Rule) -> None:
-    """A checkpoint of three is one of two and of five: they begin from the consensus, and learn on."""
+    """Two and five workers load a checkpoint of three: they start from the consensus, and continue to improve."""
     with tempfile.TemporaryDirectory() as directory, CheckpointStore(Path(directory)) as store:
         [(before, saved), *_] = LocalGroup.run(3, lambda group: _save(group, rule, store))
         for size in (2, 5):
@@ -130,7 +130,7 @@ def another_number_of_workers_goes_on(rule: Rule) -> None:
 
 
 def prices_are_stated(rule: Rule) -> None:
-    """What a worker puts on the wire over some periods is what `traffic` says, within a twentieth."""
+    """Bytes that a worker sends over some periods agree with `traffic`, within a twentieth."""
     shapes = [parameter.shape for parameter in make_module().parameters()]
     traffic = rule.traffic(shapes, 4)
     assert traffic, "a rule must state its traffic"
@@ -140,7 +140,7 @@ def prices_are_stated(rule: Rule) -> None:
         assert 0 < each.num_bytes <= num_bytes, f"buffers must be of the model's {num_bytes} bytes, but got {each}"
         assert each.wire_bytes > 0, f"a worker must send something, but got {each}"
         assert each.period >= 1, f"a period must be of a step at least, but got {each}"
-    # Of asynchronous workers' last step only what they ask for is certain to be counted, not what they answer.
+    # In asynchronous workers' last step only their requests are certain to be counted, not the replies.
     num_periods = 40 if rule.is_asynchronous else 4
     num_steps = max(each.first_step for each in traffic) + math.lcm(*(each.period for each in traffic)) * num_periods
     stated = sum(each.wire_bytes * each.count(num_steps) for each in traffic)
@@ -210,7 +210,7 @@ def _train(
     weigh: Callable[[int, int], float] = lambda rank, step: 1.0,
     num_micro_batches: int = 1,
 ) -> tuple[list[float], float]:
-    """Return the losses of the steps, and that of the consensus in the end."""
+    """Return the losses of the steps, and the final loss of the consensus."""
     replica = _make_replica(group, rule)
     steps = range(3 * NUM_STEPS)
     losses = [_step(replica, step, weigh(group.rank, step), num_micro_batches).loss for step in steps]
@@ -230,7 +230,7 @@ def _run(group: LocalGroup, rule: Rule, num_steps: int) -> tuple[Replica, Sequen
 
 
 def _train_and_stop(group: LocalGroup, rule: Rule, stop_at: int | None) -> dict[str, Tensor]:
-    """Return this worker's tensors after some steps, saved and loaded on the way if asked."""
+    """Return this worker's tensors after some steps, saved and loaded in between if requested."""
     replica = _make_replica(group, rule)
     for step in range(NUM_STEPS):
         if step == stop_at:

@@ -1,4 +1,4 @@
-"""Computing that is a scripted sleep, so that cores that stand idle do not help, and workers are as fast as told."""
+"""Scripted sleep as computing, so that idle cores do not help, and workers have prescribed speeds."""
 
 import time
 from collections.abc import Callable
@@ -19,23 +19,23 @@ from paceline.training.objective import Objective
 
 @register("scripted")
 class Scripted(Objective):
-    """Another objective, on workers that sleep for each sample they train on, and that faults happen to.
+    """Another objective, on workers that sleep for each training sample, with scripted faults.
 
-    With ``sample_s=(0.001, 0.003)`` rank 1 is three times slower than rank 0 for good; with ``slow_part=0.1,
-    slow_factor=5`` each worker is five times slower in a tenth of its steps, which are drawn by rank and step. In
-    evaluation nobody sleeps.
+    With ``sample_s=(0.001, 0.003)`` rank 1 is always three times slower than rank 0; with ``slow_part=0.1,
+    slow_factor=5`` each worker is five times slower in a tenth of its steps, drawn by rank and step. Evaluation never
+    sleeps.
     """
 
     objective: Objective
-    """What is minimised."""
+    """Training loss to compute."""
     sample_s: tuple[float, ...] = Field(min_length=1)
-    """Seconds to sleep for a sample, by rank; ranks beyond begin again at the first."""
+    """Seconds to sleep per sample, by rank; further ranks start again at the first."""
     slow_part: float = Field(default=0.0, ge=0, le=1)
-    """Part of its steps in which a worker is slow."""
+    """Fraction of its steps in which a worker is slow."""
     slow_factor: float = Field(default=1.0, ge=0)
-    """How many times longer it sleeps then."""
+    """Factor of the sleep in a slow step."""
     faults: tuple[Fault, ...] = ()
-    """What else happens, at the last micro-batch of a step."""
+    """Faults, at the last micro-batch of a step."""
 
     def loss(self, model: Callable[[Tensor], Any], batch: Batch) -> Loss:
         """Return the other objective's loss, and sleep: between forward and backward, where it counts as computing."""
@@ -50,5 +50,5 @@ class Scripted(Objective):
         return loss
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
-        """Return the other objective's."""
+        """Return the other objective's text."""
         return self.objective.showcase(module, held_out)

@@ -1,4 +1,4 @@
-"""The best evaluation of a training so far, and whether it has been long ago."""
+"""The best evaluation of a training so far, and the number of evaluations since."""
 
 from typing import Any
 
@@ -7,12 +7,13 @@ from paceline.training.evaluate import Evaluation
 
 
 class BestSoFar:
-    """Which evaluation was the best: the first one that none was better than. All workers have the same.
+    """The best evaluation: the first one that none was better than. All workers have the same.
 
     Args:
-        measure: What is compared: loss, the lowest; or ``min:NAME`` or ``max:NAME`` of a metric. None for nothing.
-        stop_after: Evaluations in a row that are not better after which training ends; None for any number. They are
-            compared by the loss where there is no `measure`.
+        measure: Measure to compare: loss, the lowest; or ``min:NAME`` or ``max:NAME`` of a metric. None for no
+            comparison.
+        stop_after: Evaluations in a row without improvement after which training ends; None for no limit. They are
+            compared by the loss if there is no `measure`.
     """
 
     def __init__(self, measure: str | None, stop_after: int | None) -> None:
@@ -22,15 +23,15 @@ class BestSoFar:
         self._stop_after = stop_after
         self.value: float | None = None
         self.step = -1
-        """The step after which it was."""
+        """Step after which it was made."""
         self.num_since = 0
-        """Evaluations since then."""
+        """Number of evaluations since then."""
 
     def note(self, evaluation: Evaluation, step: int) -> bool:
-        """Take an evaluation after `step` into account, and return whether it is the best.
+        """Record an evaluation after `step`, and return whether it is the best.
 
         Raises:
-            UnknownNameError: It has no metric of the name.
+            UnknownNameError: The evaluation has no metric of the name.
         """
         if not self.is_used:
             return False
@@ -48,7 +49,7 @@ class BestSoFar:
 
     @property
     def end_reason(self) -> str:
-        """Why training ends; empty where it goes on."""
+        """Reason for which training ends; empty while it continues."""
         if self._stop_after is None or self.num_since < self._stop_after:
             return ""
         best = "none was finite" if self.value is None else f"the best is {self.value:.6g} at step {self.step}"
@@ -57,20 +58,20 @@ class BestSoFar:
         return f"{what} has not improved for {self.num_since} evaluations: {best}"
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the state, as JSON."""
         return {"measure": self._measure, "value": self.value, "step": self.step, "num_since": self.num_since}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take on a saved state, if it is of the same measure."""
+        """Load a saved state, if it is of the same measure."""
         if state.get("measure") == self._measure:
             self.value, self.step, self.num_since = state["value"], state["step"], state["num_since"]
 
 
 def part_measure(measure: str) -> tuple[str, str]:
-    """Return ``min`` or ``max``, and the name, of what is compared.
+    """Return ``min`` or ``max``, and the name of a measure.
 
     Raises:
-        SettingsError: It says neither.
+        SettingsError: The measure is neither loss nor one with a direction.
     """
     kind, separator, name = ("min:" + measure if measure == "loss" else measure).partition(":")
     if kind not in ("min", "max") or not separator or not name:

@@ -13,12 +13,12 @@ NO_COMPILER = "none"
 
 
 def compile_blocks(module: nn.Module, compiler: str = "inductor") -> None:
-    """Let a compiler make the forward and backward of each block of a model faster, in place.
+    """Compile the forward and backward of each block of a model, in place.
 
-    Blocks are those of `find_blocks`; a model without any is compiled whole. A whole compiled model gives all gradients
-    at the end of its backward, which leaves nothing to hide their exchange behind; blocks give theirs as they are done.
-    Names of parameters stay, and so do hooks on blocks. Compiling takes place in the first steps, and again for inputs
-    of other shapes.
+    Blocks are those of `find_blocks`; a model without blocks is compiled whole. A whole compiled model makes all
+    gradients at the end of its backward, which leaves nothing to overlap their exchange with; blocks make theirs one
+    after another. Names of parameters stay, and so do hooks on blocks. Compilation happens in the first steps, and
+    again for inputs of other shapes.
 
     Args:
         module: The model, on its device, and laid out over ranks if it is.
@@ -30,10 +30,10 @@ def compile_blocks(module: nn.Module, compiler: str = "inductor") -> None:
 
 
 def check_compiler(compiler: str, device: torch.device) -> None:
-    """Refuse a compiler that is not there.
+    """Refuse a compiler that is not available.
 
     Raises:
-        SettingsError: Torch does not know it, or it needs something that is not installed.
+        SettingsError: Torch does not know the compiler, or a program that it needs is missing.
     """
     if compiler == NO_COMPILER:
         return
@@ -53,18 +53,18 @@ def check_compiler(compiler: str, device: torch.device) -> None:
 
 
 def check_compiler_fits(compiler: str, pipeline: PipelineSettings | None) -> None:
-    """Refuse a compiler with what goes into the middle of blocks; `pipeline` is None where there is none."""
+    """Refuse a compiler with settings that interrupt blocks; `pipeline` is None without a pipeline."""
     if compiler == NO_COMPILER:
         return
     if pipeline is not None and pipeline.behaviour.splits_backward:
         raise SettingsError(
-            "pipeline.order must leave backward in one piece with compiled blocks, but got "
+            "pipeline.order must not split backward with compiled blocks, but got "
             f"{pipeline.order} with compiler {compiler}; take 1f1b or interleaved, or no compiler"
         )
 
 
 def _has_cpp_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc  # a second to import
+    from torch._inductor import cpp_builder, exc  # the import takes a second
 
     try:
         cpp_builder.get_cpp_compiler()

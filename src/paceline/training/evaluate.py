@@ -25,22 +25,22 @@ from paceline.training.objective import Objective
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the held-out samples, the same on every worker; NaN where nothing counts."""
+    """Means over the held-out samples, the same on every worker; NaN for a total weight of 0."""
 
     loss: float
     weight: float
-    """Samples, or tokens, that the loss is a mean of."""
+    """Number of samples, or tokens, in the loss."""
     metrics: dict[str, float]
     num_samples: int
     duration_s: float
 
 
 class Evaluable(Protocol):
-    """What can be evaluated: a replica, or a model that was loaded to be judged."""
+    """A model that can be evaluated: a replica, or a model loaded for evaluation."""
 
     @property
     def shard(self) -> ModelShard:
-        """What this rank holds of the model."""
+        """Model shard of this rank."""
 
     @property
     def module(self) -> nn.Module:
@@ -50,10 +50,10 @@ class Evaluable(Protocol):
         """Run the module forward in its precision."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context that forward runs in."""
+        """Return the context of forward."""
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Return the context in which parameters are those that the workers together stand for."""
+        """Return the context in which parameters are the consensus of all workers."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return the context in which parameters are their moving averages."""
@@ -72,18 +72,18 @@ def evaluate(
 ) -> Evaluation | None:
     """Return the loss and metrics over held-out samples.
 
-    The samples are cut among the workers; sums and their weights are added, so the result does not depend on how many
-    there are. BatchNorm uses the statistics pooled over all workers.
+    The samples are divided among the workers; sums and their weights are added, so the result does not depend on the
+    number of workers. BatchNorm uses the statistics pooled over all workers.
 
     Args:
-        model: What is judged.
+        model: Model to evaluate.
         objective: The loss.
         source: Held-out samples.
-        batch_size: Samples that a worker runs at once.
-        metrics: What is judged beside the loss.
-        max_samples: Samples of `source` that are used, the first ones; all without it.
-        averaged: Whether parameters are their moving averages.
-        is_stopped: Once it says so on some worker that one ends early, and the result is None on all.
+        batch_size: Samples per batch on each worker.
+        metrics: Metrics beside the loss.
+        max_samples: Number of samples of `source` to use, the first ones; None for all.
+        averaged: Whether to evaluate the moving averages of parameters.
+        is_stopped: Function that returns whether to stop early; if it does on any worker the result is None on all.
     """
     began_s = time.perf_counter()
     shard = model.shard
@@ -119,7 +119,7 @@ def _read(
 ) -> Iterator[Batch]:
     """Yield this rank's batches.
 
-    Ranks that share a model run it together: as often as who has most samples needs, with borrowed ones.
+    Ranks that share a model run it together, all equally often: ranks with fewer samples borrow some.
     """
     rank, num_workers = shard.data_parallel_group.rank, shard.data_parallel_group.size
     if isinstance(source, IterableSource):
@@ -144,11 +144,11 @@ def _read(
 def _judge(
     model: Evaluable, objective: Objective, metrics: Metrics | None, batch: Batch
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield what counts of a batch on this rank; nothing on others that take part in it."""
+    """Yield the sums of a batch on the rank that counts them; nothing on others that take part in it."""
     pipeline, recorder = model.shard.pipeline, Recorder(model)
     if pipeline is None:
         loss = objective.loss(recorder if metrics is not None else model, batch)
-        # All ranks that share the model measure, as it may be called again.
+        # All ranks that share the model measure, since a metric may call it again.
         measured = metrics.measure(recorder, recorder.output_of(batch), batch) if metrics is not None else {}
     else:
         with model.autocast():
@@ -162,7 +162,7 @@ def _judge(
 
 
 def _sums_of(loss: Loss) -> Sums:
-    if not loss.weight:  # it may be NaN
+    if not loss.weight:  # the mean may be NaN
         return dict.fromkeys(("loss", *loss.totals), (0.0, 0.0))
     totals = {name: (float(total), loss.weight) for name, total in loss.totals.items()}
     return {"loss": (float(loss.mean) * loss.weight, loss.weight)} | totals

@@ -1,9 +1,9 @@
-"""Progressive training: a model that becomes deeper while it is trained.
+"""Progressive training: a model that becomes deeper during training.
 
 Gong et al. 2019, "Efficient training of BERT by progressively stacking": the first steps train a shallow model, which
-is as many times cheaper as it has fewer layers; what its layers have learnt is where the deeper model begins.
-With no steps to grow at it is the training of one model. It sends nothing: every worker grows alike. While it grows,
-old and new model are both in memory.
+is cheaper in proportion to its layers; the deeper model starts from the trained layers.
+Without growth steps it is plain training. It sends nothing: every worker grows in the same way. During growth,
+the old and the new model are both in memory.
 """
 
 from itertools import pairwise
@@ -21,16 +21,16 @@ from paceline.training.model import LayerStack
 
 
 class Growth(Settings):
-    """When a model becomes deeper, and what its new layers begin with."""
+    """Steps at which a model becomes deeper, and the initial values of its new layers."""
 
     steps: tuple[int, ...] = ()
-    """Steps before which it grows; none for a model that stays as it is."""
+    """Steps before which the model grows; empty for no growth."""
     method: Literal["stack", "identity"] = "stack"
-    """stack: the whole stack of layers is put on itself, with its optimizer state (Gong et al. 2019). identity: new
-    layers on top are copies whose branches end in zeros and whose optimizer state is new, so that the model computes
-    what it did before."""
+    """Method of growth. stack: the whole stack of layers is copied on top of itself, with its optimizer state (Gong et
+    al. 2019). identity: new layers on top are copies whose branches end in zeros and whose optimizer state is new, so
+    that the model's output stays the same."""
     depths: tuple[int, ...] = ()
-    """Layers that it has from each of the steps on; by default twice as many each time."""
+    """Number of layers from each of the steps on; by default twice as many each time."""
 
     @field_validator("steps", "depths")
     @classmethod
@@ -48,7 +48,7 @@ class Growth(Settings):
         return self
 
     def depth_at(self, step: int, first: int) -> int:
-        """Return how many layers the model has in `step`, where it began with `first`."""
+        """Return the number of layers in `step`, of a model that began with `first`."""
         num_growths = sum(start <= step for start in self.steps)
         if not num_growths:
             return first
@@ -56,18 +56,18 @@ class Growth(Settings):
 
 
 class Origin(NamedTuple):
-    """Where a tensor of the deeper model comes from."""
+    """Origin of a tensor of the deeper model."""
 
     name: str
-    """The tensor of the shallower model."""
+    """Name of the tensor in the shallower model."""
     is_new: bool
-    """Whether it is of a new layer."""
+    """Whether the tensor is in a new layer."""
 
 
 def find_origin(name: str, depth: LayerStack) -> Origin:
-    """Return where the tensor `name` of a deeper model comes from, in one of `depth`.
+    """Return the origin of the tensor `name` of a deeper model, in a model of `depth`.
 
-    New layer i is a copy of old layer i modulo their number; all else stays itself.
+    New layer i is a copy of old layer i modulo their number; all other tensors stay.
     """
     prefix = f"{depth.path}."
     number, _, rest = name.removeprefix(prefix).partition(".")
@@ -80,7 +80,7 @@ def grow_module(old: nn.Module, new: nn.Module, depth: LayerStack, method: str) 
     """Fill the deeper module `new` from `old`, which has `depth`.
 
     Raises:
-        SettingsError: They differ in more than their number of layers.
+        SettingsError: The modules differ in more than their number of layers.
     """
     source = old.state_dict()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def grow_optimizer(
     depth: LayerStack,
     method: str,
 ) -> None:
-    """Hand the optimizer state of each old layer on to the new model; stacked copies get a copy of it."""
+    """Transfer the optimizer state of each old layer to the new model; stacked copies get a copy of it."""
     (old_module, old_optimizer), (new_module, new_optimizer) = old, new
     parameters = dict(old_module.named_parameters())
     for name, parameter in new_module.named_parameters():
@@ -115,10 +115,10 @@ def grow_optimizer(
 
 
 def check_growth(growth: Growth, depth: LayerStack | None, sync: Rule, layout: Layout) -> None:
-    """Refuse to grow what cannot grow.
+    """Refuse settings with which a model cannot grow.
 
     Raises:
-        ValueError: It says what would do.
+        ValueError: A setting does not allow growth; the message says which would.
     """
     if depth is None:
         raise ValueError("growth must be of a model that knows its depth, such as transformer_lm; leave it out")

@@ -1,4 +1,4 @@
-"""Weights that a run starts from, instead of random ones."""
+"""Initial weights of a run, instead of random ones."""
 
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,19 @@ from paceline.registry import Settings
 
 
 class InitialWeights(Settings):
-    """Weights of a model, trained before. In a `Run`, their path alone will do.
+    """Trained weights of a model. In a `Run`, their path alone suffices.
 
-    They are read at the first step; a run that goes on from a checkpoint of its own does not need them.
+    They are read at the first step; a run that resumes from its own checkpoint does not need them.
     """
 
     path: str
-    """A file .safetensors; a .pt file with a state_dict; a folder of save_pretrained; or the directory of a run."""
+    """Path of a .safetensors file, a .pt file with a state_dict, a folder of save_pretrained, or a run's directory."""
     checkpoint: str = "newest"
-    """Which checkpoint of a run: newest, best, or the step after which it was saved."""
+    """Checkpoint of a run: newest, best, or the step after which it was saved."""
     averaged: bool | None = None
-    """Whether moving averages of a run's parameters are taken; by default where it has them (ema)."""
+    """Whether to take the moving averages of a run's parameters; by default if it has them (ema)."""
     strict: bool = True
-    """Whether all weights must fit; else those that do are taken, and a warning lists the others."""
+    """Whether all weights must fit; if not, those that fit are taken, and a warning lists the others."""
 
     @model_validator(mode="before")
     @classmethod
@@ -36,16 +36,16 @@ class InitialWeights(Settings):
         return str(Path(path).expanduser().absolute())
 
     def check(self, module: nn.Module) -> None:
-        """Refuse weights that are not there or do not fit; the module may be on the meta device.
+        """Refuse weights that are missing or do not fit; the module may be on the meta device.
 
         Raises:
-            CheckpointError: It says what does not fit.
-            SettingsError: There are several models, or no averages that were asked for.
+            CheckpointError: Weights do not fit; the message lists them.
+            SettingsError: There are several models, or none of the requested averages.
         """
         find_misfits(module, self._open(), strict=self.strict)
 
     def load_into(self, module: nn.Module) -> str:
-        """Copy the weights into a module, and return in words what does not fit; see `check`."""
+        """Copy the weights into a module, and return a text that lists misfits; see `check`."""
         return load_weights(module, self._open(), strict=self.strict)
 
     def _open(self) -> Weights:

@@ -1,17 +1,17 @@
-"""Who is slow, and shares that follow speed.
+"""Detection of slow workers, and shares in proportion to speed.
 
-Each worker measures how long it computes a sample: forward and backward, without waiting for data or for others. What
-it sends is the median over an interval of steps; what counts is the lower of its last two. A disturbance only ever
-makes a worker slower, so neither a slow step nor a slow spell shorter than an interval changes anything.
+Each worker measures its computing time per sample: forward and backward, without waiting for data or for others. It
+sends the median over an interval of steps; the lower of its last two medians counts. A disturbance only ever
+makes a worker slower, so neither a slow step nor a slow period shorter than an interval changes anything.
 
-Shares of a global batch are then made proportional to speed, so that all are done at the same time. What is learnt from
-does not change, since every exchange carries its weight; in which order it is summed does, and which worker's random
-numbers a sample meets. So shares move only where the slowest worker's step becomes a tenth shorter by it: noise, and
-what whole samples cannot divide better, leave them alone. Every worker keeps one sample of each whole global batch, or
-nobody would see that it is fast again. Where a step costs something that no sample causes, speed depends on the share;
-measuring again and again then leads to where all take equally long.
+Shares of a global batch are then proportional to speed, so that all workers finish at the same time. The samples of a
+step do not change, since every exchange carries its weight; the order of summation does, and the worker whose random
+numbers a sample gets. So shares change only if that makes the slowest worker's step a tenth shorter: noise, and
+the rounding to whole samples, leave them alone. Every worker keeps one sample of each full global batch, otherwise
+nobody could see that it is fast again. If a step has a fixed cost besides its samples, speed depends on the share;
+repeated measurement then converges to equal times.
 
-On the wire it costs 16 bytes a worker and interval, which nobody waits for: they are read an interval later.
+On the wire it costs 16 bytes per worker and interval; no worker waits for them: they are read an interval later.
 """
 
 import time
@@ -30,25 +30,25 @@ from paceline.monitor.events import Event, SharesChanged, SlowWorker
 from paceline.replica.step_result import StepTimes
 
 LEAST_GAIN = 1.1
-"""How many times longer the slowest worker must take with the present shares than with those that would follow."""
+"""Smallest ratio of the slowest worker's time with the present shares to its time with new shares."""
 SLOW_FACTOR = 1.5
-"""How many times longer than the others a worker computes that is named."""
+"""Ratio of a worker's computing time to the others' from which it counts as slow."""
 _LEAST_LOAD = 0.75
-"""Part of the others' computing time in a step below which nobody is named: who has little to do may take long for a
-sample just by what every step costs."""
+"""Fraction of the others' computing time in a step below which no worker counts as slow: with few samples the fixed
+cost of a step alone makes the time per sample long."""
 
 
 class LoadBalancer:
-    """Measures how fast each worker computes, names those that are slow, and lets shares follow speed.
+    """Measures the speed of each worker, reports slow ones, and makes shares follow speed.
 
-    Every worker has one, and calls it alike.
+    Every worker has one, and makes the same calls.
 
     Args:
-        loader: Whose shares follow.
+        loader: Loader whose shares follow speed.
         group: All workers; None, or a group of one, for no measurement.
-        interval: Steps that a measurement is of.
-        is_following: Whether shares follow; else slow workers are named only.
-        clock: Of computing on a CPU.
+        interval: Number of steps per measurement.
+        is_following: Whether shares follow speed; else slow workers are only reported.
+        clock: Clock of computing time on a CPU.
     """
 
     def __init__(
@@ -65,30 +65,30 @@ class LoadBalancer:
         self._stopwatch = _Stopwatch(self._group.device, clock)
         self._num_samples = 0
         self._steps: list[tuple[float, int]] = []
-        """Seconds of computing, and samples, of each step since workers last sent them."""
+        """Seconds of computing, and samples, of each step since the last message."""
         self._sent: tuple[Work, Tensor] | None = None
         self._last: Tensor | None = None
         self._named: set[int] = set()
 
     @contextmanager
     def computing(self, num_samples: int) -> Iterator[None]:
-        """Inside, this worker computes the gradients of a micro-batch."""
+        """Measure, inside, the computation of a micro-batch's gradients."""
         with self._stopwatch.running():
             yield
         self._num_samples += num_samples
 
     def end_step(self, number: int, times: StepTimes) -> list[Event]:
-        """Take step `number`, of which `times` are known, into account, and return what came of it on all workers."""
+        """Record the `times` of step `number`, and return the resulting events, the same on all workers."""
         if self._group.size == 1:
             return []
-        # Where gradients land in the next forward, it stands still in there.
+        # If gradients land in the next forward, the worker waits in there.
         waited_s = sum(bucket.waited_s for bucket in times.buckets if bucket.landed_s < times.backward_ended_s)
         self._steps.append((max(0.0, self._stopwatch.read() - waited_s), self._num_samples))
         self._num_samples = 0
         if number % self._interval:
             return []
         steps, self._steps = self._steps, []
-        if len(steps) < self._interval:  # the run went on from within an interval
+        if len(steps) < self._interval:  # the run resumed within an interval
             return []
         events = self._receive()
         self._send(steps)
@@ -107,7 +107,7 @@ class LoadBalancer:
         last, self._last = self._last, everybody
         if last is None:
             return []
-        sample_s, step_s = torch.fmin(last, everybody).T.tolist()  # what is not known is NaN, and passed over
+        sample_s, step_s = torch.fmin(last, everybody).T.tolist()  # unknown times are NaN, and ignored
         return [*self._name_slow(sample_s, step_s), *self._follow(sample_s)]
 
     def _name_slow(self, sample_s: Sequence[float], step_s: Sequence[float]) -> Iterator[Event]:
@@ -125,7 +125,7 @@ class LoadBalancer:
 
 
 def measure(steps: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Return the seconds of computing for a sample, and in a step; NaN where no step had samples.
+    """Return the seconds of computing per sample, and per step; NaN if no step had samples.
 
     Args:
         steps: Seconds of computing, and samples, of each.
@@ -137,11 +137,11 @@ def measure(steps: Sequence[tuple[float, int]]) -> tuple[float, float]:
 
 
 def find_slow(sample_s: Sequence[float], step_s: Sequence[float]) -> Mapping[int, float]:
-    """Return how many times slower than the median of the others each slow worker computes, by rank.
+    """Return the ratio of each slow worker's computing time to the median of the others, by rank.
 
     Args:
-        sample_s: Seconds of computing for a sample, by rank; NaN where it is not known.
-        step_s: The same for a step.
+        sample_s: Seconds of computing per sample, by rank; NaN if unknown.
+        step_s: Seconds of computing per step, by rank; NaN if unknown.
     """
     known = [rank for rank, value in enumerate(sample_s) if not isnan(value)]
     if len(known) < 2:
@@ -157,10 +157,10 @@ def find_slow(sample_s: Sequence[float], step_s: Sequence[float]) -> Mapping[int
 
 
 def follow(sample_s: Sequence[float], present: Sequence[int]) -> list[int] | None:
-    """Return the shares that follow speed, or None where the present ones are about as good.
+    """Return the shares that follow speed, or None if the present ones are about as good.
 
     Args:
-        sample_s: Seconds of computing for a sample, by rank; who is not known counts as the median of the others.
+        sample_s: Seconds of computing per sample, by rank; an unknown worker counts as the median of the others.
         present: Samples of a global batch that each worker takes.
     """
     known = [value for value in sample_s if not isnan(value)]
@@ -173,16 +173,16 @@ def follow(sample_s: Sequence[float], present: Sequence[int]) -> list[int] | Non
 
 
 def divide(num_samples: int, sample_s: Sequence[float]) -> list[int]:
-    """Divide samples so that the last worker is done as soon as can be, with one for each at least.
+    """Divide samples so that the last worker finishes as early as possible, with at least one each.
 
     Args:
-        num_samples: As many as there are workers, or more.
-        sample_s: Seconds that each worker takes for one.
+        num_samples: Number of samples, at least the number of workers.
+        sample_s: Seconds per sample on each worker.
     """
     workers = range(len(sample_s))
     speed = sum(1 / value for value in sample_s)
     shares = [max(1, int(num_samples / value / speed)) for value in sample_s]
-    while sum(shares) > num_samples:  # some had less than the one they got
+    while sum(shares) > num_samples:  # some had less than one sample, and got one
         shares[max((rank for rank in workers if shares[rank] > 1), key=lambda rank: shares[rank] * sample_s[rank])] -= 1
     while sum(shares) < num_samples:
         shares[min(workers, key=lambda rank: (shares[rank] + 1) * sample_s[rank])] += 1
@@ -190,11 +190,11 @@ def divide(num_samples: int, sample_s: Sequence[float]) -> list[int]:
 
 
 _TICK_S = 1e-9
-"""A time that a clock is too coarse for."""
+"""Time below the resolution of a clock."""
 
 
 class _Stopwatch:
-    """Adds up times of computing; on a GPU those of its queue, which the host runs ahead of."""
+    """Sums computing times; on a GPU those of its queue, since the host runs ahead of it."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._is_cuda = device.type == "cuda"
@@ -204,7 +204,7 @@ class _Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, it runs."""
+        """Run the stopwatch inside."""
         if self._is_cuda:
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began.record()
@@ -217,7 +217,7 @@ class _Stopwatch:
             self._sum_s += self._clock() - began_s
 
     def read(self) -> float:
-        """Return the sum, and begin anew."""
+        """Return the sum, and reset it."""
         for began, ended in self._events:
             ended.synchronize()
             self._sum_s += began.elapsed_time(ended) / 1e3

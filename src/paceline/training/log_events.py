@@ -1,4 +1,4 @@
-"""What a training writes to its log."""
+"""Events that a training writes to its log."""
 
 import time
 import traceback
@@ -22,14 +22,14 @@ from paceline.training.session import Session
 
 
 def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
-    """Write to the log how this worker failed; step -1 is before the first."""
+    """Log the failure of this worker; step -1 is before the first."""
     trace = "".join(traceback.format_exception(error))
     place = find_user_line(error)
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
 
 
 def log_step(session: Session, result: StepResult, num_samples: int) -> None:
-    """Write what a step of `num_samples` did."""
+    """Log the result of a step of `num_samples`."""
     session.log_event(
         StepFinished(
             loss=result.loss,
@@ -56,7 +56,7 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
 
 
 def log_delays(session: Session) -> None:
-    """Write how stale what was pushed to servers has been."""
+    """Log the staleness of pushes to servers."""
     delays = session.replica.count_delays() if session.replica.group.rank == 0 else None
     if delays is not None:
         ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
@@ -64,7 +64,7 @@ def log_delays(session: Session) -> None:
 
 
 def log_saved(session: Session, saved: list[SavedCheckpoint]) -> None:
-    """Write which checkpoints are whole by now."""
+    """Log the checkpoints that are complete now."""
     for checkpoint in saved:
         session.log_event(
             CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)

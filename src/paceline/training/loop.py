@@ -33,8 +33,7 @@ from paceline.training.training import build_model, count_parameters, prepare, s
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
     """Train `run` in `directory`, going on from its newest valid checkpoint if it has one.
 
-    Every worker calls it. SIGTERM, SIGINT and SIGHUP make all workers stop after the step they are in, with a
-    checkpoint.
+    Every worker calls it. SIGTERM, SIGINT and SIGHUP make all workers stop after the current step, with a checkpoint.
 
     Returns:
         True when the last step is done, False when a signal ended it before.
@@ -53,9 +52,9 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
 
 
 def serve(run: Run, world: Group, log: EventLog) -> None:
-    """Be one of the processes of `world` that only serve, until the workers have left.
+    """Serve as one of the processes of `world` that only serve, until the workers have left.
 
-    Signals are for the workers, who leave once they have saved.
+    Signals are for the workers, which leave once they have saved.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -102,9 +101,9 @@ def _run_steps(session: Session) -> bool:
 
 
 def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
-    """Let each worker take what nobody has; all come together to evaluate, to save and at the end.
+    """Let each worker claim samples at its own pace; all meet to evaluate, to save and at the end.
 
-    A step is done when a global batch of samples is, by whomever.
+    A step is done when a global batch of samples is, on any workers.
     """
     training, run, loader, group = session.training, session.training.run, session.loader, session.replica.group
     began_at = loader.position
@@ -129,7 +128,7 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
 
 
 def _finish(session: Session) -> bool:
-    """Evaluate the trained model and say that the run is done; False if a signal came meanwhile."""
+    """Evaluate the trained model and log that the run is done; False if a signal arrived meanwhile."""
     training = session.training
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
     held_out = training.splits.held_out
@@ -137,7 +136,7 @@ def _finish(session: Session) -> bool:
     if held_out is not None and step != training.step:
         evaluation = evaluate_held_out(session, held_out)
     if training.best.is_kept and training.best.step == training.step and session.saver is not None:
-        training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was judged
+        training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was evaluated
     if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
         session.log_event(
@@ -163,7 +162,7 @@ def _finish(session: Session) -> bool:
 
 @contextmanager
 def _explaining(session: Session) -> Iterator[None]:
-    """Say which rank lost others where torch, not a group of ours, carries what the ranks of a layout exchange."""
+    """Name the rank that lost others, if torch, not a group of Paceline's, connects the ranks of a layout."""
     training = session.training
     try:
         yield
@@ -178,9 +177,9 @@ def _explaining(session: Session) -> Iterator[None]:
 
 
 def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
-    """Train on a micro-batch of `step`, and return what the update did if it was the step's last."""
+    """Train on a micro-batch of `step`, and return the update's result if it was the step's last."""
     training, run, replica = session.training, session.training.run, session.replica
-    # Each micro-batch has a random stream of its own, which needs no state to resume.
+    # Each micro-batch has its own random stream, which needs no state to resume.
     stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
     torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
     session.num_micro_batches += 1
@@ -204,7 +203,7 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
 
 
 def measure_noise(session: Session, result: StepResult, num_samples: int) -> None:
-    """Measure the gradient noise of a step of `num_samples`, and let the batch follow it where it does."""
+    """Measure the gradient noise of a step of `num_samples`, and adapt the batch if its schedule follows noise."""
     training, run, loader = session.training, session.training.run, session.loader
     measured = session.noise.end_step(training.step, result, num_samples) if session.noise is not None else None
     if measured is None:
@@ -217,7 +216,7 @@ def measure_noise(session: Session, result: StepResult, num_samples: int) -> Non
 
 
 def log_batch_change(session: Session) -> None:
-    """Log another global batch, where the step to come has one."""
+    """Log the global batch of the next step, if it changes."""
     batch = session.loader.global_batch
     if batch != session.global_batch:
         session.global_batch = batch
@@ -225,10 +224,10 @@ def log_batch_change(session: Session) -> None:
 
 
 def maybe_grow(session: Session) -> None:
-    """Replace the replica by one of a deeper model, where the step to come is one to grow at. All workers call it.
+    """Replace the replica by one of a deeper model, if the next step is a growth step. All workers call it.
 
     Raises:
-        SettingsError: The model is deeper already than it should be, as it was saved by a run that grew earlier.
+        SettingsError: The model is already deeper than it should be, since the run that saved it grew earlier.
     """
     training, run, old = session.training, session.training.run, session.replica
     depth = training.model.layer_stack
@@ -266,14 +265,14 @@ def maybe_grow(session: Session) -> None:
 
 
 def next_boundary(session: Session, step: int) -> int:
-    """Return the first step after `step` at whose end all workers come together."""
+    """Return the first step after `step` at whose end all workers meet."""
     training, run = session.training, session.training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
 def do_after_step(session: Session, *, stop: bool) -> None:
-    """Evaluate and save where it is time, and save where some worker was asked to `stop`."""
+    """Evaluate and save if they are due, and save if a worker was asked to `stop`."""
     training = session.training
     run, step = training.run, training.step
     if next_boundary(session, step - 1) == step:
@@ -301,7 +300,7 @@ def do_after_step(session: Session, *, stop: bool) -> None:
 
 
 def _end_if_agreed(session: Session) -> bool:
-    """Let the training be over where its own code, and no signal, has stopped it on all workers."""
+    """End the training if its own code, not a signal, has stopped it on all workers."""
     training, membership, mine = session.training, session.membership, session.training.end_reason
     reported = {"end": mine, "signal": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
     everybody = session.replica.shard.world.gather_documents(reported, name="why to stop")
@@ -348,7 +347,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> s
 
 
 def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:
-    """Evaluate; None if a signal came meanwhile. Where parameters are averaged, both they and averages are judged."""
+    """Evaluate the parameters, and their moving averages if there are any; None if a signal arrived meanwhile."""
     training = session.training
     session.replica.flush()
     evaluation = _evaluate(session, held_out, averaged=training.run.ema is not None)
@@ -357,8 +356,8 @@ def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Ev
         return None
     if not evaluation.weight:
         raise DataError(
-            f"held-out data must have something that counts in the loss, but its {evaluation.num_samples} samples "
-            "have nothing; see to their targets"
+            f"held-out data must have targets that count in the loss, but its {evaluation.num_samples} samples "
+            "have none; check their targets"
         )
     training.evaluation = (training.step, evaluation)
     session.log_event(
@@ -390,10 +389,10 @@ def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: 
 
 
 def try_evaluation(session: Session) -> None:
-    """Judge a sample a worker before the first step, so that metrics of a person's own fail then, if they do.
+    """Evaluate a sample per worker before the first step, so that wrong metrics of the user's fail then.
 
     Raises:
-        SettingsError: They are none, or what `keep_best` names is not among them.
+        SettingsError: The function returns no metrics, or none of the name in `keep_best`.
     """
     training = session.training
     run, held_out = training.run, training.splits.held_out

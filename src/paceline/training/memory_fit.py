@@ -16,9 +16,9 @@ from paceline.training.rehearsal import RehearsalError, check_device, choose_blo
 from paceline.training.run import Run
 
 _MARGIN = 4
-"""How many times a rough bound must fit for the estimate to be left out."""
+"""Number of times that a rough bound must fit for the estimate to be skipped."""
 _COPIES = 8
-"""Of each output of a matrix at each position: more than any model keeps."""
+"""Number of copies of each output of a matrix at each position: more than any model keeps."""
 _MOST_ADVICE = 4
 
 
@@ -49,16 +49,16 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
 
     Args:
         run: The run.
-        splits: What it learns from.
-        num_ranks: Of all.
-        device: Where each of them trains.
-        available: Bytes that each has.
+        splits: Training and held-out data.
+        num_ranks: Number of all ranks.
+        device: Device of each rank.
+        available: Bytes of memory per rank.
 
     Returns:
-        What it needs; None where that was not worth rehearsing.
+        Estimate of the memory; None if the run fits by far.
 
     Raises:
-        SettingsError: It does not fit; the message says which changes would, the cheapest first.
+        SettingsError: The run does not fit; the message names changes that would, the cheapest first.
     """
     if not run.memory.check:
         return None

@@ -1,4 +1,4 @@
-"""What a step of a training needs, measured once."""
+"""Memory of a training step, measured once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from paceline.monitor.events import MemoryMeasured
 from paceline.replica.replica import Replica
 
 MEASURED_STEP = 2
-"""Of a start, from 0 on: optimizer state and the layout of buckets are there by then."""
+"""Number of the measured step since the start, from 0: optimizer state and bucket layout exist by then."""
 
 
 class MemoryProbe:
-    """Measures the memory of one early step on the rank that tells it.
+    """Measures the memory of one early step on the rank that reports it.
 
-    On CPUs the tensors of that step are counted, which makes it a little longer; on GPUs torch's allocator counts all
+    On CPUs the tensors of that step are counted, which makes it slightly longer; on GPUs torch's allocator counts all
     steps up to it.
 
     Args:
@@ -31,7 +31,7 @@ class MemoryProbe:
 
     @contextmanager
     def watching(self, replica: Replica, batch: Batch) -> Iterator[None]:
-        """Inside, `replica` learns from a micro-batch."""
+        """Measure, inside, the training of `replica` on a micro-batch."""
         is_due = self._is_on and self._num_steps == MEASURED_STEP and replica.group.device.type == "cpu"
         if not is_due:
             yield
@@ -47,7 +47,7 @@ class MemoryProbe:
             yield
 
     def end_step(self, replica: Replica) -> MemoryMeasured | None:
-        """Return what was measured, if it was in the step that ends."""
+        """Return the measurement, if it was of the step that ends."""
         is_done = self._is_on and self._num_steps == MEASURED_STEP
         self._num_steps += 1
         if not is_done:

@@ -1,4 +1,4 @@
-"""Metrics of a person's own: means over held-out data, joined over batches and workers by their weights."""
+"""Metrics of the user's: means over held-out data, combined over batches and workers by their weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,21 +16,21 @@ Sums = dict[str, tuple[float, float]]
 class Metrics(OnBatch):
     """The metrics that a function returns for a batch.
 
-    It is called with ``(output, batch)``, or with ``(model, batch)`` and then calls the model itself, without
-    gradients. It returns a mapping from names to pairs ``(sum, weight)``, such as right answers and all answers, or to
-    means over the batch's samples.
+    The function takes ``(output, batch)``, or ``(model, batch)`` and then calls the model itself, without gradients. It
+    returns a mapping from names to pairs ``(sum, weight)``, such as correct answers and all answers, or to means over
+    the batch's samples.
     """
 
     def measure(self, model: "Recorder", output: Any, batch: Batch) -> Sums:
         """Call the function.
 
         Args:
-            model: What the loss has called.
-            output: What it returned then.
-            batch: The samples.
+            model: Model that the loss has called.
+            output: Output of the model in that call.
+            batch: Batch of samples.
 
         Raises:
-            SettingsError: It returns something else than metrics.
+            SettingsError: The function returns something else than metrics.
         """
         made = self.call(model if self.takes_model else output, batch)
         if not isinstance(made, Mapping):
@@ -44,8 +44,8 @@ class Metrics(OnBatch):
             else:
                 self._refuse(made)
         if "loss" in sums:
-            raise SettingsError(f"a metric of {self.path} must not be called loss, which is what training minimises")
-        # A borrowed sample counts for nothing.
+            raise SettingsError(f"a metric of {self.path} must not be called loss, the name of the training loss")
+        # A borrowed sample does not count.
         return sums if batch.num_samples else dict.fromkeys(sums, (0.0, 0.0))
 
     def _refuse(self, made: Any) -> None:
@@ -56,7 +56,7 @@ class Metrics(OnBatch):
 
 
 class Recorder:
-    """A model, called as it is, that remembers what it returned last."""
+    """A model that remembers its latest output."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -72,5 +72,5 @@ class Recorder:
         return getattr(self._model, name)
 
     def output_of(self, batch: Batch) -> Any:
-        """Return what the model returned last; it is called with the inputs of `batch` if it was not yet."""
+        """Return the model's latest output; it is called with the inputs of `batch` if it has none yet."""
         return self._output if self._is_called else call(self, batch.inputs)

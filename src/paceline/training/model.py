@@ -12,13 +12,13 @@ from paceline.registry import Family, register
 
 
 class LayerStack(NamedTuple):
-    """Where the layers of a model are that can be built with any number of them."""
+    """Place of the layers in a model that can be built with any number of them."""
 
     num_layers: int
     path: str
-    """Name of their `nn.ModuleList`: layer 2's parameters are called ``<path>.2.<rest>``."""
+    """Name of the layers' `nn.ModuleList`: layer 2's parameters are called ``<path>.2.<rest>``."""
     branch_ends: tuple[str, ...]
-    """How names of parameters end that are the last on each branch: with zeros there, a layer hands its input on."""
+    """Endings of the names of each branch's last parameters: with zeros there, a layer returns its input."""
 
 
 class Model(Family):
@@ -32,7 +32,7 @@ class Model(Family):
 
     @property
     def layer_stack(self) -> LayerStack | None:
-        """Its layers, where it can become deeper while it is trained; else None."""
+        """Layers of the model, if it can become deeper during training; else None."""
         return None
 
     def with_depth(self, num_layers: int) -> Self:
@@ -42,10 +42,10 @@ class Model(Family):
 
 @register("function")
 class FunctionModel(Function, Model):
-    """Whatever module a function of the user's returns, unchanged."""
+    """Module that a function of the user's returns, unchanged."""
 
     def build(self, spec: Spec) -> nn.Module:
-        """Call the function; `spec` is left to it to know."""
+        """Call the function, without `spec`."""
         module = self.call()
         if not isinstance(module, nn.Module):
             raise SettingsError(f"{self.path} must return a torch.nn.Module, but got {type(module).__name__}")

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how many samples a step must have for its gradient to be more signal than noise.
+"""The gradient noise scale: the number of samples from which a step's gradient is more signal than noise.
 
 McCandlish et al. 2018, "An empirical model of large-batch training": B_simple = tr(S) / |G|^2, where G is the true
 gradient and S the covariance of one sample's. A mean over n samples has E|g|^2 = |G|^2 + tr(S) / n. So k parts of a
@@ -7,15 +7,16 @@ step, of n_1 ... n_k samples and mean gradients g_1 ... g_k, and their joint gra
     tr(S) = (sum n_i |g_i|^2 - N |g|^2) / (k - 1),    |G|^2 = |g|^2 - tr(S) / N,
 
 both without bias, for parts of any sizes; with equal ones it is the paper's estimate from two batch sizes. The parts
-are what each worker runs backward at a time: its share, or the micro-batches of it. Numerator and denominator are
-averaged apart, over the steps of an interval and then with a moving average over intervals, before they are divided:
-their ratio in a single step is noise.
+are the samples of one backward pass on each worker: its share, or a micro-batch of it. Numerator and denominator are
+averaged separately, over the steps of an interval and then with a moving average over intervals, before they are
+divided: their ratio in a single step is noise.
 
-On the wire it costs two numbers a worker and interval. In memory nothing: gradients are measured as autograd makes
-them, before they are added up or exchanged. It needs gradients that are summed exactly over all workers at each step.
+On the wire it costs two numbers per worker and interval. It needs no memory: gradients are measured as autograd makes
+them, before they are accumulated or exchanged. It needs gradients that are summed exactly over all workers at each
+step.
 
-Where it differs from the paper: samples weigh alike. Where they have different numbers of tokens, as in masked language
-models, it is the noise scale of an average sample.
+Difference from the paper: all samples have the same weight. If they have different numbers of tokens, as in masked
+language models, it is the noise scale of an average sample.
 """
 
 from dataclasses import dataclass, field
@@ -34,14 +35,14 @@ from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
 
 NO_CLIPPING = 1e30
-"""A bound that no gradient norm reaches: a replica reports the norm of what it bounds."""
+"""Bound that no gradient norm reaches: a replica reports a norm only if it is bounded."""
 MEMORY = 0.8
-"""How much of the moving average an interval's measurement leaves as it was."""
+"""Decay of the moving average per interval."""
 
 
 @dataclass
 class Noise:
-    """Moving averages of what the noise scale is made of."""
+    """Moving averages of the noise scale's numerator and denominator."""
 
     trace: float = 0.0
     squared_norm: float = 0.0
@@ -49,14 +50,14 @@ class Noise:
     """Weight of both averages, which begin at 0."""
 
     def add(self, trace: float, squared_norm: float) -> None:
-        """Take the means of an interval in."""
+        """Add the means of an interval."""
         self.trace = MEMORY * self.trace + (1 - MEMORY) * trace
         self.squared_norm = MEMORY * self.squared_norm + (1 - MEMORY) * squared_norm
         self.weight = MEMORY * self.weight + (1 - MEMORY)
 
     @property
     def scale(self) -> float | None:
-        """B_simple, in samples; None where the squared norm cannot be told from 0."""
+        """B_simple, in samples; None if the squared norm cannot be distinguished from 0."""
         return max(0.0, self.trace) / self.squared_norm if self.squared_norm > 0 else None
 
 
@@ -78,26 +79,26 @@ class NoiseSums:
 
 @dataclass
 class _Part:
-    """The gradient of what ran backward at once."""
+    """Gradient of one backward pass."""
 
     num_samples: int
     scale: Tensor | None = None
     """Factor that backward multiplied the gradient of the mean by."""
     norms: list[Tensor] = field(default_factory=list)
-    """Of each parameter's gradient, times that factor."""
+    """Norm of each parameter's gradient, times that factor."""
 
 
 class NoiseMeter:
-    """Measures the gradient noise scale of a training. Every worker has one, and calls it alike.
+    """Measures the gradient noise scale of a training. Every worker has one, and makes the same calls.
 
     Args:
-        module: Whose parameters' gradients are measured.
+        module: Module whose gradients are measured.
         group: All workers.
         interval: Steps from one measurement to the next.
-        num_parts: Parts that each worker cuts its share of a step into.
+        num_parts: Parts into which each worker splits its share of a step.
 
     Raises:
-        SettingsError: There is one part only, which has nothing to be compared with.
+        SettingsError: There is only one part, and none to compare it with.
     """
 
     def __init__(self, module: nn.Module, group: Group, *, interval: int, num_parts: int) -> None:
@@ -114,14 +115,14 @@ class NoiseMeter:
         self.use(module)
 
     def use(self, module: nn.Module) -> None:
-        """Measure the gradients of `module` from now on, in place of what was measured before."""
+        """Measure the gradients of `module` from now on, instead of the previous module's."""
         self.close()
         self._hooks = [
             parameter.register_hook(self._record) for parameter in module.parameters() if parameter.requires_grad
         ]
 
     def watch(self, mean: Tensor, num_samples: int) -> None:
-        """Measure the gradient of `mean`, a mean loss over `num_samples`, in the backward pass that comes."""
+        """Measure the gradient of `mean`, a mean loss over `num_samples`, in the next backward pass."""
         part = _Part(num_samples)
         self._parts.append(part)
 
@@ -131,12 +132,12 @@ class NoiseMeter:
         mean.register_hook(note_scale)
 
     def end_step(self, step: int, result: StepResult, num_samples: int) -> GradientNoiseMeasured | None:
-        """Take a step into account, and return what is known now where an interval ends with it.
+        """Record a step, and return the measurement if an interval ends with it.
 
         Args:
-            step: Steps done, with it.
-            result: What it did.
-            num_samples: Samples in it, of all workers.
+            step: Number of steps done, including this one.
+            result: Result of the step.
+            num_samples: Samples of the step, over all workers.
         """
         parts, self._parts = [part for part in self._parts if part.norms and part.num_samples], []
         if not result.skipped and result.gradient_norm is not None:
@@ -151,16 +152,16 @@ class NoiseMeter:
 
     @property
     def scale(self) -> float | None:
-        """The noise scale as measured last, in samples; None where it is too large to be told."""
+        """Latest noise scale, in samples; None if it is too large to measure."""
         return self._noise.scale
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON; every worker calls it."""
+        """Return the state for a checkpoint, as JSON; every worker calls it."""
         own = self._group.gather_documents([self._sums.own_squares, self._sums.num_own_parts], name="noise of parts")
         return {"noise": vars(self._noise), "sums": vars(self._sums), "own": own}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take on a saved state; with another number of workers rank 0 goes on with what all of them had summed."""
+        """Load a saved state; with another number of workers rank 0 continues from the sums of all saved ones."""
         self._noise, self._sums = Noise(**state["noise"]), NoiseSums(**state["sums"])
         own, rank = state["own"], self._group.rank
         if len(own) != self._group.size:
@@ -168,7 +169,7 @@ class NoiseMeter:
         self._sums.own_squares, self._sums.num_own_parts = own[rank]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -197,10 +198,10 @@ class NoiseMeter:
 
 
 def check_noise(sync: Rule, layout: Layout) -> None:
-    """Refuse to measure where gradients are not summed exactly over all workers, each with a whole model.
+    """Refuse to measure if gradients are not summed exactly over all workers, each with a whole model.
 
     Raises:
-        ValueError: It says what would do.
+        ValueError: A setting does not allow it; the message says which would.
     """
     if not isinstance(sync, EveryStep) or not isinstance(sync.codec, NoCodec):
         codec = f" with codec {sync.codec.name}" if isinstance(sync, EveryStep) else ""

@@ -1,4 +1,4 @@
-"""What a run minimises: a loss that carries its weight, and the metrics beside it."""
+"""The training loss of a run, with its weight, and metrics beside it."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ BLOT = "▯".encode()
 
 
 class Objective(Family):
-    """Settings of what is minimised."""
+    """Settings of a training loss."""
 
     family = "loss"
 
@@ -31,16 +31,16 @@ class Objective(Family):
         """Return the loss of `model` on `batch`."""
 
     def loss_of_output(self, output: Any, batch: Batch) -> Loss:
-        """Return the loss of what a model has made of a batch."""
+        """Return the loss of a model's output for a batch."""
         return self.loss(lambda *_, **__: output, batch)
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
-        """Return a text that shows what the trained module can do, or None."""
+        """Return a text that demonstrates the trained module, or None."""
         return None
 
 
 class OnBatch(Function):
-    """A function of a batch, and of the model or its output: the name of its first parameter says of which."""
+    """A function of a batch and of the model or its output, by the name of its first parameter."""
 
     given: ClassVar[tuple[str, ...]] = ("the model or its output", "the batch")
 
@@ -55,7 +55,7 @@ class OnBatch(Function):
 
     @property
     def takes_model(self) -> bool:
-        """Whether it calls the model itself."""
+        """Whether the function calls the model itself."""
         return self.first_parameter == "model"
 
 
@@ -63,9 +63,9 @@ class OnBatch(Function):
 class FunctionLoss(OnBatch, Objective):
     """The loss that a function returns.
 
-    It is called with ``(model, batch)``, where the model is called as the module is (the module itself is its
-    ``module``), or with ``(output, batch)``. It returns a `Loss`; a mean over the batch's samples; or a pair of a mean
-    and its weight, such as the number of tokens that it is over. A layout with a pipeline takes ``(output, batch)``.
+    The function takes ``(model, batch)``, where the model is called like the module (the module itself is its
+    ``module``), or ``(output, batch)``. It returns a `Loss`; a mean over the batch's samples; or a pair of a mean and
+    its weight, such as the number of tokens in it. A layout with a pipeline takes ``(output, batch)``.
     """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -73,10 +73,10 @@ class FunctionLoss(OnBatch, Objective):
         return self.loss_of_output(model if self.takes_model else call(model, batch.inputs), batch)
 
     def loss_of_output(self, output: Any, batch: Batch) -> Loss:
-        """Call the function with what it takes.
+        """Call the function with its parameters.
 
         Raises:
-            SettingsError: It returns something else than a loss.
+            SettingsError: The function returns something else than a loss.
         """
         made = self.call(output, batch)
         if isinstance(made, Tensor):
@@ -91,7 +91,7 @@ class FunctionLoss(OnBatch, Objective):
             )
         if batch.num_samples:
             return made
-        # The sample is borrowed, and the function cannot know that it counts for nothing.
+        # The sample is borrowed, and the function cannot know that it does not count.
         return Loss(made.mean, 0.0, {name: total * 0 for name, total in made.totals.items()})
 
 
@@ -99,10 +99,10 @@ class FunctionLoss(OnBatch, Objective):
 class NextToken(Objective):
     """Cross entropy of the next token, a mean over tokens whose target is not -100.
 
-    The model's output is logits x_BTV, or an object that holds them as ``logits``. A pair's targets x_BT are the next
-    tokens. A mapping's ``labels`` are the tokens themselves, as the transformers library has them: the logits of each
-    position are compared with the label of the next. Such a model's own ``loss`` is not used, as it does not say how
-    many tokens it is a mean of: shares with different numbers of them would be averaged wrongly.
+    The model's output is logits x_BTV, or an object with ``logits``. A pair's targets x_BT are the next
+    tokens. A mapping's ``labels`` are the tokens themselves, as in the transformers library: the logits of each
+    position are compared with the next label. Such a model's own ``loss`` is not used, since its number of tokens is
+    unknown: shares with different numbers of tokens would be averaged wrongly.
     """
 
     sample_tokens: int = 200
@@ -114,7 +114,7 @@ class NextToken(Objective):
         """Return the mean over tokens, weighted by tokens."""
         is_shifted = isinstance(batch.data, Mapping)
         targets = batch.targets[..., 1:] if is_shifted else batch.targets
-        # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
+        # Counted before the model runs, so that on a GPU the host waits for the batch alone.
         num_tokens = batch.count(targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
         logits = logits[..., :-1, :] if is_shifted else logits
@@ -147,15 +147,15 @@ class NextToken(Objective):
 
 @register("masked_lm")
 class MaskedLM(Objective):
-    """Cross entropy of the tokens that were drawn, a mean over these (Devlin et al. 2019).
+    """Cross entropy of the masked tokens, a mean over these (Devlin et al. 2019).
 
-    Targets x_BT, or the ``labels`` of a mapping, are -100 but at those; the model's output is logits x_BTV, or an
-    object that holds them as ``logits``.
+    Targets x_BT, or the ``labels`` of a mapping, are -100 at all other tokens; the model's output is logits x_BTV, or
+    an object with ``logits``.
     """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
-        """Return the mean over tokens that are asked for, weighted by their number, and how many were right."""
-        # Counted before the model runs, so that on a GPU nothing but the batch itself is waited for.
+        """Return the mean over tokens to predict, weighted by their number, and the number of correct ones."""
+        # Counted before the model runs, so that on a GPU the host waits for the batch alone.
         num_asked = batch.count(batch.targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
         total = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
@@ -163,7 +163,7 @@ class MaskedLM(Objective):
         return Loss(total / max(num_asked, 1.0), num_asked, {"accuracy": correct})
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
-        """Show a held-out text with its drawn bytes blotted out, and with what the module puts there."""
+        """Show a held-out text with its masked bytes hidden, and with the module's predictions."""
         if held_out.spec.num_classes != NUM_BYTES + NUM_SPECIAL_TOKENS:
             return None
         tokens, targets = held_out[0]
@@ -183,18 +183,17 @@ class MaskedLM(Objective):
 class Classification(Objective):
     """Cross entropy of the class, a mean over samples.
 
-    Targets x_B, or the ``labels`` of a mapping; the model's output is logits x_BC, or an object that holds them as
-    ``logits``.
+    Targets are x_B, or the ``labels`` of a mapping; the model's output is logits x_BC, or an object with ``logits``.
     """
 
     label_smoothing: float = 0.0
     """Probability mass spread over all classes (Szegedy 2016)."""
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
-        """Return the mean over samples, and how many answers were right."""
+        """Return the mean over samples, and the number of correct answers."""
         logits = _logits(call(model, batch.inputs))
         mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
-        counts = min(batch.num_samples, 1)  # a borrowed sample counts for nothing
+        counts = min(batch.num_samples, 1)  # a borrowed sample does not count
         correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts
         return Loss(mean, batch.num_samples, {"accuracy": correct})
 

@@ -13,18 +13,18 @@ from paceline.schedules import DecaySchedule, FunctionSchedule, LearningRate
 class Rates:
     """Sets the learning rates of an optimizer before each step.
 
-    A scheduler of torch's is made of a stand-in, whose parameter groups have the settings of the optimizer's: what it
-    changes there (learning rates, momentum) is then set in the optimizer, with what `Optimizer.scaling` makes of it. So
-    it may also work where a server steps, or ranks share the optimizer's state.
+    A torch scheduler is built on a stand-in, whose parameter groups have the settings of the optimizer's: its changes
+    (learning rates, momentum) are then set in the optimizer, scaled by `Optimizer.scaling`. So
+    it also works if a server steps, or ranks share the optimizer's state.
 
     Args:
-        optimizer: Newly built, with the learning rates that the schedule begins with.
-        settings: It was built by them.
-        schedule: Changes the rates.
-        num_steps: Steps of the whole training.
+        optimizer: New optimizer, with the learning rates from which the schedule starts.
+        settings: Settings of that optimizer.
+        schedule: Learning-rate schedule.
+        num_steps: Number of steps of the whole training.
 
     Raises:
-        SettingsError: The schedule makes no scheduler, or one that follows a loss.
+        SettingsError: The schedule returns no scheduler, or one that follows a loss.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Rates:
             _check(self._scheduler, schedule.path)
 
     def set(self, step: int, global_batch: int) -> None:
-        """Set the rates of `step`, which takes `global_batch` samples; steps only ascend."""
+        """Set the rates of `step`, which takes `global_batch` samples; steps must ascend."""
         factor = self._settings.scale_rate(global_batch)
-        groups = self._optimizer.param_groups  # others after a state was loaded
+        groups = self._optimizer.param_groups  # other groups after a state was loaded
         if isinstance(self._schedule, DecaySchedule):
             scheduled = self._schedule.factor(step, self._num_steps)
             for group, rate in zip(groups, self._base, strict=True):
@@ -57,7 +57,7 @@ class Rates:
             group.update(settings | {"lr": settings["lr"] * factor})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, and that of the stand-in; empty where there is none."""
+        """Return the states of the scheduler and the stand-in; empty without a scheduler."""
         if self._scheduler is None:
             return {}
         return {
@@ -71,7 +71,7 @@ class Rates:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take on a saved state; that of another schedule is none, and this one is stepped from its begin instead."""
+        """Load a saved state; if it is of another schedule, this one is stepped from its beginning instead."""
         if self._scheduler is None or state.get("schedule") != self._schedule.model_dump_json():
             return
         self._scheduler.load_state_dict(state["scheduler"])
@@ -81,12 +81,12 @@ class Rates:
 
 
 class _StandIn(torch.optim.Optimizer):
-    """An optimizer of nothing, with the settings of another's parameter groups."""
+    """An optimizer without parameters, with the settings of another's parameter groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults))
-        self._opt_called = True  # or a scheduler would warn that no step was taken
+        self._opt_called = True  # otherwise a scheduler would warn that no step was taken
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
@@ -95,6 +95,6 @@ class _StandIn(torch.optim.Optimizer):
 def _check(scheduler: Any, path: str) -> None:
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise SettingsError(
-            f"{path} must return a learning-rate scheduler of torch's that is stepped without a loss, but got "
+            f"{path} must return a torch learning-rate scheduler that is stepped without a loss, but got "
             f"{type(scheduler).__name__}; take one such as OneCycleLR, and for a plateau stop_after"
         )

@@ -1,4 +1,4 @@
-"""A run's step, as it is rehearsed to know its memory, and the savings of memory that the run asks for."""
+"""Rehearsal of a run's step to estimate its memory, and the run's savings of memory."""
 
 import contextlib
 import warnings
@@ -44,21 +44,21 @@ T = TypeVar("T")
 
 
 class RehearsalError(SettingsError):
-    """A model cannot be run on tensors without contents."""
+    """The model cannot run on tensors without contents."""
 
 
 def save_activations(run: Run, module: nn.Module, splits: Splits, num_workers: int, device: torch.device) -> None:
-    """Let `module` keep as much of its activations, and where, as the run's `memory` says.
+    """Apply the run's `memory` settings to the activations of `module`: recompute or offload them.
 
     Args:
         run: The run.
-        module: Whole, before ranks share it.
-        splits: What it learns from.
-        num_workers: Among whom a global batch is divided.
-        device: Where it is trained.
+        module: Whole model, before ranks share it.
+        splits: Training and held-out data.
+        num_workers: Number of workers among which a global batch is divided.
+        device: Device of the training.
 
     Raises:
-        SettingsError: It cannot be done with that model, or on that device, or within that budget.
+        SettingsError: The settings do not suit the model or the device, or the budget is too small.
     """
     check_device(run, device)
     recompute(module, choose_blocks(run, splits, num_workers, device, module))
@@ -67,14 +67,14 @@ def save_activations(run: Run, module: nn.Module, splits: Splits, num_workers: i
 
 
 def save_optimizer(run: Run, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer, its state in CPU memory where the run's `memory` says so."""
+    """Return the optimizer, with its state in CPU memory if the run's `memory` says so."""
     if run.memory.offloads_optimizer:
         OffloadedOptimizer(optimizer)
     return optimizer
 
 
 def check_device(run: Run, device: torch.device) -> None:
-    """Refuse to offload to the memory that all is in already."""
+    """Refuse to offload from CPUs, whose memory has everything already."""
     if run.memory.offload != "none" and device.type == "cpu":
         raise SettingsError(
             f"memory.offload must be none on CPUs, whose memory is where it would go, but got {run.memory.offload}; "
@@ -85,14 +85,14 @@ def check_device(run: Run, device: torch.device) -> None:
 def choose_blocks(
     run: Run, splits: Splits, num_workers: int, device: torch.device, module: nn.Module | None = None
 ) -> dict[str, Choice]:
-    """Return what to recompute of which blocks; within a budget, it is planned on a rehearsal of the step.
+    """Return the parts of each block to recompute; for a budget, planned with a rehearsal of the step.
 
     Args:
         run: The run.
-        splits: What it learns from.
-        num_workers: Among whom a global batch is divided.
-        device: Where it is trained.
-        module: The run's model, where it has been built.
+        splits: Training and held-out data.
+        num_workers: Number of workers among which a global batch is divided.
+        device: Device of the training.
+        module: Model of the run, if it has been built.
     """
     wanted = run.memory.recompute
     if wanted == "none":
@@ -106,7 +106,7 @@ def choose_blocks(
         )
     if wanted == "full" or wanted == "selective":
         return dict.fromkeys(blocks, wanted)
-    # Activations do not depend on the optimizer, and what it may cache must not be made without contents in a worker.
+    # Activations do not depend on the optimizer, and a worker must not cache optimizer tensors without contents.
     step = describe_step(run.model_copy(update={"optimizer": SGD()}), splits, num_workers, device, module)
     return guarded(lambda: plan(step, blocks, wanted))
 
@@ -122,16 +122,16 @@ def describe_step(
 ) -> StepDescription:
     """Return the description of the run's step on the worker with the largest share, for a rehearsal.
 
-    Blocks are recomputed as the rehearsal says, the rest is as the run's `memory` says. Of a model that grows it is
-    the deepest.
+    The rehearsal chooses the blocks to recompute, the run's `memory` all else. A model that grows is rehearsed at its
+    final depth.
 
     Args:
         run: The run.
-        splits: What it learns from.
-        num_workers: Among whom a global batch is divided.
-        device: Where it is trained.
-        module: The run's model, where it has been built.
-        num_samples: Samples of a micro-batch, where they are not those of the largest share.
+        splits: Training and held-out data.
+        num_workers: Number of workers among which a global batch is divided.
+        device: Device of the training.
+        module: Model of the run, if it has been built.
+        num_samples: Samples of a micro-batch; by default those of the largest share.
     """
     if num_samples is None:
         shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
@@ -168,10 +168,10 @@ def describe_step(
 
 
 def check_shards(run: Run, splits: Splits) -> None:
-    """Refuse a model that the run's layout cannot share out, before there are ranks to do it.
+    """Refuse a model that the run's layout cannot divide, before its ranks start.
 
     Raises:
-        SettingsError: It does not fit the layout.
+        SettingsError: The model does not fit the layout.
     """
     if run.layout.is_plain:
         return
@@ -186,14 +186,14 @@ def check_shards(run: Run, splits: Splits) -> None:
 
 
 def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
-    """Refuse a run of which some micro-batch will have one sample, if a BatchNorm layer cannot learn from one.
+    """Refuse a run with a micro-batch of one sample, if a BatchNorm layer cannot train on one.
 
-    A model that cannot be run without contents is left to find out.
+    A model that cannot run without contents is not checked.
 
     Args:
         run: The run.
-        splits: What it learns from.
-        loader: Where training goes on.
+        splits: Training and held-out data.
+        loader: Loader at the position where training continues.
 
     Raises:
         SettingsError: There is such a micro-batch; the message says what to do.
@@ -207,7 +207,7 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
         sizes = {size // run.pipeline.count_micro_batches(size, run.layout.pipeline) for size in sizes}
     if 1 not in sizes:
         return
-    # Whatever optimizer it has.
+    # With any optimizer.
     described = describe_step(
         run.model_copy(update={"optimizer": SGD()}), splits, 1, torch.device("cpu"), num_samples=1
     )
@@ -219,7 +219,7 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
 
 
 def guarded(rehearsing: Callable[[], T]) -> T:
-    """Return what a rehearsal returns.
+    """Return the result of a rehearsal.
 
     Raises:
         RehearsalError: The model cannot be rehearsed; the message says why.
@@ -238,7 +238,7 @@ def guarded(rehearsing: Callable[[], T]) -> T:
 
 
 def _takes_batch(step: StepDescription) -> bool:
-    """Whether BatchNorm layers can learn from the batch of `step`."""
+    """Return whether BatchNorm layers can train on the batch of `step`."""
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues(), step.device:  # type: ignore[no-untyped-call]
         module, _ = step.build({})
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
@@ -274,7 +274,7 @@ def _outline(settings: str, spec: Spec) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A module called as a replica is."""
+    """A module that is called like a replica."""
 
     module: nn.Module
     precision: Precision

@@ -38,103 +38,103 @@ from paceline.training.objective import Objective, OnBatch
 
 
 class Run(Settings):
-    """Everything that a training needs, but for the machines it runs on."""
+    """Complete configuration of a training, except for the machines that it runs on."""
 
     model: Model
-    """What is trained: settings of a model, or a function that returns a module."""
+    """Model to train: settings of a model, or a function that returns a module."""
     data: Data
-    """What it learns from: settings of data, or a function that returns data sets of torch's."""
+    """Training and held-out data: settings of data, or a function that returns torch data sets."""
     loss: Objective
-    """What it minimises: a loss by its name, or a function (model, batch), or (output, batch), that returns it."""
+    """Loss to minimise: its name, or a function (model, batch) or (output, batch) that returns it."""
     metrics: Metrics | None = None
-    """Function (output, batch), or (model, batch), that returns what is judged beside the loss on held-out data."""
+    """Function (output, batch) or (model, batch) that returns metrics, evaluated with the loss on held-out data."""
     callbacks: tuple[Callback, ...] = ()
-    """Functions (event, training) that are called with what happens."""
+    """Functions (event, training) that are called with each event."""
     initial: InitialWeights | None = None
-    """Weights that it starts from: a file, a folder of save_pretrained or the directory of a run; none for those that
-    `model` makes."""
+    """Initial weights of the model: a file, a folder of save_pretrained or the directory of a run; none for the
+    model's own."""
     global_batch: int = Field(ge=1)
-    """Samples in a step, over all workers; in the first one, where `batch_schedule` changes it."""
+    """Samples per step, over all workers; where `batch_schedule` changes it, those of the first step."""
     num_steps: int | None = Field(default=None, ge=1)
-    """Optimizer updates; either they or `num_epochs` must be given."""
+    """Optimizer updates; give either this or `num_epochs`."""
     num_epochs: int | None = Field(default=None, ge=1)
-    """Times that the data set is gone through."""
+    """Passes over the data set."""
     collate_fn: Collate | None = None
-    """Function that makes a batch of a list of samples; by default tensors are stacked."""
+    """Function that makes a batch from a list of samples; by default tensors are stacked."""
     drop_last: bool = False
-    """Whether an epoch's last samples are left out where they are too few for a whole global batch."""
+    """Whether an epoch's last samples are dropped if they are too few for a full global batch."""
     join_epochs: bool = False
-    """Whether they are joined with the first ones of the next epoch instead."""
+    """Whether an epoch's last samples, if too few for a full global batch, share one with the next epoch's first."""
     num_micro_batches: int = Field(default=1, ge=1)
-    """Parts that each worker's share of a global batch is cut into, to save memory (gradient accumulation)."""
+    """Micro-batches per worker and step, over which gradients are accumulated to save memory."""
     optimizer: Optimizer = AdamW()
-    """Update rule."""
+    """Optimizer of the parameters."""
     schedule: LearningRate = Cosine(warmup_steps=20)
-    """How the learning rate changes from step to step."""
+    """Learning-rate schedule."""
     batch_schedule: BatchSchedule = ConstantBatch()
-    """How the global batch changes from step to step."""
+    """Schedule of the global batch size."""
     noise_scale_interval: int = Field(default=0, ge=0)
     """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
     growth: Growth = Growth()
-    """When the model becomes deeper while it is trained, and how; by default it stays as it is."""
+    """Steps at which the model becomes deeper during training, and the way it does; by default it keeps its depth."""
     sync: Rule = EveryStep()
-    """How workers are kept in step."""
+    """Synchronisation rule of the workers."""
     layout: Layout = Layout()
-    """How the model and its samples are laid over ranks; by default each has a whole model."""
+    """Layout of the model and its samples over ranks; by default each rank has a whole model."""
     sharded_codec: Codec | None = None
-    """Makes gradients smaller that the sharded axis sums; that of `sync` is for those between replicas."""
+    """Codec of the gradient sums over the sharded axis; the codec of `sync` is for those between replicas."""
     tensor_plan: dict[str, str] | None = None
-    """How modules are split over the tensor axis, by patterns of their names; by default by their types."""
+    """Styles in which modules are split over the tensor axis, by patterns of their names; by default by their types."""
     pipeline: PipelineSettings = PipelineSettings()
-    """How layers are cut into stages, and in which order stages run micro-batches."""
+    """Pipeline settings: how layers are split into stages, and the order in which stages run micro-batches."""
     memory: Memory = Memory()
-    """How memory is saved, and whether it is checked that it is enough."""
+    """Memory settings: how memory is saved, and whether a check before training makes sure that it is enough."""
     batch_norm: BatchNormScope = "local"
-    """Whose samples BatchNorm takes statistics of in training: each worker's own, or exactly those of all (global)."""
+    """Samples that BatchNorm's statistics are of in training: each worker's own (local), or those of all (global)."""
     precision: Precision = "fp32"
-    """fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
+    """Precision of the forward pass: fp32; bf16 under autocast; fp16 under autocast with loss scaling."""
     compiler: str = NO_COMPILER
-    """Backend of torch.compile that makes each block of the model faster, such as inductor; none for none."""
+    """Backend of torch.compile that compiles each block of the model, such as inductor; none for no compilation."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; none for no clipping."""
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Decay of an exponential moving average of the parameters, which is then what is judged, such as 0.999; none for
-    no average."""
+    """Decay of an exponential moving average of the parameters, such as 0.999, with which evaluation then runs; none
+    for no average."""
     seed: int = 0
     """Random seed of initial weights, data order and dropout."""
     shares: tuple[float, ...] | Literal["measured"] | None = None
-    """How a global batch is divided: one weight a worker; measured: by how fast each computes; evenly by default."""
+    """Shares of a global batch: one weight per worker, or measured, by each worker's speed; even by default."""
     speed_interval: int = Field(default=10, ge=3)
-    """Steps from one measurement of each worker's speed to the next, by which slow ones are named."""
+    """Steps from one measurement of each worker's speed to the next, which finds slow workers."""
     evaluate_interval: int = Field(default=100, ge=0)
     """Steps from one evaluation on held-out data to the next; 0 for one at the end only."""
     evaluate_samples: int | None = Field(default=None, ge=1)
-    """Held-out samples used; all by default."""
+    """Held-out samples per evaluation; all by default."""
     checkpoint_interval: int = Field(default=100, ge=0)
     """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
-    """Newest checkpoints that are kept; none for all."""
+    """Number of newest checkpoints to keep; none for all."""
     keep_best: str | None = None
-    """Which checkpoint is kept as the best beside the newest: loss for that of the lowest held-out loss, or a metric
+    """Measure of the best checkpoint, which is kept beside the newest: loss for the lowest held-out loss, or a metric
     with its direction, such as max:accuracy."""
     stop_after: int | None = Field(default=None, ge=1)
-    """Evaluations without improvement, of what `keep_best` names or of the loss, after which training ends."""
+    """Evaluations without improvement, by the measure of `keep_best` or the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
-    """Steps from one comparison of all replicas to the next, which is made before each checkpoint too; 0 for none."""
+    """Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too; 0 for none."""
     bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
-    """Size of the buffers that gradients are exchanged in, the first of 1 MiB at most; by default what suits the codec,
-    without one 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
+    """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own,
+    without codec 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
     landing: Landing = "update"
-    """When gradients reach the optimizer: at the update, each bucket at its arrival while others are under way, or in
-    the next forward, just before each is needed."""
+    """Moment at which the optimizer applies gradients: at the update, each bucket at its arrival while others are still
+    in transit, or in the next forward pass, just before each is needed."""
     timeline_interval: int = Field(default=20, ge=0)
-    """Steps from one whose timeline is logged to the next; 0 for none."""
+    """Steps from one logged timeline to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each worker; by default its part of the host's cores. Another number changes rounding."""
+    """CPU threads of each worker; by default its part of the host's cores. A different number changes rounding."""
     num_data_processes: int = Field(default=0, ge=0)
-    """Processes a worker reads data with; 0 for a thread."""
+    """Processes with which a worker reads data; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
-    """How long workers wait for one another before an error says who is missing."""
+    """Time that workers wait for one another before an error names the missing ones."""
 
     @field_validator("callbacks", mode="before")
     @classmethod
@@ -196,7 +196,7 @@ class Run(Settings):
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
         if self.drop_last and self.join_epochs:
             raise ValueError(
-                "drop_last and join_epochs must not both be true: an epoch's last samples are one or other"
+                "drop_last and join_epochs must not both be true: an epoch's last samples are either dropped or joined"
             )
         return self
 
@@ -232,10 +232,10 @@ class Run(Settings):
         return self
 
     def open_data(self) -> Splits:
-        """Open the data; every process gets the same.
+        """Open the data; every process gets the same data.
 
         Raises:
-            DataError: It is missing, empty, damaged or of the wrong type.
+            DataError: The data is missing, empty, damaged or of the wrong type.
         """
         if isinstance(self.data, FunctionData):
             return self.data.open_with(self.collate_fn.call if self.collate_fn is not None else None)
@@ -245,7 +245,7 @@ class Run(Settings):
         """Return the number of updates, by the length of the data where `num_epochs` is given.
 
         Raises:
-            SettingsError: The data has no length that is known.
+            SettingsError: The length of the data is unknown.
         """
         if self.num_epochs is None:
             assert self.num_steps is not None
@@ -269,7 +269,7 @@ class Run(Settings):
         """Refuse functions that still miss an argument.
 
         Raises:
-            SettingsError: It says which.
+            SettingsError: An argument is missing; the message names it.
         """
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -284,43 +284,43 @@ class Run(Settings):
 
     @property
     def fixed_shares(self) -> tuple[float, ...] | None:
-        """The shares that the run begins with; None for even ones."""
+        """Shares at the beginning of the run; None for even ones."""
         return None if self.shares == "measured" else self.shares
 
     def count_workers(self, num_processes: int) -> int:
-        """Return how many workers as many processes are.
+        """Return the number of workers that `num_processes` processes make.
 
         Raises:
-            SettingsError: They do not fit the layout; the message shows the arithmetic.
+            SettingsError: The processes do not fit the layout; the message shows the arithmetic.
         """
         axes = self.layout.resolve(num_processes - self.sync.num_server_processes)
         return axes.size("data", "sharded")
 
 
 class RunFile(Settings):
-    """What ``run.json`` in a run's directory holds."""
+    """Content of ``run.json`` in a run's directory."""
 
     recipe: str
-    """Where the run came from: a recipe's name or a function's path."""
+    """Origin of the run: a recipe's name or a function's path."""
     num_workers: int
-    """Workers it was started with."""
+    """Number of workers that the run was started with."""
     launch: str = ""
-    """Names the launcher's job, by which its restarted workers find the run again."""
+    """Name of the launcher's job, by which its restarted workers find the run again."""
     run: dict[str, Any]
     """The complete run."""
 
     @property
     def num_processes(self) -> int:
-        """All ranks of workers, and servers that have processes of their own."""
+        """Number of processes: all ranks of workers, and servers that have processes of their own."""
         num_servers = Rule.model_validate(self.run["sync"]).num_server_processes
         return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
 
     def save(self, directory: Path) -> None:
-        """Write it; an older one is kept beside it under a number."""
+        """Write the file; an older one is kept beside it under a number."""
         path = directory / "run.json"
         if path.exists():
             number = len(list(directory.glob("run-*.json"))) + 1
-            shutil.copyfile(path, directory / f"run-{number}.json")  # at no instant is there none
+            shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
         temporary = directory / f".run.json.{os.getpid()}"
         temporary.write_text(self.model_dump_json(indent=2) + "\n")
         temporary.replace(path)
@@ -330,7 +330,7 @@ class RunFile(Settings):
         """Read a run's file.
 
         Raises:
-            SettingsError: There is none, or it cannot be understood.
+            SettingsError: The file does not exist, or is no valid run.
         """
         path = directory / "run.json"
         if not path.is_file():

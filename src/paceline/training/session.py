@@ -1,4 +1,4 @@
-"""What belongs to the workers that train together now: made when they begin, closed when they part."""
+"""State of the workers that train together now: opened when they start, closed when they part."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +28,7 @@ from paceline.training.training import Training
 
 @dataclass
 class Session:
-    """What a training has as long as its workers are the same."""
+    """State of a training that lasts as long as its workers stay the same."""
 
     training: Training
     replica: Replica
@@ -36,24 +36,24 @@ class Session:
     """Learning rates of the replica's optimizer."""
     loader: Loader
     saver: AsyncSaver | None
-    """On rank 0, which writes for all."""
+    """Saver on rank 0, which writes for all; None elsewhere."""
     load_balancer: LoadBalancer
     noise: NoiseMeter | None
-    """Where the gradient noise scale is measured."""
+    """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
     step_began_s: float = 0.0
     num_micro_batches: int = 0
-    """Micro-batches that are done of the step under way."""
+    """Number of micro-batches done in the current step."""
     global_batch: int = 0
-    """Samples of the step to come, as they were told last."""
+    """Samples of the next step, as logged last."""
 
     @property
     def membership(self) -> Membership:
-        """What belongs to the workers in an own loop too, such as their agreement to stop."""
+        """State of the workers that your own loop has too, such as their agreement to stop."""
         return self.replica.membership
 
     def log_event(self, event: Event) -> None:
-        """Write what all workers know, once, and call back whoever wants to know it."""
+        """Log an event that all workers know, once, and call the callbacks."""
         training, rank = self.training, self.replica.shard.world.rank
         if rank == 0:
             training.log.write(event, step=training.step)
@@ -63,7 +63,7 @@ class Session:
 
 
 class TrainingView:
-    """What a callback may know of a training, and ask of it."""
+    """A callback's view of a training, and its requests to it."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._training = session, session.training
@@ -80,17 +80,17 @@ class TrainingView:
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of updates so far."""
         return self._training.step
 
     @property
     def num_steps(self) -> int:
-        """Updates of the whole training."""
+        """Number of updates of the whole training."""
         return self._training.num_steps
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
         return self._session.replica.shard.world.rank
 
     @property
@@ -100,7 +100,7 @@ class TrainingView:
 
     @property
     def module(self) -> nn.Module:
-        """The module that is trained, or this rank's part of it; it is to be looked at, not changed."""
+        """Module that is trained, or this rank's part of it; read it, but do not change it."""
         return self._training.module
 
     def request_stop(self, reason: str = "a callback asked for it") -> None:
@@ -113,13 +113,13 @@ class TrainingView:
 def open_session(
     training: Training, group: Group, world: Group | None, checkpoint: Checkpoint | None
 ) -> Iterator[Session]:
-    """Inside, the workers of `group` train together; signals are requests to stop, and what is saved is finished.
+    """Open the session of the workers of `group`; signals inside are requests to stop, and at the end saves finish.
 
     Args:
-        training: What they train.
+        training: Training of the workers.
         group: The workers, or all ranks of the layout.
         world: See `Replica`.
-        checkpoint: What they go on from, on rank 0.
+        checkpoint: Checkpoint to resume from, on rank 0.
     """
     session = _make_session(training, group, world)
     _resume(session, checkpoint)
@@ -161,7 +161,7 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
 def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
     """Return a new replica of the training's model, among the workers of `group`."""
     run = training.run
-    # A norm is reported only where it is bounded.
+    # A norm is reported only if it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     return Replica(
         training.module,
@@ -181,7 +181,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
 
 
 def make_rates(training: Training, replica: Replica, before: Rates | None = None) -> Rates:
-    """Return the learning rates of a new replica, which go on from those `before`."""
+    """Return the learning rates of a new replica, which continue from those `before`."""
     rates = Rates(replica.optimizer, training.run.optimizer, training.run.schedule, training.num_steps)
     if before is not None:
         rates.load_state_dict(before.state_dict())
@@ -200,8 +200,8 @@ def make_loader(
 
     Args:
         run: The run.
-        splits: Its data.
-        workers: The ranks that take different samples.
+        splits: Data of the run.
+        workers: Ranks that take different samples.
         split: See `Loader`.
         dispatcher: See `Loader`.
 

@@ -1,4 +1,4 @@
-"""What stays of a training while workers come and go: settings, model, log, checkpoints, and how far it is."""
+"""State of a training that stays while workers come and go: settings, model, log, checkpoints, and progress."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,43 +25,43 @@ from paceline.training.run import Run
 
 @dataclass
 class Training:
-    """What stays of a training under way on one worker; what belongs to the workers of now is in a `Session`."""
+    """Lasting state of a training on one worker; the state of the present workers is in a `Session`."""
 
     run: Run
     recipe: str
     directory: Path
     splits: Splits
     model: Model
-    """The run's, with as many layers as it has by now."""
+    """Model settings of the run, with the present number of layers."""
     module: nn.Module
-    """The model that is trained; with a layout, this rank's part of it."""
+    """Module that is trained; with a layout, this rank's part of it."""
     optimizer: torch.optim.Optimizer
     num_parameters: int
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     store: CheckpointStore
     log: EventLog
     num_steps: int
-    """Updates of the whole training."""
+    """Number of updates of the whole training."""
     best: BestSoFar
     step: int = 0
     resumed_from: str | None = None
     began_s: float = 0.0
     num_samples: int = 0
-    """Samples used since this start."""
+    """Number of samples used since this start."""
     end_reason: str = ""
-    """Why this worker wants the training to end before its last step; the others may not know yet."""
+    """Reason for which this worker wants the training to end early; the others may not know it yet."""
     evaluation: tuple[int, Evaluation] | None = None
-    """The last one, and the step after which it was."""
+    """Step of the latest evaluation, and its result."""
     misfits: str = ""
     """Initial weights that do not fit the model, on rank 0."""
     is_over: bool = False
-    """Whether no step is to come."""
+    """Whether the training has ended."""
 
 
 def start_training(
     run: Run, directory: Path, group: Group, log: EventLog, recipe: str
 ) -> tuple[Training, Checkpoint | None]:
-    """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory`, if there is one."""
+    """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory` or None."""
     splits = run.open_data()
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
@@ -91,7 +91,7 @@ def start_training(
 
 
 def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
-    """Return the model, the same on every process; `model` is in place of the run's own, where that has grown."""
+    """Return the model, the same on every process; `model` replaces the run's own if that has grown."""
     with SEEDING:
         torch.manual_seed(run.seed)
         return (model or run.model).build(splits.train.spec).to(group.device)
@@ -103,12 +103,12 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Lay a new `module` over the ranks of `group`, let it save memory as the run says, and make its optimizer.
+    """Lay a new `module` over the ranks of `group`, apply the run's memory settings, and build its optimizer.
 
     Args:
         run: The run.
-        module: As `build_model` made it.
-        splits: What it learns from.
+        module: Module that `build_model` returned.
+        splits: Training and held-out data.
         group: The workers, or all ranks of the layout.
     """
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
@@ -127,7 +127,7 @@ def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[
 
 
 def _read_sample(splits: Splits, device: torch.device) -> Any:
-    """Return a model's inputs of one sample."""
+    """Return the model's inputs for one sample."""
     return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
 
 
@@ -139,13 +139,13 @@ def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None
     if checkpoint is None and (damaged := store.list_checkpoints()):
         raise CheckpointError(
             f"one checkpoint must be whole, but all {len(damaged)} in {store.directory} are damaged; "
-            "move them away to begin again"
+            "move them away to start again"
         )
     return checkpoint
 
 
 def _find_model(run: Run, checkpoint: Checkpoint | None, group: Group) -> Model:
-    """Return the run's model with as many layers as rank 0's `checkpoint` has."""
+    """Return the run's model with the number of layers in rank 0's `checkpoint`."""
     if not run.growth.steps:
         return run.model
     saved = checkpoint.read_document().get("num_layers") if checkpoint is not None else None

@@ -39,22 +39,22 @@ class Straggling:
     """When a worker straggles: by a script, the same for every run with the same seed."""
 
     chance: float
-    """Of each forward pass that is trained on."""
+    """Probability of a sleep in each forward pass of training."""
     seconds: float
-    """That it sleeps then."""
+    """Duration of the sleep."""
 
 
 def train_once(run: Run, recipe: str, workers: Workers, straggling: Straggling | None = None) -> RunSummary:
     """Return how a run of a recipe went, with its workers where they were asked to be; nothing of it is kept.
 
     Args:
-        run: What is trained.
-        recipe: Its name.
-        workers: Who trains it.
-        straggling: How each of them is slow now and then.
+        run: Run to train.
+        recipe: Name of the recipe.
+        workers: Workers of the run.
+        straggling: Random sleeps of each worker.
 
     Raises:
-        SettingsError: It did not finish.
+        SettingsError: The run did not finish.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-reproduce-") as folder:
         file = RunFile(recipe=recipe, num_workers=workers.num_workers, run=run.model_dump(mode="json"))

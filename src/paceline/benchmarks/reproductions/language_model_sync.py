@@ -32,7 +32,7 @@ class SyncRow(TableRow):
     way: str
     num_seeds: int
     communication_share: float | None
-    """Of a step's time, that rank 0 waits for others."""
+    """Fraction of a step's time that rank 0 waits for others."""
     duration_s: float
     time_ratio: float
     perplexity: float
@@ -78,17 +78,17 @@ class LanguageModelSync(Reproduction):
     max_bytes: int = Field(default=8_000_000, ge=1)
     """Text that is read."""
     learning_rate: float = Field(default=7e-4, gt=0)
-    """At the recipe's own, three times as high, AdamW does not bear gradients of older parameters well."""
+    """Learning rate; at the recipe's own, three times as high, AdamW diverges with stale gradients."""
     asynchronous: ASGD = ASGD(num_servers=4, pushes_per_step=4, correct_momentum=True)
-    """With a server beside each worker no link carries more than an all-reduce would put on it."""
+    """Asynchronous rule; with a server beside each worker no link carries more than in an all-reduce."""
     codec: Codec = Int8()
     """The compression."""
     slow_chance: float = Field(default=0.1, ge=0, le=1)
-    """Of each worker's step to be slow; 0 for never."""
+    """Probability that a worker's step is slow; 0 for never."""
     slow_s: float = Field(default=0.5, ge=0)
-    """By how much: by default one to two steps of two cores."""
+    """Delay of a slow step: by default one to two steps of two cores."""
     workers: Workers = Workers(num_workers=4)
-    """Where they run."""
+    """Workers of the benchmark."""
 
     def reproduce(self) -> list[SyncRow]:
         """Train each way with each seed."""

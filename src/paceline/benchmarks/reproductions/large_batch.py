@@ -42,7 +42,7 @@ class Perceptron(Model):
     """Settings of fully connected layers, each normalised within a sample (Ba et al. 2016) and cut off below 0."""
 
     widths: tuple[int, ...] = (64, 64)
-    """Of the layers in between."""
+    """Widths of the hidden layers."""
 
     def build(self, spec: Spec) -> nn.Module:
         """Return a new network."""
@@ -100,14 +100,14 @@ class LargeBatch(Reproduction):
     """
 
     data: Images = Images(size=8)
-    """What is learnt."""
+    """Data to train on."""
     model: Model = Perceptron()
-    """What learns it."""
+    """Model to train."""
     batches: tuple[int, ...] = (64, 512, 2048, 8192)
     """Global batches, the smallest first."""
     num_epochs: int = Field(default=8, ge=1)
     warmup_fraction: float = Field(default=0.2, ge=0, lt=1)
-    """Of the steps, where there is a warm-up."""
+    """Fraction of the steps for warm-up, where there is one."""
     num_seeds: int = Field(default=2, ge=1)
     """Runs of each way with each batch."""
     sgd: SGD = SGD(learning_rate=0.01)

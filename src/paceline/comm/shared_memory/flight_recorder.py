@@ -122,7 +122,7 @@ class FlightRecorder:
         """Compare the operation of all ranks, once all have begun it.
 
         Raises:
-            CommunicationError: They run different operations; the message says which.
+            CommunicationError: Ranks run different operations; the message names them.
         """
         for other in self.others:
             place = self._entry_place(other, operation.sequence)
@@ -133,7 +133,7 @@ class FlightRecorder:
         """Check that the ranks that `operation` waits for can still come; called now and then while waiting.
 
         Raises:
-            PeerTimeoutError: They did not come in time.
+            PeerTimeoutError: The others did not come in time.
             CommunicationError: One of them is dead or has left, or runs another operation.
         """
         if self.failure is not None:

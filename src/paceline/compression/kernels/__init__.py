@@ -16,7 +16,7 @@ import torch
 __all__ = ["find_kernels"]
 
 _COMPILERS = {"cpu": ("numba", "numba"), "cuda": ("triton", "'paceline[triton]'")}
-"""By device type: the compiler of its fast kernels, and the pip requirement that installs it."""
+"""Compiler of the fast kernels, and the pip requirement that installs it, by device type."""
 
 
 def find_kernels(codec: str, device: torch.device) -> ModuleType:

@@ -20,7 +20,7 @@ class PipelineSettings(Settings):
     stages_per_rank: int | None = Field(default=None, ge=1)
     """Stages that each rank holds; by default 2 if the order needs several, else 1."""
     cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"
-    """Where stages begin: balanced by flops (estimated: the same at each start) or by time (measured); or the
+    """First layers of stages: balanced by flops (estimated: the same at each start) or by time (measured); or the
     names of the first layers of all stages but the first."""
     sequence: tuple[str, ...] = ()
     """Children of the model in the order of execution, each applied to the output of the one before; ``layers.*`` are

@@ -1,4 +1,4 @@
-"""Layer 9: a bidirectional Transformer that learns to guess masked bytes of a text."""
+"""Layer 9: a bidirectional Transformer that learns to predict masked bytes of a text."""
 
 from paceline.data.masked_text import MaskedText
 from paceline.optim import AdamW
@@ -11,7 +11,7 @@ __all__ = ["Bert", "BertBase", "BertLarge", "run"]
 
 
 def run() -> Run:
-    """A masked language model of bytes; by default it learns Python from the standard library's source files.
+    """A masked language model of bytes; by default it trains on the source files of Python's standard library.
 
     Any text will do: `--data.path my/texts` takes a file, a folder, or a memory-mapped token file. The models of the
     paper are `--model bert_base` and `--model bert_large`.

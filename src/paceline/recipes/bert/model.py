@@ -1,9 +1,9 @@
-"""A bidirectional transformer that guesses masked tokens.
+"""A bidirectional transformer that predicts masked tokens.
 
 Devlin et al. 2019: post-norm layers with biases, learned positions, GELU, and one matrix for input and output tokens.
 Left out, as by Liu et al. 2019: the next-sentence task, and with it segment vectors and the pooler. Positions start as
-sinusoids (Vaswani et al. 2017) and not as noise: from noise a small model guesses by frequency alone for a long time,
-until it has found out which tokens are neighbours.
+sinusoids (Vaswani et al. 2017) and not as noise: from noise a small model predicts by frequency alone for a long time,
+until it has learned which tokens are neighbours.
 
 Shapes: B batch, T tokens, V vocabulary, W width, H heads, D dims of a head.
 """
@@ -25,10 +25,11 @@ from paceline.registry import register
 from paceline.training.model import Model
 
 INITIAL_STD = 0.02
-"""Of matrices in a model of `PAPER_WIDTH`, cut off at twice that; it falls with the root of the width."""
+"""Standard deviation of matrices in a model of `PAPER_WIDTH`, truncated at twice that; it falls with the root of the
+width."""
 PAPER_WIDTH = 768
 SLOWEST_WAVELENGTH = 10_000.0
-"""Of the positions' sinusoids, in tokens, over 2 pi."""
+"""Slowest wavelength of the positions' sinusoids, in tokens, over 2 pi."""
 NORM_EPSILON = 1e-12
 
 
@@ -43,8 +44,8 @@ class Bert(Model):
     feedforward_multiple: int = Field(4, ge=1)
     """Hidden dims of a layer's MLP, as a multiple of `width`."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Of the embedding and of what each attention and MLP adds; the attention weights have none, for torch's
-    fused kernel would be lost."""
+    """Dropout probability of the embedding and of each attention's and MLP's output; attention weights have none, since
+    torch's fused kernel could not be used."""
 
     @model_validator(mode="after")
     def _must_divide(self) -> Self:
@@ -89,7 +90,7 @@ class BertLarge(Bert):
 
 
 class BidirectionalTransformer(ContextParallelModule):
-    """Tokens, some of them masked, to logits of what stood at each place."""
+    """Tokens, some of them masked, to logits of the original token at each place."""
 
     def __init__(self, settings: Bert, vocab_size: int, num_positions: int):
         super().__init__()
@@ -122,7 +123,7 @@ class BidirectionalTransformer(ContextParallelModule):
         return self._guess(x_BTW)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
-        """Return what a pipeline can cut the model into: embedding, layers, head."""
+        """Return the layers that a pipeline can split the model into: embedding, layers, head."""
         return [
             PipelineLayer("embedding", ("embedding", "positions", "embedding_norm"), self._embed),
             *(PipelineLayer.child(self, f"layers.{i}") for i in range(len(self.layers))),
@@ -141,7 +142,7 @@ class BidirectionalTransformer(ContextParallelModule):
 
 
 class BertLayer(nn.Module):
-    """Attention, then an MLP, each added to what it reads, and the sum normalised."""
+    """Attention, then an MLP, each added to its input, and the sum normalised."""
 
     def __init__(self, settings: Bert):
         super().__init__()
@@ -152,7 +153,7 @@ class BertLayer(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Return x_BTW with what attention and MLP add, normalised."""
+        """Return x_BTW plus the outputs of attention and MLP, normalised."""
         x_BTW = self.attention_norm(x_BTW + self.dropout(self.attention(x_BTW)))
         mapped_BTW: Tensor = self.mlp_norm(x_BTW + self.dropout(self.mlp(x_BTW)))
         return mapped_BTW
@@ -161,7 +162,7 @@ class BertLayer(nn.Module):
 class BertAttention(ContextParallelModule):
     """Attention of several heads in both directions, one matrix for queries, keys and values.
 
-    Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
+    Its rows are ordered by head (query, key, value of the first, then of the next), so that a split into blocks of
     rows keeps heads whole.
     """
 
@@ -173,7 +174,7 @@ class BertAttention(ContextParallelModule):
         self.project = nn.Linear(width, width)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Return what each token takes from all."""
+        """Return the attention of each token over all tokens."""
         heads_BTH3D = self.query_key_value(x_BTW).unflatten(-1, (-1, 3, self.head_dim))
         query_BHTD, key_BHTD, value_BHTD = heads_BTH3D.permute(3, 0, 2, 1, 4).unbind(0)
         mixed_BHTD = self.context.attend(query_BHTD, key_BHTD, value_BHTD, is_causal=False)

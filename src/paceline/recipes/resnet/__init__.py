@@ -1,4 +1,4 @@
-"""Layer 9: ResNets that learn to tell pictures apart."""
+"""Layer 9: ResNets that classify images."""
 
 from paceline.data.images import Images
 from paceline.optim import SGD
@@ -11,9 +11,9 @@ __all__ = ["ResNet", "run"]
 
 
 def run() -> Run:
-    """A ResNet that classifies pictures; by default scikit-learn's bundled handwritten digits.
+    """A ResNet that classifies images; by default scikit-learn's bundled handwritten digits.
 
-    `--data.path` takes an IDX pair (MNIST, Fashion-MNIST) or a folder with a subfolder of pictures a class.
+    `--data.path` takes an IDX pair (MNIST, Fashion-MNIST) or a folder with one subfolder of images per class.
     """
     return Run(
         model=ResNet(depth=18, width=16),

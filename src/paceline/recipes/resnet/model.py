@@ -20,7 +20,7 @@ from paceline.registry import register
 from paceline.training.model import Model
 
 SMALLEST_IMAGENET_STEM = 64
-"""Pixels of a side from which the "auto" stem shrinks the image fourfold, as that of ImageNet does."""
+"""Height or width in pixels from which the "auto" stem shrinks the image fourfold, as ImageNet's does."""
 MOST_GROUPS = 32
 
 Norm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
@@ -31,18 +31,18 @@ class ResNet(Model):
     """Settings of a residual network over images of ``spec.input_shape`` (channels, height, width)."""
 
     depth: Literal[18, 34, 50, 101, 152] = 18
-    """Layers: 18 and 34 of pairs of 3x3 convolutions, more of bottlenecks four times as wide at their ends."""
+    """Number of layers: 18 and 34 in pairs of 3x3 convolutions, more in bottlenecks with four times wider ends."""
     width: int = Field(64, ge=1)
-    """Channels of the stem and inside the first of four stages; each stage doubles them. 64 in the paper."""
+    """Channels of the stem and inside the first of four stages; each next stage doubles them. 64 in the paper."""
     norm: Literal["batch", "group", "frozen_batch"] = "batch"
-    """"batch": over a worker's own samples, or over those of all workers with ``batch_norm global``. "group": within a
-    sample, up to 32 groups of 2 channels or more. "frozen_batch": running statistics that never change; scale and shift
-    are trained."""
+    """Normalisation. "batch": over a worker's own samples, or over those of all workers with ``batch_norm global``.
+    "group": within a sample, up to 32 groups of 2 channels or more. "frozen_batch": running statistics that never
+    change; scale and shift are trained."""
     stem: Literal["auto", "small", "imagenet"] = "auto"
-    """"imagenet": 7x7 convolution and pooling, each of stride 2. "small": one 3x3 convolution of stride 1.
-    "auto": "small" for images with a side below 64 pixels, else "imagenet"."""
+    """Stem of the network. "imagenet": 7x7 convolution and pooling, each of stride 2. "small": one 3x3 convolution of
+    stride 1. "auto": "small" for images with a side below 64 pixels, else "imagenet"."""
     zero_init_residual: bool = True
-    """Start with every block as the identity: its last norm's scale is 0."""
+    """Whether every block starts as the identity: with 0 as its last norm's scale."""
 
     def build(self, spec: Spec) -> "ResidualNetwork":
         """Return a new network.
@@ -92,7 +92,7 @@ class ResidualNetwork(nn.Module):
         return self._classify(self.stages(self._begin(images_BCHW)))
 
     def pipeline_layers(self) -> list[PipelineLayer]:
-        """Return what a pipeline can cut the network into: stem, blocks, head."""
+        """Return the layers that a pipeline can split the network into: stem, blocks, head."""
         blocks = [
             f"stages.{i}.{j}" for i, stage in enumerate(self.stages) for j in range(len(cast(nn.Sequential, stage)))
         ]
@@ -116,7 +116,7 @@ class _ResidualBlock(nn.Module):
     """A shortcut plus a branch of convolutions."""
 
     expansion: ClassVar[int]
-    """Channels that leave the block, as a multiple of those inside."""
+    """Output channels of the block, as a multiple of those inside."""
 
     def __init__(self, branch: nn.Sequential, last_norm: nn.BatchNorm2d | nn.GroupNorm, shortcut: nn.Module):
         super().__init__()
@@ -125,7 +125,7 @@ class _ResidualBlock(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the sum, cut off below 0."""
+        """Return the sum after ReLU."""
         return F.relu(self.shortcut(x_BCHW) + self.last_norm(self.branch(x_BCHW)), inplace=True)
 
 
@@ -171,7 +171,7 @@ class FrozenBatchNorm(nn.BatchNorm2d):
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation whatever `mode` is."""
+        """Stay in evaluation mode, whatever `mode` is."""
         return super().train(False)
 
 

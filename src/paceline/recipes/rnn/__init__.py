@@ -1,4 +1,4 @@
-"""Layer 9: a recurrent network that tells sequences apart."""
+"""Layer 9: a recurrent network that classifies sequences."""
 
 from paceline.data.images import Images
 from paceline.optim import AdamW
@@ -11,9 +11,9 @@ __all__ = ["RNN", "run"]
 
 
 def run() -> Run:
-    """An LSTM that reads pictures row by row; by default scikit-learn's bundled handwritten digits.
+    """An LSTM that reads images row by row; by default scikit-learn's bundled handwritten digits.
 
-    `--data.path` takes an IDX pair (MNIST, Fashion-MNIST) or a folder with a subfolder of pictures a class.
+    `--data.path` takes an IDX pair (MNIST, Fashion-MNIST) or a folder with one subfolder of images per class.
     """
     return Run(
         model=RNN(),

@@ -1,4 +1,4 @@
-"""A recurrent network that reads a sequence step by step and then names its class.
+"""A recurrent network that reads a sequence step by step and then classifies it.
 
 Hochreiter and Schmidhuber 1997 (LSTM), Cho et al. 2014 (GRU), Jozefowicz et al. 2015 (an LSTM forgets little at first).
 
@@ -25,13 +25,13 @@ class RNN(Model):
     """
 
     cell: Literal["lstm", "gru"] = "lstm"
-    """What a layer carries from step to step: lstm has a memory beside its output, gru (3/4 of the size) has not."""
+    """Recurrent cell: lstm has a memory beside its output, gru (3/4 of the size) has none."""
     width: int = Field(128, ge=1)
-    """Dims of what a layer carries on."""
+    """Dims of a layer's hidden state."""
     num_layers: int = Field(1, ge=1)
-    """Layers, each reading what the one before it said at each step."""
+    """Number of layers, each of which reads the outputs of the one before."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Between layers, and before the classes."""
+    """Dropout probability between layers, and before the classes."""
 
     def build(self, spec: Spec) -> "RecurrentClassifier":
         """Return a new network.
@@ -49,7 +49,7 @@ class RNN(Model):
 
 
 class RecurrentClassifier(nn.Module):
-    """Sequences to the logits of their classes, from what the last layer says at the last step."""
+    """Sequences to the logits of their classes, from the last layer's output at the last step."""
 
     def __init__(self, settings: RNN, num_features: int, num_classes: int):
         super().__init__()

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def run() -> Run:
-    """A byte-level language model; by default it learns Python from the standard library's source files.
+    """A byte-level language model; by default it trains on the source files of Python's standard library.
 
     Any text will do: `--data.path my/texts` takes a file, a folder, or a memory-mapped token file.
     Larger models by name: `--model transformer_lm_124m`, `_350m`, `_760m` and `_1b`.

@@ -1,7 +1,7 @@
 """A decoder-only transformer: pre-norm, rotary positions, no biases, one matrix for input and output tokens.
 
 Vaswani et al. 2017 (attention), Radford et al. 2019 (pre-norm, initialisation), Su et al. 2021 (rotary
-positions), Press and Wolf 2017 (tied embedding). LayerNorm without bias stands where many use RMSNorm: on
+positions), Press and Wolf 2017 (tied embedding). LayerNorm without bias replaces the more common RMSNorm: on
 CPUs torch has a fused backward pass for it, which makes forward and backward four times as fast.
 
 Shapes: B batch, T tokens, V vocabulary, W width, H heads, D dims of a head.
@@ -25,7 +25,7 @@ from paceline.training.model import LayerStack, Model
 
 INITIAL_STD = 0.02
 HIDDEN_STEP = 8
-"""Hidden dims are a multiple of this, as vector units like them."""
+"""Factor of the hidden dims, for the sake of vector units."""
 
 
 @register("transformer_lm")
@@ -37,11 +37,11 @@ class TransformerLM(Model):
     num_layers: int = Field(6, ge=1)
     num_heads: int = Field(4, ge=1)
     feedforward_multiple: float = Field(4.0, gt=0)
-    """Size of a layer's MLP: as many parameters as two matrices have around hidden dims of this multiple of
-    `width`. It has three, with two thirds of the hidden dims."""
+    """Size of a layer's MLP: the same number of parameters as two matrices around hidden dims of this multiple of
+    `width`. It has three matrices, with two thirds of these hidden dims."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of the embedding and of what each attention and MLP adds; the attention weights have none, for torch's
-    fused kernel would be lost."""
+    """Dropout probability of the embedding and of each attention's and MLP's output; attention weights have none, since
+    torch's fused kernel could not be used."""
     rotary_base: float = Field(10000.0, gt=1)
     """Slowest wavelength of the positions, in tokens, over 2 pi."""
 
@@ -67,7 +67,7 @@ class TransformerLM(Model):
 
     @property
     def layer_stack(self) -> LayerStack:
-        """Its layers, each of two branches."""
+        """Layers of the model, each of two branches."""
         return LayerStack(self.num_layers, "layers", ("attention.project.weight", "mlp.project.weight"))
 
     def with_depth(self, num_layers: int) -> Self:
@@ -90,7 +90,7 @@ class Transformer(ContextParallelModule):
         self._initialise()
 
     def _initialise(self) -> None:
-        # What the layers add to the residual stream grows with their number, unless each starts smaller.
+        # The layers' sum in the residual stream grows with their number, unless each starts smaller.
         num_branches = 2 * len(self.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -100,7 +100,7 @@ class Transformer(ContextParallelModule):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV; those at t depend on tokens up to t only."""
-        # Made anew each time: 1/1000 of a step, and nothing to save, move between devices or outgrow.
+        # Computed anew each time: 1/1000 of a step, and nothing to save, move between devices or outgrow.
         position_T = self.context.positions(tokens_BT.shape[1], tokens_BT.device)
         rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
         x_BTW = self._embed(tokens_BT)
@@ -109,7 +109,7 @@ class Transformer(ContextParallelModule):
         return self._finish(x_BTW)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
-        """Return what a pipeline can cut the model into: embedding, layers, head."""
+        """Return the layers that a pipeline can split the model into: embedding, layers, head."""
         return [
             PipelineLayer("embedding", ("embedding",), self._embed),
             *(PipelineLayer.child(self, f"layers.{i}") for i in range(len(self.layers))),
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return x_BTW with what attention and MLP add; tables that are not given are made."""
+        """Return x_BTW plus the outputs of attention and MLP; missing tables are computed."""
         x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW), rotary))
         mapped_BTW: Tensor = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + mapped_BTW
@@ -146,7 +146,7 @@ class DecoderLayer(nn.Module):
 class CausalAttention(ContextParallelModule):
     """Causal attention of several heads, one matrix for queries, keys and values.
 
-    Its rows go head by head (query, key, value of the first, then of the next), so that a cut into blocks of
+    Its rows are ordered by head (query, key, value of the first, then of the next), so that a split into blocks of
     rows keeps heads whole.
     """
 
@@ -159,7 +159,7 @@ class CausalAttention(ContextParallelModule):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return what each token takes from those before it and from itself; tables that are not given are made."""
+        """Return the attention of each token over itself and those before it; missing tables are computed."""
         if rotary is None:
             position_T = self.context.positions(x_BTW.shape[1], x_BTW.device)
             rotary = rotary_tables(position_T, self.head_dim, self.rotary_base)
@@ -195,9 +195,9 @@ def rotary_tables(position_T: Tensor, head_dim: int, base: float) -> tuple[Tenso
 
 
 def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the vectors turned by their position's angles, dim i together with dim i + D / 2.
+    """Return the vectors rotated by their position's angles, dim i together with dim i + D / 2.
 
-    The product of two turned vectors depends on their distance, not on where they stand.
+    The product of two rotated vectors depends on their distance, not on their positions.
     """
     cosine, sine = rotary
     first, second = x_BHTD.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """The transformer in the sizes of Brown et al. 2020, as variants of `TransformerLM` with other defaults.
 
-Each is named after its parameters with GPT-2's vocabulary of 50,257 tokens. With bytes it has fewer: 85, 302, 680 and
-907 millions. Any field can be set besides, as in ``--model transformer_lm_350m --model.num_layers 12``.
+Each is named after its number of parameters with GPT-2's vocabulary of 50,257 tokens. With bytes these are fewer: 85,
+302, 680 and 907 million. Any field can be set too, as in ``--model transformer_lm_350m --model.num_layers 12``.
 """
 
 from pydantic import Field

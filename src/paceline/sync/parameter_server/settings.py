@@ -22,7 +22,7 @@ class ServerSettings(Rule):
     num_servers: int = Field(default=1, ge=1)
     """Number of servers that share the parameters, divided by bytes."""
     placement: Literal["beside", "own"] = "beside"
-    """Where servers run: in the processes of the first workers (beside), or in their own processes (own)."""
+    """Place of servers: in the processes of the first workers (beside), or in their own processes (own)."""
     codec: Codec = NoCodec()
     """Codec of pushes."""
     pull_codec: Codec = NoCodec()

@@ -45,7 +45,7 @@ class ServerUpdate(ABC):
 
     Attributes:
         clocks: Clocks that decide which workers wait.
-        needs_known: Whether it needs the parameters that a push was computed from.
+        needs_known: Whether the rule needs the parameters that a push was computed from.
     """
 
     needs_known: bool = False
