@@ -63,7 +63,7 @@ def name(words: Sequence[str]) -> str:
 
 
 def test_each_command_is_run_by_some_test_here_or_listed():
-    runs = {"train", "memory", "recipes", "verify", "simulate", "report", "trace", "export"}
+    runs = {"train", "memory", "recipes", "verify", "simulate", "report", "trace", "export", "evaluate"}
     runs |= {"compare", "bench", "reproduce"}
     files = {block.file for block in list_blocks("python")}
     left = []
