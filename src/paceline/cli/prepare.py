@@ -1,5 +1,6 @@
 """Preparation of a run: settings are resolved and checked, and its directory is made."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ from paceline.registry import explain
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import check_compiler
 from paceline.training.memory_fit import check_fit
-from paceline.training.rehearsal import check_batch_norm_sizes, check_shards, outline
+from paceline.training.rehearsal import RehearsalError, check_batch_norm_sizes, check_shards, outline
 from paceline.training.run import Run, RunFile
 from paceline.training.session import make_loader
 
@@ -98,7 +99,8 @@ def prepare_new(
     splits = check_workers(run, num_workers)
     check_batch_norm_sizes(run, splits, make_loader(run, splits, AbsentGroup(0, num_workers, torch.device("cpu"))))
     if run.initial is not None:
-        run.initial.check(outline(run.model, splits))
+        with contextlib.suppress(RehearsalError):  # workers will tell
+            run.initial.check(outline(run.model, splits))
     needed = _check_memory(run, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     directory = _make_directory(out, recipe)

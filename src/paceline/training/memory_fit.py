@@ -62,7 +62,6 @@ def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, av
     """
     if not run.memory.check:
         return None
-    outline(run.model, splits)  # what it raises is no matter of the rehearsal
     try:
         if guarded(lambda: _fits_by_far(run, splits, num_ranks, available)):
             return None

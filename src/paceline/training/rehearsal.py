@@ -180,7 +180,8 @@ def check_shards(run: Run, splits: Splits) -> None:
             "samples for loss next_token with a context axis, whose ranks have parts of a sequence, must be pairs "
             "(tokens, next tokens), but got a mapping; shift labels in the data set"
         )
-    check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
+    with contextlib.suppress(RehearsalError):  # its ranks will tell
+        check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
     if run.layout.context > 1 and splits.train.spec.input_shape:
         check_length(splits.train.spec.input_shape[0], context=run.layout.context)
 
@@ -207,11 +208,11 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
         sizes = {size // run.pipeline.count_micro_batches(size, run.layout.pipeline) for size in sizes}
     if 1 not in sizes:
         return
-    # With any optimizer.
-    described = describe_step(
-        run.model_copy(update={"optimizer": SGD()}), splits, 1, torch.device("cpu"), num_samples=1
-    )
     with contextlib.suppress(RehearsalError):
+        # With any optimizer.
+        described = describe_step(
+            run.model_copy(update={"optimizer": SGD()}), splits, 1, torch.device("cpu"), num_samples=1
+        )
         if not guarded(lambda: _takes_batch(described)):
             whose = "all workers together" if run.batch_norm == "global" else "some worker"
             cut = f"{loader.order.num_samples} samples in global batches of {run.global_batch}"
@@ -228,13 +229,16 @@ def guarded(rehearsing: Callable[[], T]) -> T:
         return rehearsing()
     except PacelineError:
         raise
-    except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
-        first_line = str(error).strip().partition("\n")[0]
+    except (Exception, SystemExit) as error:
         raise RehearsalError(
             "the model must run on tensors without contents (torch's FakeTensorMode) for its memory to be known before "
-            f"it is trained, but it raises {type(error).__name__}: {first_line}; give no budget to --memory.recompute, "
-            "and silence this by --memory.check false"
+            f"it is trained, but it raises {type(error).__name__}: {_first_line(error)}; give no budget to "
+            "--memory.recompute, and silence this by --memory.check false"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _takes_batch(step: StepDescription) -> bool:
@@ -257,8 +261,19 @@ def outline(model: Model, splits: Splits) -> nn.Module:
 
     It is built there. One that cannot be, such as one that reads trained weights (`from_pretrained`), is built as it is
     to be trained, once, and let go of.
+
+    Raises:
+        RehearsalError: It cannot be built in this process, such as one that asks for its rank.
     """
-    return _outline(model.model_dump_json(), splits.train.spec)
+    try:
+        return _outline(model.model_dump_json(), splits.train.spec)
+    except PacelineError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
+        raise RehearsalError(
+            "the model must be built in this process too for its memory to be known before it is trained, but it "
+            f"raises {type(error).__name__}: {_first_line(error)}; silence this by --memory.check false"
+        ) from error
 
 
 @lru_cache(maxsize=4)
