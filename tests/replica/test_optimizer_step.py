@@ -19,7 +19,9 @@ def test_an_overflow_on_one_rank_of_a_worker_skips_the_step_on_all_of_them(axis,
         mesh = Mesh(group, layout.resolve(2))
         parameter = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([parameter], lr=0.5)
-        step = OptimizerStep("fp16", clip_norm, ModelShard(mesh.group("data"), layout, mesh), {"weight": parameter})
+        step = OptimizerStep(
+            optimizer, "fp16", clip_norm, ModelShard(mesh.group("data"), layout, mesh), {"weight": parameter}
+        )
         skipped = []
         for factor in (torch.inf if group.rank == 1 else 0.1, 0.1):
             parameter.grad = torch.full((3,), step.loss_scale) * factor

@@ -78,6 +78,8 @@ def test_going_back_to_them_is_refused(rule):
         own, shared = early.state.sync_state()
         module = make_linear()
         late = Replica(module, make_sgd(module), group=group, sync=after(rule, 5))
+        module.load_state_dict(early.module.state_dict())
+        late.optimizer.load_state_dict(early.optimizer.state_dict())
         late.load_state_dict(early.state_dict())
         late.state.load_sync_state([own] * 2, shared)
         with pytest.raises(SettingsError, match=r"synchronous_steps must be .* alone in step 3 already, but got 5"):

@@ -228,6 +228,8 @@ class Group(ABC):
         Raises:
             SystemExit: A signal has stopped all workers.
         """
+        is_loop_left = isinstance(error, SystemExit) and self.membership.is_stopping  # see Loader
+        error = None if is_loop_left else error
         _entered.groups = _entered.groups[:-1]
         try:
             if error is None:
@@ -237,7 +239,7 @@ class Group(ABC):
             raise
         finally:
             self.close(error)
-        if error is None and self.membership.is_stopping:
+        if error is None and self.membership.is_stopping and not is_loop_left:
             raise SystemExit(PREEMPTED)
 
 

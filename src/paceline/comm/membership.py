@@ -29,6 +29,8 @@ class Membership:
         """Reason why this worker was asked to stop, such as SIGTERM; other workers may not know it yet."""
         self.is_stopping = False
         """Whether all workers have agreed to stop after the step that has just ended."""
+        self.is_saved = False
+        """Whether a checkpoint was saved after that step, in a loop of the user's."""
         self.shards: list[Any] = []
         """Model shards that `paceline.parallelize` has made."""
         self.reading: tuple[Any, Any] | None = None
@@ -88,8 +90,8 @@ class Membership:
         Raises:
             SettingsError: `every` is not at least 1.
         """
-        if every < 1:
-            raise SettingsError(f"every must be at least 1 update, but got {every}")
+        if not isinstance(every, int) or every < 1:
+            raise SettingsError(f"every must be a whole number of at least 1 update, but got {every!r}")
         if step is None:
             self.save_every = every
             step = self.boundary_step

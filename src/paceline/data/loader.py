@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Ending, MicroBatches, Shares
@@ -134,10 +135,10 @@ class Loader:
         self._micro_batches = MicroBatches(
             self._batches, self._shares, self._rank, self.num_micro_batches, adds=adds_micro_batches
         )
-        self._prefetch = prefetch
+        self._prefetch = _check_count("prefetch", prefetch, 0)
         self._dispatcher = dispatcher
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
-        self._num_processes = num_processes
+        self._num_processes = _check_count("num_processes", num_processes, 0)
         self._ledger = Ledger()
         self._reading: ReadAhead | None = None
         self._in_hand: Batch | None = None
@@ -159,6 +160,9 @@ class Loader:
         if not self._micro_batches.adds:
             return len(steps) * self.num_micro_batches
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
+
+    def __str__(self) -> str:
+        return f"{self.order} in global batches of {self._first_batch}"
 
     @property
     def position(self) -> int:
@@ -329,6 +333,8 @@ class Loader:
                     yield from self._iterate()
             finally:
                 note_given(None)
+        if self._membership.is_saved:
+            raise SystemExit(PREEMPTED)  # the code after the loop is for a training that has ended
 
     def _give(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, and note that this thread has it."""
@@ -484,7 +490,7 @@ class Loader:
             yield step.make_batches(read, self._device)
 
 
-def _check_count(name: str, count: object) -> int:
-    if not isinstance(count, Integral) or count < 1:
-        raise SettingsError(f"{name} must be a whole number of at least 1, but got {count!r}")
+def _check_count(name: str, count: object, least: int = 1) -> int:
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
+        raise SettingsError(f"{name} must be a whole number of at least {least}, but got {count!r}")
     return int(count)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -12,6 +13,7 @@ from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
+from paceline.registry import explain
 from paceline.replica.landing import Landing, check_landing
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
@@ -34,6 +36,26 @@ def find_original(module: nn.Module) -> nn.Module:
     return original if isinstance(original, nn.Module) else module
 
 
+def check_kind(optimizer: object) -> None:
+    """Refuse what is no optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SettingsError(
+            f"optimizer must be a torch.optim.Optimizer of the module's parameters, but got {optimizer!r}; make one"
+        )
+
+
+def read_rule(sync: Rule | str) -> Rule:
+    """Return a rule that is given as one, or by its name.
+
+    Raises:
+        SettingsError: It is neither.
+    """
+    try:
+        return Rule.model_validate(sync)
+    except ValidationError as error:
+        raise SettingsError(f"sync: {explain(error)}") from error
+
+
 def check_replica(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -46,9 +68,10 @@ def check_replica(
     batch_norm: BatchNormScope,
 ) -> None:
     """Refuse arguments with which a replica cannot train."""
+    check_kind(optimizer)
     is_compiled, module = module is not find_original(module), find_original(module)
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    check_settings(precision, clip_norm, parameters)
+    check_settings(precision, landing, batch_norm, clip_norm, parameters)
     check_placement(parameters, shard.group)
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
@@ -67,10 +90,19 @@ def check_replica(
         check_momentum(local_optimizer(optimizer))
 
 
-def check_settings(precision: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse a value that is none of the choices of a `Literal`."""
+    if value not in get_args(choices):
+        raise SettingsError(f"{name} must be one of {', '.join(get_args(choices))}, but got {value!r}")
+
+
+def check_settings(
+    precision: str, landing: str, batch_norm: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]
+) -> None:
     """Refuse settings that cannot work."""
-    if precision not in get_args(Precision):
-        raise SettingsError(f"precision must be one of {get_args(Precision)}, but got {precision!r}")
+    check_choice("precision", precision, Precision)
+    check_choice("landing", landing, Landing)
+    check_choice("batch_norm", batch_norm, BatchNormScope)
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise SettingsError(f"clip_norm must be more than 0, but got {clip_norm}; None clips nothing")
     if not parameters:
@@ -122,7 +154,19 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
-def refuse_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]) -> None:
+def check_weight(weight: float | None) -> float:
+    """Return the weight of a loss, which must be given."""
+    if weight is None:
+        raise GradientError(
+            "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
+            "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
+        )
+    return weight
+
+
+def refuse_backward(
+    loss: Tensor, weight: float, reduction: str, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]
+) -> None:
     """Raise GradientError for a backward that would be counted wrongly; the message says why."""
     if is_exchanging:
         raise GradientError("update() must be called after backward(last=True), but backward was called again")
@@ -130,6 +174,8 @@ def refuse_backward(loss: Tensor, weight: float, is_exchanging: bool, frozen: Ma
         raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")
     if not 0 <= weight < math.inf:
         raise GradientError(f"weight must be a number of at least 0, but got {weight}")
+    if reduction not in ("mean", "sum"):
+        raise GradientError(f"reduction must be mean or sum, but got {reduction!r}")
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise GradientError(

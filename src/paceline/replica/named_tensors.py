@@ -38,11 +38,20 @@ def capture_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor],
     return tensors, {"format": FORMAT, "objects": document}
 
 
-def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Stateful], world: Group) -> bool:
+def restore_objects(
+    checkpoint: Checkpoint | None, objects: Mapping[str, Stateful], world: Group, *, all_saved: bool = False
+) -> bool:
     """Load rank 0's `checkpoint` into the objects of every rank, and return whether there is one.
 
+    Args:
+        checkpoint: The checkpoint, on rank 0.
+        objects: Objects by the names that they were saved under.
+        world: All ranks.
+        all_saved: Whether all objects in the checkpoint must be given.
+
     Raises:
-        CheckpointError: The checkpoint lacks one of the objects, or is of another version of Paceline.
+        CheckpointError: The checkpoint lacks one of the objects, holds others that are not given, or is of another
+            version of Paceline.
     """
     header = read_header(checkpoint, world)
     if header is None:
@@ -53,6 +62,11 @@ def restore_objects(checkpoint: Checkpoint | None, objects: Mapping[str, Statefu
         raise CheckpointError(
             f"objects must have names that they were saved under, but {missing[0]!r} is none of "
             f"{', '.join(map(repr, saved)) or 'them, as there are none'}; give it one of these"
+        )
+    if all_saved and (left := [name for name in saved if name not in objects]):
+        raise CheckpointError(
+            f"all objects of a checkpoint must be loaded, but {', '.join(map(repr, left))} was saved and not given; "
+            "give load_latest the same objects as save, in the same order"
         )
     prefixes = tuple(f"objects/{name}/" for name in objects)
     wanted = {name: whole for name, whole in tensors.items() if f"{name}/".startswith(prefixes)}

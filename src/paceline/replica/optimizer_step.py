@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import NonFiniteError
+from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.checks import Precision
@@ -28,6 +28,7 @@ class OptimizerStep:
     """Steps of an optimizer, with its loss scale and the bound on its gradients.
 
     Args:
+        guarded: Optimizer that must be stepped by nothing else; None for no such check.
         precision: Precision of forward; fp16 scales the loss.
         clip_norm: Largest gradient norm; None for no bound.
         shard: Model shard of this rank.
@@ -35,8 +36,15 @@ class OptimizerStep:
     """
 
     def __init__(
-        self, precision: Precision, clip_norm: float | None, shard: ModelShard, parameters: Mapping[str, nn.Parameter]
+        self,
+        guarded: torch.optim.Optimizer | None,
+        precision: Precision,
+        clip_norm: float | None,
+        shard: ModelShard,
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
+        self._is_stepping = False
+        self._guard = guarded.register_step_pre_hook(self._refuse_step) if guarded is not None else None
         self.clip_norm = clip_norm
         self._shard = shard
         self._parameters = parameters
@@ -89,9 +97,25 @@ class OptimizerStep:
         scale = self._scaler.get_scale()
         if has_gradients:
             if is_optimizer_run:
-                self._scaler.step(optimizer)
+                self._is_stepping = True
+                try:
+                    self._scaler.step(optimizer)
+                finally:
+                    self._is_stepping = False
             self._scaler.update()
         return OptimizerStepResult(gradient_norm, self._scaler.get_scale() < scale)
+
+    def close(self) -> None:
+        """Let the optimizer be stepped by anybody again."""
+        if self._guard is not None:
+            self._guard.remove()
+
+    def _refuse_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise GradientError(
+                "optimizer.step() must be left to replica.update(), which calls it after the gradients of all workers "
+                "have come; leave optimizer.step() and zero_grad() out of the loop"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state, as JSON."""

@@ -22,7 +22,8 @@ from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
-from paceline.replica.checks import Precision, check_replica, find_original, refuse_backward
+from paceline.replica.beginning import Beginning
+from paceline.replica.checks import Precision, check_replica, check_weight, find_original, read_rule, refuse_backward
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -92,23 +93,24 @@ class Replica:
         world: Group | None = None,
     ) -> None:
         self._compiled, module = module, find_original(module)
-        self.module = module
+        self.module, self.optimizer = module, optimizer
         device = next((parameter.device for parameter in module.parameters()), None)
         self.shard = find_shard(module, group or find_group(device))
-        self.optimizer = optimizer
         if self.shard.mesh is not None and self.shard.layout.shards_optimizer:
             self.optimizer = shard_optimizer(optimizer, self.shard.mesh)
             optimizer.param_groups = self.optimizer.param_groups  # for schedulers of the optimizer that was given
         self._given_optimizer = optimizer
         self.group = self.shard.group
-        self.sync = Rule.model_validate(sync)
-        self._runs_optimizer = self.sync.runs_optimizer
+        self.sync = read_rule(sync)
         self._precision = precision
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        given = self._compiled
-        check_replica(given, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
-        self._optimizer_step = OptimizerStep(precision, clip_norm, self.shard, self._parameters)
+        check_replica(
+            self._compiled, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm
+        )
+        guarded = optimizer if landing == "update" else None
+        self._optimizer_step = OptimizerStep(guarded, precision, clip_norm, self.shard, self._parameters)
+        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.group)
         self._weight = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
@@ -236,16 +238,12 @@ class Replica:
         if isinstance(loss, Loss):
             weight, reduction = loss.weight, "mean"
             loss = loss.mean
-        if weight is None:
-            raise GradientError(
-                "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
-                "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
-            )
+        weight = check_weight(weight)
         if type(loss) is not Tensor:
             loss = full_tensor(loss)
-        is_right = self._scalars is None and not loss.dim() and 0 <= weight < math.inf
+        is_right = self._scalars is None and not loss.dim() and 0 <= weight < math.inf and reduction in ("mean", "sum")
         if not is_right or any(parameter.requires_grad for parameter in self._frozen.values()):
-            refuse_backward(loss, weight, self._scalars is not None, self._frozen)
+            refuse_backward(loss, weight, reduction, self._scalars is not None, self._frozen)
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
         factor = weight if reduction == "mean" else float(weight > 0)
@@ -332,9 +330,11 @@ class Replica:
             landed_step -= self._reduction.landing.delay
         else:
             waited_s += self._reduction.receive(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
-            all_totals, is_voted = self._end_votes()
+            if self._stop_votes is not None:
+                all_totals, is_voted = self._stop_votes.end(self.num_updates)
+                stop |= is_voted
             stepped, result = self._step(all_totals, has_gradients=totals.weight > 0)
-            stop |= result.stop or is_voted
+            stop |= result.stop
         self.membership.is_stopping |= stop
         newly_unused = self._reduction.warn_unused(landed_step) if totals.weight else []
         self.state.weight_unit = totals.weight or self.state.weight_unit
@@ -406,7 +406,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state, without the module's and the optimizer's; see `WorkerState.state_dict`."""
-        return self.state.state_dict()
+        return self.state.state_dict() | {"fingerprint": self._beginning.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned on this worker, after those of the module and the optimizer.
@@ -415,6 +415,7 @@ class Replica:
             SettingsError: The state is incomplete, or of another rule, codec or number of workers.
         """
         self.state.load_state_dict(state)
+        self._beginning.expect(state["fingerprint"])
 
     def begin_anew(self) -> None:
         """Start rule and codecs anew, with the module and the optimizer's state as they are: not a resume."""
@@ -435,6 +436,7 @@ class Replica:
         try:
             self.flush()
         finally:
+            self._optimizer_step.close()
             self._reduction.close()
             if self._batch_norm is not None:
                 self._batch_norm.close()
@@ -443,6 +445,8 @@ class Replica:
             self.shard.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
+        if not self._beginning.is_checked:
+            self._beginning.check(self.sync, is_resumed=self.state.is_begun)
         self._reduction.begin_backward(is_first=not self._times.backward_began_s)
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
@@ -465,10 +469,6 @@ class Replica:
         if self._reduction.gradients is not None:
             self._reduction.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
 
-    def _end_votes(self) -> tuple[StepTotals | None, bool]:
-        """Return the totals of all workers, if this is a sync step, and whether all workers stop."""
-        return self._stop_votes.end(self.num_updates) if self._stop_votes is not None else (None, False)
-
     def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
         """Step the optimizer, with the rule's work before and after, and drop the gradients."""
         sync = self._synchroniser
@@ -485,7 +485,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self._runs_optimizer,
+            is_optimizer_run=self.sync.runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.checkpoint.find import warn_of_damage
 from paceline.comm.group import Group
-from paceline.errors import SettingsError
+from paceline.errors import CheckpointError, SettingsError
 from paceline.replica.gathering import gather, read_header, scatter
 from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
 from paceline.replica.replica import Replica
@@ -64,6 +64,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
             saver.wait()
     if world.membership.is_stopping:
         world.barrier(name="checkpoint")  # or a launcher would end rank 0 with the first that leaves
+        world.membership.is_saved = True
 
 
 def load_latest(folder: str | Path, *objects: Stateful) -> bool:
@@ -90,9 +91,14 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     header = read_header(checkpoint, world)
     if header is None:
         return False
+    if (saved := sum(name.startswith("replica") for name in header[0])) != len(replicas):
+        raise CheckpointError(
+            f"all objects of a checkpoint must be loaded, but {saved} replicas were saved, and {len(replicas)} given; "
+            "give load_latest the same objects as save, in the same order"
+        )
     for prefix, replica in replicas.items():
         restore(checkpoint, replica, prefix, hyper_parameters=True)
-    restore_objects(checkpoint, others, world)
+    restore_objects(checkpoint, others, world, all_saved=True)
     prefix = f"rank{world.rank}/random/"
     wanted = {name: whole for name, whole in header[1].items() if name.startswith(prefix)}
     loaded = dict(scatter(wanted, checkpoint.read if checkpoint is not None else None, world))

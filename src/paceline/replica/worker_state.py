@@ -140,7 +140,7 @@ class WorkerState:
         Raises:
             SettingsError: The state is incomplete, or of another rule, codec or number of workers.
         """
-        parts = {"document", "feedback", "sync", "shared", "sharded", "ema"}
+        parts = {"document", "feedback", "sync", "shared", "sharded", "ema", "fingerprint"}
         if missing := sorted(parts - state.keys()):
             raise SettingsError(
                 f"a replica's state must be complete, but {', '.join(missing)} is missing; load all that its "

@@ -58,6 +58,11 @@ class Rule(Family):
         """Whether parameters are equal on all workers after every step, so that their hashes can be compared."""
 
     @property
+    def begins_with_equal_replicas(self) -> bool:
+        """Whether workers must begin with the same parameters, or would never come together."""
+        return True
+
+    @property
     def carries_momentum(self) -> bool:
         """Whether the exchanged values include momentum, so that the optimizer must have none."""
         return False
