@@ -3,8 +3,8 @@
 A message says ``<thing> must be <rule>, but got <value>; <what to do>``. Errors that a new start of the same
 run can cure (a peer that died) derive from `CommunicationError`; all others would only happen again.
 
-Settings objects, such as ``Layout(tensor=0)`` or ``DiLoCo(perod=4)``, raise pydantic's `ValidationError` in Python, which
-is a `ValueError` and no `PacelineError`; where the command line or a run file sets them it becomes a `SettingsError`.
+Settings objects, such as ``Layout(tensor=0)`` or ``DiLoCo(perod=4)``, raise pydantic's `ValidationError` in Python,
+which is a `ValueError` but no `PacelineError`.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """Base of the errors that Paceline raises at a user; invalid settings objects raise pydantic's `ValidationError`."""
+    """Base of the errors that Paceline raises at a user; settings objects raise pydantic's `ValidationError`."""
 
 
 class SettingsError(PacelineError, ValueError):
