@@ -1,7 +1,10 @@
-"""Layer 0: every error Paceline raises at a user.
+"""Layer 0: errors that Paceline raises at a user.
 
 A message says ``<thing> must be <rule>, but got <value>; <what to do>``. Errors that a new start of the same
 run can cure (a peer that died) derive from `CommunicationError`; all others would only happen again.
+
+Settings objects, such as ``Layout(tensor=0)`` or ``DiLoCo(perod=4)``, raise pydantic's `ValidationError` in Python,
+which is a `ValueError` but no `PacelineError`.
 """
 
 import difflib
@@ -9,7 +12,7 @@ from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """Base of every error that Paceline raises at a user."""
+    """Base of the errors that Paceline raises at a user; settings objects raise pydantic's `ValidationError`."""
 
 
 class SettingsError(PacelineError, ValueError):

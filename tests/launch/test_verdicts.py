@@ -47,7 +47,7 @@ LOST = ExitCode.PEERS_LOST
             Ended(exit_codes={0: LOST, 1: -signal.SIGTERM}, ended_here={1}),
             "rank 0: lost its peers: rank 1 is dead",
         ),
-        ([], Ended(), "the workers ended without a word"),
+        ([], Ended(), "the workers ended without an error message"),
     ],
     ids=["frozen", "killed", "exited", "told to end", "nothing"],
 )

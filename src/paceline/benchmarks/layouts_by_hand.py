@@ -188,8 +188,8 @@ def _average(gradients: Iterable[Tensor | None], group: dist.ProcessGroup) -> No
     message = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(message, group=group)
     message /= group.size()
-    pieces = message.split([part.numel() for part in parts])
-    torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+    means = message.split([part.numel() for part in parts])
+    torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
 
 
 def _mean_loss(output: Tensor, targets: Tensor) -> Tensor:

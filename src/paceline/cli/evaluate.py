@@ -18,12 +18,14 @@ def evaluate(
     ] = "newest",
     averaged: Annotated[
         bool | None,
-        typer.Option(help="Whether to judge moving averages of parameters; by default where the run has them (ema)."),
+        typer.Option(
+            help="Whether to evaluate moving averages of parameters; by default where the run has them (ema)."
+        ),
     ] = None,
 ) -> None:
-    """Judge the trained model of a run on held-out data, on this process alone.
+    """Evaluate the trained model of a run on held-out data, on this process alone.
 
-    What it is judged by can be overridden, as for `paceline train`: `--data mine.py:make_test_set`, `--metrics`,
+    Options replace the run's own settings, as for `paceline train`: `--data mine.py:make_test_set`, `--metrics`,
     `--loss`, `--collate_fn`, `--precision`, `--global_batch`, `--evaluate_samples`. Data without a held-out part is
     used whole.
     """

@@ -30,8 +30,8 @@ def memory(
     needed = estimate(run, splits, num_ranks, device)
     _print(needed, num_ranks, device.type)
     available = available_bytes(device, num_ranks)
-    verdict = "fits" if needed.peak_bytes <= available else "does not fit"
-    typer.echo(f"it {verdict}: a rank may have {_size(available)} here")
+    outcome = "fits" if needed.peak_bytes <= available else "does not fit"
+    typer.echo(f"it {outcome}: a rank may have {_size(available)} here")
 
 
 def _print(needed: "Estimate", num_ranks: int, device: str) -> None:

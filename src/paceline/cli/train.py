@@ -27,7 +27,11 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Directory of a run to resume.")] = None,
     go_on: Annotated[
         bool,
-        typer.Option("--go_on", "--go-on", help="Start the run in --out, or resume it if it exists; for jobs."),
+        typer.Option(
+            "--go_on",
+            "--go-on",
+            help="Start the run in --out, or resume it if it exists; for cluster jobs that may be submitted again.",
+        ),
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
 ) -> None:

@@ -85,7 +85,7 @@ class Membership:
 
         Args:
             every: Number of steps from one save to the next.
-            step: Number of steps done; None if workers go at their own pace, and meet only at a boundary.
+            step: Number of steps done; None if workers go at their own pace, and synchronise only at a boundary.
 
         Raises:
             SettingsError: `every` is not at least 1.

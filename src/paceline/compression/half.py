@@ -96,12 +96,12 @@ def round_to_half(
     size = _CHUNK_ELEMENTS if value.device.type == "cpu" else max(value.numel(), 1)
     finite = True
     for first in range(0, value.numel(), size):
-        piece = slice(first, first + size)
-        wanted = value.view(-1)[piece]
+        chunk = slice(first, first + size)
+        wanted = value.view(-1)[chunk]
         if residual is not None:
-            wanted = wanted + residual.view(-1)[piece]
+            wanted = wanted + residual.view(-1)[chunk]
         finite = is_finite(wanted) and finite
-        payload[piece] = wanted.clamp(-limit, limit)
+        payload[chunk] = wanted.clamp(-limit, limit)
         if new_residual is not None:
-            torch.sub(wanted, payload[piece], out=new_residual.view(-1)[piece])
+            torch.sub(wanted, payload[chunk], out=new_residual.view(-1)[chunk])
     return finite

@@ -54,7 +54,7 @@ class Loader:
         split: Function that returns this rank's part of a batch, if ranks of a worker have different tokens of the same
             samples; by default, as the group, the one that `paceline.parallelize` chose.
         dispatcher: Sample dispatcher of workers that run at their own pace: each step is then this worker's alone, with
-            an even share of `global_batch`, and iteration ends where all workers meet.
+            an even share of `global_batch`, and iteration ends where all workers synchronise.
         changes: Pairs of a step and the global batch from that step on, if it does not stay `global_batch`.
         adds_micro_batches: Whether a larger global batch has more micro-batches, so that none becomes larger than the
             first ones.
@@ -194,7 +194,7 @@ class Loader:
         Empty ones are omitted. Shares and batches that change are taken as currently planned.
 
         Args:
-            boundaries: Steps before which all workers meet; the last is the end.
+            boundaries: Steps before which all workers synchronise; the last is the end.
             is_asynchronous: Whether workers run at their own pace in between.
         """
         end = ENDLESS if self._ending.position is None else self._ending.position
@@ -346,9 +346,9 @@ class Loader:
         return self._membership.dispatcher if self._finds_dispatcher else None
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
-        """Yield samples that no other worker has; to save, to stop and at the end, all workers meet.
+        """Yield samples that no other worker has; to save, to stop and at the end, all workers synchronise.
 
-        They meet with a batch of weight 0.
+        They do so with a batch of weight 0.
         """
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)

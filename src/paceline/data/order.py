@@ -149,7 +149,7 @@ class Dispatcher(Protocol):
         """Hand out no positions from `position` on; every worker calls it, after the previous boundary was reached."""
 
     def claim(self, num_samples: int) -> tuple[int, int] | None:
-        """Return start and stop of the next unclaimed positions; None where all workers meet."""
+        """Return start and stop of the next unclaimed positions; None where all workers synchronise."""
 
     def ack(self, interval: tuple[int, int]) -> bool:
         """Record that claimed positions were used; False if they do not count, and are handed out again."""

@@ -86,14 +86,16 @@ def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
 
 
 def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
-    """Return who ended without a word or, where nobody did, what the first rank that noticed says of the others."""
+    """Return who ended without an error message or, if nobody did, what the first rank to notice says of the others."""
     told = (ExitCode.PEERS_LOST, ExitCode.PREEMPTED)
     odd = {rank: code for rank, code in ended.failures.items() if code not in told}
     if odd:
         return "; ".join(_describe_exit(rank, code) for rank, code in odd.items())
     # Who ran out of time has looked where everybody is; to others, it is then the one that is gone.
-    verdicts = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
-    return f"rank {verdicts[0].rank}: {verdicts[0].event.message}" if verdicts else "the workers ended without a word"
+    reports = sorted(failures, key=lambda failure: failure.event.error != paceline.errors.PeerTimeoutError.__name__)
+    if not reports:
+        return "the workers ended without an error message"
+    return f"rank {reports[0].rank}: {reports[0].event.message}"
 
 
 def _describe_exit(rank: int, code: int) -> str:

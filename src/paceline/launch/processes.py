@@ -130,7 +130,7 @@ _GOOD_CODES = (ExitCode.FINISHED, ExitCode.PREEMPTED)
 def _receive(rank: int, receivers: dict[int, Connection], ended: Ended) -> None:
     """Take what a rank returned, if it has."""
     if rank in receivers and receivers[rank].poll():
-        with receivers.pop(rank) as receiver, contextlib.suppress(EOFError):  # it ends without a word
+        with receivers.pop(rank) as receiver, contextlib.suppress(EOFError):  # it ends without a message
             ended.values[rank] = receiver.recv()
 
 

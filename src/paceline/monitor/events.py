@@ -155,7 +155,7 @@ class BucketExchanged(Event):
     """Times of one bucket's exchange in a sampled step, on the worker that wrote the event.
 
     Each worker writes one for each of its buckets, and then `StepTimed` once. Times count from the beginning of the
-    step's forward; if gradients land in the next forward, those of the step before are below 0.
+    step's forward; if gradients are applied in the next forward, those of the step before are below 0.
     """
 
     bucket: Int

@@ -37,6 +37,7 @@ class AdamW8bit(NamedOptimizer):
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """Addend to the root of the second moment, so that nothing is divided by zero."""
     smallest: int = Field(default=4096, ge=1)
     """Number of elements of the smallest parameter with 8-bit state."""
 

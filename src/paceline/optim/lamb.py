@@ -31,6 +31,7 @@ class LAMB(NamedOptimizer):
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-6, gt=0)
+    """Addend to the root of the second moment, so that nothing is divided by zero."""
     ratio_bounds: RatioBounds | None = None
     """Smallest and largest ratio."""
 

@@ -68,6 +68,7 @@ class AdamW(NamedOptimizer):
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """Addend to the root of the second moment, so that nothing is divided by zero."""
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return torch.optim.AdamW."""
@@ -89,6 +90,7 @@ class Adam(NamedOptimizer):
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """Addend to the root of the second moment, so that nothing is divided by zero."""
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return torch.optim.Adam."""

@@ -59,8 +59,8 @@ class CodedReduceScatter:
         self._group = sharded_group.duplicate("sharded codec")
         self._blocks = {}
         for block, names in blocks.items():
-            pieces = [{f"{name}/{rank}": Size(theirs[name]) for name in names} for rank, theirs in enumerate(shapes)]
-            self._blocks[block] = _BlockReduceScatter(self, pieces)
+            parts = [{f"{name}/{rank}": Size(theirs[name]) for name in names} for rank, theirs in enumerate(shapes)]
+            self._blocks[block] = _BlockReduceScatter(self, parts)
             set_reduce_scatter(module, block, self._blocks[block])
 
     @property
@@ -96,14 +96,14 @@ class CodedReduceScatter:
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's residuals, as ``<parameter>/<destination>/<site>``."""
-        return {f"{piece}/{site}": kept for piece, state in self._states.items() for site, kept in state.items()}
+        return {f"{part}/{site}": kept for part, state in self._states.items() for site, kept in state.items()}
 
     def load_state(self, saved: Mapping[str, Tensor]) -> None:
         """Load residuals that this rank saved in the same layout: other shards have other residuals."""
         self._states = {}
         for name, kept in saved.items():
-            piece, _, site = name.rpartition("/")
-            self._states[piece] = {**self._states.get(piece, {}), site: kept}
+            part, _, site = name.rpartition("/")
+            self._states[part] = {**self._states.get(part, {}), site: kept}
 
     def close(self) -> None:
         """Close the connections. The module must not run backward afterwards."""
@@ -115,13 +115,13 @@ class CodedReduceScatter:
         payload = torch.zeros(self._group.size, block.row_bytes, dtype=torch.uint8, device=rows.device)
         is_finite = True
         for rank in self._others():
-            values = {piece: value / scale for piece, value in block.cut(rows[rank], rank).items()}
+            values = {part: value / scale for part, value in block.cut(rows[rank], rank).items()}
             states = self._states | self._pending
             message, done = encode_blocks(
                 self.codec, values, states, step=self._step, seed=self._seed_of(self._group.rank)
             )
             payload[rank, : len(message)] = message
-            self._pending |= {piece: exchanged.state for piece, exchanged in done.items()}
+            self._pending |= {part: exchanged.state for part, exchanged in done.items()}
             is_finite = is_finite and all(exchanged.is_finite for exchanged in done.values())
         payload[:, -1] = not is_finite
         received = torch.empty_like(payload)
@@ -132,21 +132,21 @@ class CodedReduceScatter:
         self, block: "_BlockReduceScatter", output: Tensor, own: Tensor, received: Tensor, scale: float
     ) -> None:
         rank = self._group.rank
-        shapes = block.pieces[rank]
+        shapes = block.parts[rank]
         zeros = partial(torch.zeros, dtype=torch.float32, device=output.device)
-        totals = {piece: zeros(shape) for piece, shape in shapes.items()}
+        totals = {part: zeros(shape) for part, shape in shapes.items()}
         for sender in range(self._group.size):
             if sender == rank:
                 values: Mapping[str, Tensor] = block.cut(own, rank)
             else:
                 message = received[sender, : message_bytes(self.codec, shapes)]
                 decoded = decode_blocks(self.codec, message, shapes, step=self._step, seed=self._seed_of(sender))
-                values = {piece: value * scale for piece, value in decoded.items()}
-            for piece, total in totals.items():
-                total += values[piece]
+                values = {part: value * scale for part, value in decoded.items()}
+            for part, total in totals.items():
+                total += values[part]
         output.zero_()
-        for piece, place in block.cut(output, rank).items():
-            place.copy_(totals[piece])
+        for part, place in block.cut(output, rank).items():
+            place.copy_(totals[part])
         if bool(received[:, -1].any()):
             output.fill_(torch.nan)
 
@@ -163,15 +163,15 @@ class _BlockReduceScatter(ReduceScatter):
 
     Args:
         owner: Object that does the work.
-        pieces: Shapes of each rank's parts of the parameters, in the order of gradients in a row.
+        parts: Shapes of each rank's parts of the parameters, in the order of gradients in a row.
     """
 
-    def __init__(self, owner: CodedReduceScatter, pieces: Sequence[Mapping[str, Size]]) -> None:
+    def __init__(self, owner: CodedReduceScatter, parts: Sequence[Mapping[str, Size]]) -> None:
         self._owner = owner
-        self.pieces = pieces
+        self.parts = parts
         # Rank 0 has the largest part of each parameter, and rows are padded to that.
-        self._padded = [shape.numel() for shape in pieces[0].values()]
-        self.row_bytes = 1 + max(message_bytes(owner.codec, shapes) for shapes in pieces)
+        self._padded = [shape.numel() for shape in parts[0].values()]
+        self.row_bytes = 1 + max(message_bytes(owner.codec, shapes) for shapes in parts)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -184,14 +184,14 @@ class _BlockReduceScatter(ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._owner.reduce(self, output_tensor, input_tensor.view(len(self.pieces), -1))
+        self._owner.reduce(self, output_tensor, input_tensor.view(len(self.parts), -1))
         return None
 
     def cut(self, row: Tensor, rank: int) -> dict[str, Tensor]:
         """Return the parts of a rank in a row, as views."""
         assert len(row) == sum(self._padded), "a row holds every parameter that requires a gradient"
         parts = row.split(self._padded)
-        shapes = self.pieces[rank]
+        shapes = self.parts[rank]
         return {
-            piece: part[: shape.numel()].view(shape) for part, (piece, shape) in zip(parts, shapes.items(), strict=True)
+            name: part[: shape.numel()].view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
         }

@@ -60,8 +60,8 @@ def _broadcast_chunk(tensors: list[Tensor], group: Group, source: int) -> None:
     if flat.numel() > 0:
         # As bytes, since no backend supports every dtype.
         group.broadcast(flat.view(torch.uint8), source=source, name="copy of the state").wait()
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.detach().copy_(piece.view_as(tensor))
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

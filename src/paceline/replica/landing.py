@@ -21,7 +21,7 @@ Landing = Literal["update", "arrival", "next_forward"]
 
 
 class BucketLanding:
-    """Lands buckets one by one as they arrive: the optimizer steps with the gradients of each.
+    """Applies buckets one by one as they arrive: the optimizer steps with the gradients of each.
 
     A replica knows no other interface of landing otherwise than at the update.
 
@@ -31,9 +31,9 @@ class BucketLanding:
     """
 
     delay = 0
-    """Number of updates after which the gradients of a step have landed."""
+    """Number of updates after which the gradients of a step have been applied."""
     gradients: Gradients
-    """Gradients whose buckets land."""
+    """Gradients whose buckets are applied."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         self._optimizer = optimizer
@@ -41,7 +41,7 @@ class BucketLanding:
         self._pending: list[Bucket] = []
         self._unused: list[str] = []
         self.unused: list[str] = []
-        """Parameters that no rank used in the last step that has landed."""
+        """Parameters that no rank used in the last step that has been applied."""
         self._times: list[BucketTimes] = []
         self._settings: list[dict[str, Any]] = []
         self._divisor = 1.0
@@ -49,7 +49,7 @@ class BucketLanding:
 
     @property
     def is_ready(self) -> bool:
-        """Whether buckets land one by one already; until then they land at the update."""
+        """Whether buckets are applied one by one already; until then they are applied at the update."""
         return True
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
@@ -67,19 +67,19 @@ class BucketLanding:
         """Refuse wrong gradients after a backward pass."""
 
     def end_step(self) -> None:
-        """Measure a step that has ended, while buckets do not land one by one yet; every rank calls it."""
+        """Measure a step that has ended, while buckets are not applied one by one yet; every rank calls it."""
 
     def close(self) -> None:
         """Remove the hooks from the modules."""
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Land the step's buckets as they arrive, and return their times."""
+        """Apply the step's buckets as they arrive, and return their times."""
         self.begin(divisor, step)
         self.flush()
         return self.take_times()
 
     def begin(self, divisor: float, step: int) -> None:
-        """Accept the step's buckets, to land with the optimizer's present settings."""
+        """Accept the step's buckets, to apply with the optimizer's present settings."""
         self._pending = list(self.gradients.buckets)
         for bucket in self._pending:
             bucket.drop_gradients()  # the optimizer must see those of one bucket at a time
@@ -87,18 +87,18 @@ class BucketLanding:
         self._divisor, self._step = divisor, step
 
     def flush(self) -> set[str]:
-        """Land the remaining buckets, and return their parameters."""
+        """Apply the remaining buckets, and return their parameters."""
         late = {slot.name for bucket in self._pending for slot in bucket.slots}
         self.land_those_of(late)
         return late
 
     def take_times(self) -> list[BucketTimes]:
-        """Return the times of the buckets that landed since the last call."""
+        """Return the times of the buckets that were applied since the last call."""
         times, self._times = self._times, []
         return times
 
     def land_those_of(self, names: Collection[str]) -> None:
-        """Land the buckets that contain any of these parameters."""
+        """Apply the buckets that contain any of these parameters."""
         for bucket in [b for b in self._pending if any(slot.name in names for slot in b.slots)]:
             self._pending.remove(bucket)
             self._land(bucket)
@@ -134,7 +134,7 @@ def check_landing(
     is_noise_measured: bool = False,
     is_averaged: bool = False,
 ) -> None:
-    """Refuse to land bucket by bucket if some setting needs the whole step first, or allows nothing in between.
+    """Refuse to apply bucket by bucket if some setting needs the whole step first, or allows nothing in between.
 
     Raises:
         SettingsError: A setting does not allow it; the message names it.

@@ -4,7 +4,7 @@ It pays on slow links: forward begins while the last buckets are still in transi
 2019) and P3 (Jayarajan et al., MLSys 2019) send first the buckets that the next forward needs first. They decide as
 gradients become ready, each worker alone or by a central scheduler; here the order is computed once from one worker's
 measurements and shared, since workers with different launch orders would sum different buckets. The moment at which a
-gradient lands does not change the result.
+gradient is applied does not change the result.
 """
 
 import time
@@ -33,18 +33,18 @@ _MEASURED_STEPS = 3
 
 
 class ForwardLanding(BucketLanding):
-    """Lands buckets in the next forward, so that the last of them may still be in transit when it starts.
+    """Applies buckets in the next forward, so that the last of them may still be in transit when it starts.
 
-    The first forward records which innermost module uses which parameter. From then on a bucket lands before the
+    The first forward records which innermost module uses which parameter. From then on a bucket is applied before the
     first module that uses one of its parameters runs, whichever module owns it (a tied weight, a parent that reads a
-    child's weight). Parameters that were not recorded are landed before forward begins. A parameter that is later used
-    elsewhere, before it has landed, is found in the backward pass and raises an error.
+    child's weight). Parameters that were not recorded are updated before forward begins. A parameter that is later used
+    elsewhere, before its update is applied, is found in the backward pass and raises an error.
 
     Args:
         optimizer: Optimizer, which updates the parameters of one bucket at a time.
         rule: Synchronisation rule, which makes the reducer of buckets.
         module: Module whose forward is recorded.
-        parameters: Parameters to land, by name.
+        parameters: Parameters to update, by name.
     """
 
     delay = 1
@@ -88,11 +88,11 @@ class ForwardLanding(BucketLanding):
         return forward()
 
     def begin_backward(self) -> None:
-        """Land the buckets that forward did not need."""
+        """Apply the buckets that forward did not need."""
         self._late |= self.flush()
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
-        """Accept the step's buckets for the next forward, and return the times of those that have landed since."""
+        """Accept the step's buckets for the next forward, and return the times of those applied since."""
         self.begin(divisor, step)
         return self.take_times()
 
@@ -109,7 +109,7 @@ class ForwardLanding(BucketLanding):
         self._handles = []
 
     def end_backward(self) -> None:
-        """Refuse gradients of parameters that landed after their forward pass."""
+        """Refuse gradients of parameters that were updated after their forward pass."""
         used = {slot.name for bucket in self.gradients.buckets for slot in bucket.slots if slot.used}
         stale = sorted(self._late & used)
         self._late = set()

@@ -30,7 +30,7 @@ class GradientReduction:
     Args:
         module: The model.
         parameters: Parameters that require gradients, by name.
-        optimizer: Optimizer, which steps by bucket if gradients land one by one.
+        optimizer: Optimizer, which steps by bucket if buckets are applied one by one.
         shard: Model shard of this rank; its group is all workers.
         rule: Synchronisation rule, which forms the reduce groups.
         bucket_bytes: See `Replica`.
@@ -141,7 +141,7 @@ class GradientReduction:
         return totals
 
     def begin_backward(self, *, is_first: bool) -> None:
-        """Land what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
+        """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
         if self.landing is not None:
             self.landing.begin_backward()
         if is_first:
@@ -176,7 +176,7 @@ class GradientReduction:
         return times
 
     def land_by_bucket(self, landing: BucketLanding, divisor: float, step: int) -> list[BucketTimes]:
-        """Let the optimizer step with one bucket after another; return the times of the buckets that have landed."""
+        """Let the optimizer step with one bucket after another; return the times of the buckets that were applied."""
         times = landing.land(divisor, step)
         self.unused = landing.unused
         return times
@@ -196,7 +196,7 @@ class GradientReduction:
         return new
 
     def flush(self) -> None:
-        """Land the buckets that wait for the next forward."""
+        """Apply the buckets that wait for the next forward."""
         if self.landing is not None:
             self.landing.flush()
 

@@ -60,7 +60,7 @@ class Replica:
             first steps.
         landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
             arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
-            has arrived: each lands just before its parameters are used, and those that forward uses first are sent
+            has arrived: each is applied just before its parameters are used, and those that forward uses first are sent
             first. Call `flush` before anything but forward and backward reads the parameters.
         ema: Decay of an exponential moving average of the parameters, such as 0.999; None for none. See `averaged`.
         batch_norm: Samples of BatchNorm's statistics in training: this worker's own, or with ``"global"`` exactly those
@@ -175,7 +175,7 @@ class Replica:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sends for a step's gradients, by the exchange's own estimate."""
+        """Bytes that this rank sends for a step's gradients, as the codec estimates them."""
         scatter = self.shard.reduce_scatter
         return self._reduction.wire_bytes + (scatter.wire_bytes if scatter is not None else 0)
 
@@ -207,7 +207,7 @@ class Replica:
 
         Returns:
             True after each `every`-th update, and once all workers stop because a signal asked one of them to. If
-            workers run at their own pace, after each `every`-th global batch: they then meet with a batch of weight 0.
+            workers run at their own pace, after each `every`-th global batch; all then get a batch of weight 0.
         """
         return self.membership.should_save(every, None if self.dispatcher is not None else self.num_updates)
 
@@ -232,7 +232,7 @@ class Replica:
 
         Raises:
             GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or computed
-                twice, a parameter unfrozen after the replica was made, or used before it had landed; or `update` was
+                twice, a parameter unfrozen after the replica was made, or used before it was updated; or `update` was
                 not called after the last backward.
         """
         if isinstance(loss, Loss):
@@ -307,7 +307,7 @@ class Replica:
 
         Raises:
             NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are unchanged (except
-                those of earlier buckets, if buckets land one by one).
+                those of earlier buckets, if buckets are applied one by one).
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
@@ -369,7 +369,7 @@ class Replica:
         )
 
     def flush(self) -> None:
-        """Land the buckets that wait for the next forward, so that parameters are those after the last update."""
+        """Apply the buckets that wait for the next forward, so that parameters are those after the last update."""
         self._reduction.flush()
 
     def compare(self) -> None:
@@ -405,7 +405,7 @@ class Replica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's state, without the module's and the optimizer's; see `WorkerState.state_dict`."""
+        """Return counters, loss scale, rule's state, codecs' residuals, averages; not module and optimizer."""
         return self.state.state_dict() | {"fingerprint": self._beginning.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -432,7 +432,7 @@ class Replica:
         return self._scalars is None and not self._weight
 
     def close(self) -> None:
-        """Land the remaining buckets, remove hooks from the module, and close connections and threads."""
+        """Apply the remaining buckets, remove hooks from the module, and close connections and threads."""
         try:
             self.flush()
         finally:

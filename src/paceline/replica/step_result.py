@@ -11,7 +11,7 @@ class BucketTimes:
     parameters: list[str]
     num_bytes: int
     wire_bytes: int
-    """Bytes that this worker sent for the bucket, by the exchange's own estimate."""
+    """Bytes that this worker sent for the bucket, as the codec estimates them."""
     ready_s: float
     """Time at which its last gradient was ready."""
     began_s: float
@@ -35,7 +35,7 @@ class StepTimes:
     optimizer_ended_s: float = 0.0
     ended_s: float = 0.0
     buckets: list[BucketTimes] = field(default_factory=list)
-    """Buckets that landed in the step; if they land in the next forward, those of the step before."""
+    """Buckets applied in the step; if they are applied in the next forward, those of the step before."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class StepResult:
     stop: bool
     """Whether all workers stop here, since one of them asked for it."""
     newly_unused: list[str]
-    """Parameters that no worker used, each reported once; reported a step later if gradients land in the next
-    forward."""
+    """Parameters that no worker used, each reported once; reported a step later if gradients are applied in
+    the next forward."""
     wire_bytes: int = 0
     """Bytes that this worker sent, by the exchanges' own estimates."""
     times: StepTimes = field(default_factory=StepTimes)
-    """Times of the step; buckets that land in the next forward are those of the step before."""
+    """Times of the step; buckets applied in the next forward are those of the step before."""
 
 
 class UnusedParametersWarning(UserWarning):

@@ -39,7 +39,7 @@ class EveryStep(Rule):
     codec: Codec = NoCodec()
     """Codec of the gradients. On a fast network none is best."""
     program: Algorithm | None = None
-    """Collective program that sums them; by default the group's own choice."""
+    """Collective program that sums the gradients; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
     """Steps at the beginning without the codec. Adaptive optimizers need them most: the size of gradients that they
     learn there is not that of a codec's bursts (Tang et al. 2021, arXiv:2102.02888, take about a fifth of

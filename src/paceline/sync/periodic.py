@@ -32,7 +32,7 @@ class PeriodicRule(Rule):
     codec: Codec = NoCodec()
     """Codec of the differences; its residuals are added to the next ones."""
     program: Algorithm | None = None
-    """Collective program that sums them; by default the group's own choice."""
+    """Collective program that sums the differences; by default the group's own choice."""
 
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:

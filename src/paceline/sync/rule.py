@@ -21,7 +21,7 @@ from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one kind of exchange, for simulator and planner.
+    """Traffic of one kind of exchange, for the simulator.
 
     Args:
         collective: Usual name of the operation: ``all_reduce``, ``send``, ``push``, ``pull``.

@@ -97,7 +97,7 @@ def messages_that_cannot_be_are_refused(group: Group) -> None:
 
 
 def duplicates_are_apart(group: Group) -> None:
-    """Operations and tags of a duplicate never meet those of the group or of another duplicate."""
+    """Operations and tags of a duplicate never mix with those of the group or of another duplicate."""
     groups = [group, group.duplicate("second"), group.duplicate("third")]
     sums = [_number(group, [10.0**place]) for place in range(3)]
     order = range(3) if group.rank % 2 else reversed(range(3))

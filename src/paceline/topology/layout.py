@@ -17,7 +17,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 class Layout(Settings):
-    """Number of ranks that share each part of the work. The product of all axes is the number of ranks."""
+    """Number of ranks along each axis of parallelism. The product of all axes is the number of ranks."""
 
     data: int | None = Field(default=None, ge=1)
     """Replicas of the model, each with its own samples; by default as many as the other axes leave."""

@@ -81,7 +81,7 @@ class LoadBalancer:
         """Record the `times` of step `number`, and return the resulting events, the same on all workers."""
         if self._group.size == 1:
             return []
-        # If gradients land in the next forward, the worker waits in there.
+        # If gradients are applied in the next forward, the worker waits in there.
         waited_s = sum(bucket.waited_s for bucket in times.buckets if bucket.landed_s < times.backward_ended_s)
         self._steps.append((max(0.0, self._stopwatch.read() - waited_s), self._num_samples))
         self._num_samples = 0

@@ -101,7 +101,7 @@ def _run_steps(session: Session) -> bool:
 
 
 def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
-    """Let each worker claim samples at its own pace; all meet to evaluate, to save and at the end.
+    """Let each worker claim samples at its own pace; all synchronise to evaluate, to save and at the end.
 
     A step is done when a global batch of samples is, on any workers.
     """
@@ -265,7 +265,7 @@ def maybe_grow(session: Session) -> None:
 
 
 def next_boundary(session: Session, step: int) -> int:
-    """Return the first step after `step` at whose end all workers meet."""
+    """Return the first step after `step` at whose end all workers synchronise."""
     training, run = session.training, session.training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])

@@ -263,7 +263,7 @@ def outline(model: Model, splits: Splits) -> nn.Module:
     to be trained, once, and let go of.
 
     Raises:
-        RehearsalError: It cannot be built in this process, such as one that asks for its rank.
+        RehearsalError: The model cannot be built in this process, such as one that asks for its rank.
     """
     try:
         return _outline(model.model_dump_json(), splits.train.spec)

@@ -16,7 +16,8 @@ class PipelineSettings(Settings):
     """Order in which a rank works: layer_wise (one micro-batch, one rank at a time), gpipe, 1f1b, interleaved,
     zero_bubble, zbv."""
     num_micro_batches: int | None = Field(default=None, ge=1)
-    """Most micro-batches of a worker's samples, all of one size; by default twice as many as ranks."""
+    """Largest number of equal micro-batches that a worker's samples are split into; by default twice as many as
+    ranks."""
     stages_per_rank: int | None = Field(default=None, ge=1)
     """Stages that each rank holds; by default 2 if the order needs several, else 1."""
     cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"

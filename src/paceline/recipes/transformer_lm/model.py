@@ -35,7 +35,9 @@ class TransformerLM(Model):
     width: int = Field(256, ge=2)
     """Dims of a token's vector."""
     num_layers: int = Field(6, ge=1)
+    """Number of layers, each with attention and an MLP."""
     num_heads: int = Field(4, ge=1)
+    """Number of attention heads, among which `width` is divided."""
     feedforward_multiple: float = Field(4.0, gt=0)
     """Size of a layer's MLP: the same number of parameters as two matrices around hidden dims of this multiple of
     `width`. It has three matrices, with two thirds of these hidden dims."""

@@ -15,8 +15,11 @@ class TransformerLM124M(TransformerLM):
     """123.6 million parameters, in the shape of the smallest GPT-2 (Radford et al. 2019) and GPT-3."""
 
     width: int = Field(768, ge=2)
+    """Dims of a token's vector."""
     num_layers: int = Field(12, ge=1)
+    """Number of layers, each with attention and an MLP."""
     num_heads: int = Field(12, ge=1)
+    """Number of attention heads, among which `width` is divided."""
 
 
 @register("transformer_lm_350m")
@@ -24,8 +27,11 @@ class TransformerLM350M(TransformerLM):
     """353.3 million parameters, in the shape of GPT-3 Medium."""
 
     width: int = Field(1024, ge=2)
+    """Dims of a token's vector."""
     num_layers: int = Field(24, ge=1)
+    """Number of layers, each with attention and an MLP."""
     num_heads: int = Field(16, ge=1)
+    """Number of attention heads, among which `width` is divided."""
 
 
 @register("transformer_lm_760m")
@@ -33,8 +39,11 @@ class TransformerLM760M(TransformerLM):
     """756.7 million parameters, in the shape of GPT-3 Large."""
 
     width: int = Field(1536, ge=2)
+    """Dims of a token's vector."""
     num_layers: int = Field(24, ge=1)
+    """Number of layers, each with attention and an MLP."""
     num_heads: int = Field(16, ge=1)
+    """Number of attention heads, among which `width` is divided."""
 
 
 @register("transformer_lm_1b")
@@ -42,5 +51,8 @@ class TransformerLM1B(TransformerLM):
     """1,009.3 million parameters, as wide as GPT-3 XL with 18 of its 24 layers."""
 
     width: int = Field(2048, ge=2)
+    """Dims of a token's vector."""
     num_layers: int = Field(18, ge=1)
+    """Number of layers, each with attention and an MLP."""
     num_heads: int = Field(16, ge=1)
+    """Number of attention heads, among which `width` is divided."""
