@@ -32,6 +32,11 @@ class GossipRule(Rule):
         """Always false: neighbours are close to each other, not equal."""
         return False
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Always false: the graph decides."""
+        return False
+
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return this worker alone, which steps by its own gradient."""
         return [group.rank]
