@@ -319,3 +319,12 @@ def test_fields_are_described_by_the_text_below_them():
 def test_errors_of_names_and_extras_say_what_to_do():
     assert str(unknown_name("recipe", "x", [])) == "recipe must be a known name, but got 'x'; known: none"
     assert "pip install 'paceline[vision]'" in str(missing_extra("pillow", "vision", "reading images"))
+
+
+def test_a_class_that_is_not_registered_says_how_to_register_it():
+    class Oval(Shape):
+        def area(self):
+            return 1.0
+
+    with pytest.raises(ValidationError, match=r'Oval must be registered; put @paceline.register\("oval"\) before'):
+        Oval()

@@ -64,6 +64,9 @@ class Family(Settings):
         name = value.get("name", cls.name)
         if name == cls.name and name:
             return handler(fields)
+        if not name and "family" not in vars(cls) and not inspect.isabstract(cls):
+            word = cls.__name__.lower()
+            raise SettingsError(f'{cls.__name__} must be registered; put @paceline.register("{word}") before its class')
         return find_variant(cls, str(name)).model_validate(fields)
 
     @model_serializer(mode="plain")

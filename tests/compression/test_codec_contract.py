@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.compression import Codec, Int8, NoCodec, OneBit
-from paceline.compression.codec import Algebra, AllGather, AllReduce, AllToAll, Exchanged
+from paceline.compression import Codec, Int8, NoCodec, OneBit, RandomK
+from paceline.compression.codec import (
+    Algebra,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchanged,
+    dense_payloads,
+    exchange_dense,
+)
 from paceline.registry import list_variants
 from paceline.testing import codec_contract
 from paceline.testing.codec_contract import CODEC_CHECKS, check_codec, every_codec, make_value
@@ -112,6 +120,46 @@ class Identity(Codec):
         return [(AllReduce, 4 * shape.numel())]
 
 
+class Leaky(Codec):
+    """Sends the means of rows only, and keeps nothing."""
+
+    name = "leaky"
+    algebra = Algebra.LINEAR
+
+    def exchange(self, value, state, context):
+        if value.dim() < 2:
+            return (yield from exchange_dense(value))
+        total = yield AllReduce(value.flatten(1).mean(1))
+        total = total.view(-1, *[1] * (value.dim() - 1)).expand_as(value).clone()
+        return Exchanged(total, {}, bool(value.isfinite().all()))
+
+    def payloads(self, shape, num_workers):
+        return dense_payloads(shape if len(shape) < 2 else shape[:1])
+
+
+class Scaling(RandomK):
+    """Multiplies sums, and keeps nothing."""
+
+    name = "scaling"
+    error_feedback: bool = False
+    density: float = 0.5
+    fault: float = 7.0
+
+    def exchange(self, value, state, context):
+        result = yield from super().exchange(value, state, context)
+        return dataclasses.replace(result, total=result.total * self.fault)
+
+
+class Careless(Scaling):
+    """Multiplies sums, and says nothing of feedback in its settings, though it keeps residuals."""
+
+    name = "careless"
+    error_feedback: bool = True
+
+    def model_dump(self, **options):
+        return {key: value for key, value in super().model_dump(**options).items() if key != "error_feedback"}
+
+
 class Forgetful(NoCodec):
     """Loses the state when workers come or go."""
 
@@ -136,6 +184,10 @@ class Forgetful(NoCodec):
         (Deaf(dense_below=0), "what_was_sent_and_what_is_kept_is_what_came_in"),
         (Identity(fault="loses"), "what_was_sent_and_what_is_kept_is_what_came_in"),
         (Identity(fault="residual"), "what_was_sent_and_what_is_kept_is_what_came_in"),
+        (Careless(dense_below=0), "what_was_sent_and_what_is_kept_is_what_came_in"),
+        (Leaky(dense_below=0), "what_is_not_kept_comes_close_to_the_sum"),
+        (Scaling(dense_below=0), "what_is_not_kept_comes_close_to_the_sum"),
+        (Scaling(dense_below=0, fault=0.01), "what_is_not_kept_comes_close_to_the_sum"),
         (Identity(fault="writes to the value"), "an_exchange_can_be_repeated"),
         (Identity(fault="alias"), "results_share_no_memory"),
         (Identity(fault="draws"), "the_global_random_generator_is_left_alone"),
@@ -160,12 +212,19 @@ def test_a_residual_that_outlives_its_feedback_is_caught():
             return dataclasses.replace(result, state={"worker": torch.zeros_like(value)})
 
     with pytest.raises(AssertionError, match="worker"):
-        codec_contract.without_feedback_nothing_is_held_back(Clinging(dense_below=0, error_feedback=False))
+        codec_contract.the_setting_error_feedback_is_obeyed(Clinging(dense_below=0, error_feedback=False))
 
 
 def test_the_name_of_a_broken_rule_begins_the_message():
     with pytest.raises(AssertionError, match=r"^totals_have_the_same_bits_on_every_worker: totals of "):
         check_codec(Identity(fault="rank"))
+
+
+def test_a_check_that_does_not_apply_is_reported_as_skipped_with_the_reason():
+    lines = check_codec(CODECS["int8 without feedback"])
+    assert [line.split()[1] for line in lines] == [check.__name__ for check in CODEC_CHECKS]
+    assert "skipped: what_was_sent_and_what_is_kept_is_what_came_in (it keeps no residual)" in lines
+    assert "passed: what_is_not_kept_comes_close_to_the_sum" in lines
 
 
 class Talker(Codec):

@@ -149,9 +149,7 @@ def test_words_that_mean_nothing_are_refused(settings, words):
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(
-        SettingsError, match=r"must be a torch.optim.Optimizer of the module's parameters, but got None"
-    ):
+    with pytest.raises(SettingsError, match=r"must be a torch.optim.Optimizer of .*, but got None"):
         paceline.Replica(torch.nn.Linear(2, 2), None, group=LocalGroup())
 
 

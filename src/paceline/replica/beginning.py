@@ -42,7 +42,7 @@ class Beginning:
         """Check module and optimizer before the first backward.
 
         Args:
-            rule: How workers are kept in step; those that run at their own pace cannot be compared.
+            rule: Synchronisation rule; workers that run at their own pace cannot be compared.
             is_resumed: Whether the replica goes on from a saved state, or begins anew by the user's word.
 
         Raises:

@@ -48,7 +48,7 @@ def read_rule(sync: Rule | str) -> Rule:
     """Return a rule that is given as one, or by its name.
 
     Raises:
-        SettingsError: It is neither.
+        SettingsError: The value is neither.
     """
     try:
         return Rule.model_validate(sync)

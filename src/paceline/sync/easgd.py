@@ -59,6 +59,11 @@ class EASGD(PeriodicRule):
         """Whether workers swap at their own pace."""
         return self.asynchronous
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Always false: the centre pulls at all workers alike."""
+        return False
+
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a period; with `asynchronous` a message each way."""
         if not self.asynchronous:

@@ -37,6 +37,11 @@ class GossipRule(Rule):
         """Always false: mixing brings workers together from wherever they begin."""
         return False
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Always false: the graph decides."""
+        return False
+
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return this worker alone, which steps by its own gradient."""
         return [group.rank]

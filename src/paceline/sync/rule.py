@@ -73,6 +73,11 @@ class Rule(Family):
         return True
 
     @property
+    def weighs_samples(self) -> bool:
+        """Whether workers count by the weight of their samples; else all count equally, whatever their samples."""
+        return True
+
+    @property
     def reads_gradients(self) -> bool:
         """Whether it needs gradients as well as parameters, in full: ranks cannot share a model then."""
         return False

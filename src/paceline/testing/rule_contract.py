@@ -18,9 +18,11 @@ from paceline.registry import list_variants
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.replica.step_result import StepResult
-from paceline.sync import Rule
+from paceline.sync import Rule, Traffic
+from paceline.testing.checks import run_checks
 
-Check = Callable[[Rule], None]
+Check = Callable[[Rule], str | None]
+"""Check of a rule: raises if the rule fails it; returns the reason if it does not apply to the rule."""
 
 NUM_STEPS = 12
 WORKERS = (1, 2, 3, 5)
@@ -42,17 +44,12 @@ def every_rule() -> dict[str, Rule]:
 
 
 def check_rule(rule: Rule) -> list[str]:
-    """Run every check of `RULE_CHECKS` and return their names.
+    """Run every check of `RULE_CHECKS`; return a line of each: ``passed: NAME`` or ``skipped: NAME (reason)``.
 
     Raises:
         AssertionError: The rule breaks the contract; the message begins with the check's name.
     """
-    for check in RULE_CHECKS:
-        try:
-            check(rule)
-        except Exception as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
-    return [check.__name__ for check in RULE_CHECKS]
+    return run_checks(RULE_CHECKS, rule)
 
 
 def settings_survive_json(rule: Rule) -> None:
@@ -78,8 +75,10 @@ def any_number_of_workers_learns(rule: Rule) -> None:
     """With any number of workers the consensus improves, and is the same on all of them."""
     for size in WORKERS:
         before = _held_out_loss(make_module())
-        losses = LocalGroup.run(size, lambda group: _train(group, rule)[1])
-        assert len(set(losses)) == 1, f"{size} workers evaluate the consensus differently: {losses}"
+        judged = LocalGroup.run(size, lambda group: _train(group, rule)[1:])
+        for losses in zip(*judged, strict=True):
+            assert len(set(losses)) == 1, f"{size} workers evaluate the consensus differently: {losses}"
+        losses = [loss for loss, _ in judged]
         assert losses[0] < 0.9 * before, f"{size} workers: {before} before training, {losses[0]} after"
 
 
@@ -92,6 +91,31 @@ def uneven_shares_are_taken(rule: Rule) -> None:
     for result in LocalGroup.run(3, lambda group: _train(group, rule, weigh=weigh)):
         assert all(math.isfinite(loss) for loss in result[0]), f"losses are {result[0]}"
         assert math.isfinite(result[1]), f"the consensus' loss is {result[1]}"
+
+
+def workers_count_by_their_samples(rule: Rule) -> str | None:
+    """A worker whose samples weigh next to nothing hardly moves the consensus, and one with as many as others does."""
+    if rule.is_asynchronous:
+        return "asynchronous workers end at other places each time"
+    if not rule.weighs_samples:
+        return "its class says weighs_samples = False"
+    num_steps = _count_steps(rule.traffic([parameter.shape for parameter in make_module().parameters()], 3), 2)
+
+    def change(weight: float) -> float:
+        """Return how far the consensus is from that with other data on rank 2, whose samples weigh `weight`."""
+        ends = [
+            LocalGroup.run(3, lambda group, data=data: _train_on(group, rule, num_steps, weight, data))[0]  # type: ignore[misc]
+            for data in (2, 77)
+        ]
+        return float((ends[0] - ends[1]).norm())
+
+    full, light = change(1.0), change(1e-4)
+    assert full > 0, "the data of each worker must reach the consensus, but rank 2's does not"
+    assert light < full / 2, (
+        f"workers must count by `step.weight`, but other data on rank 2 move the consensus by {light:.2g} if its "
+        f"samples weigh 0.0001, and by {full:.2g} if they weigh 1; weigh, or let `weighs_samples` return False"
+    )
+    return None
 
 
 def accumulated_gradients_are_one_gradient(rule: Rule) -> None:
@@ -142,7 +166,7 @@ def prices_are_stated(rule: Rule) -> None:
         assert each.period >= 1, f"a period must be of a step at least, but got {each}"
     # In asynchronous workers' last step only their requests are certain to be counted, not the replies.
     num_periods = 40 if rule.is_asynchronous else 4
-    num_steps = max(each.first_step for each in traffic) + math.lcm(*(each.period for each in traffic)) * num_periods
+    num_steps = _count_steps(traffic, num_periods)
     stated = sum(each.wire_bytes * each.count(num_steps) for each in traffic)
     sent = LocalGroup.run(4, lambda group: sum(_run(group, rule, num_steps)[1]))
     mean = sum(sent) / len(sent)
@@ -154,6 +178,7 @@ RULE_CHECKS: tuple[Check, ...] = (
     changes_are_announced,
     any_number_of_workers_learns,
     uneven_shares_are_taken,
+    workers_count_by_their_samples,
     accumulated_gradients_are_one_gradient,
     a_killed_run_goes_on_bit_for_bit,
     another_number_of_workers_goes_on,
@@ -190,8 +215,10 @@ def _make_replica(group: LocalGroup, rule: Rule) -> Replica:
     return Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, sync=rule, clip_norm=10.0)
 
 
-def _step(replica: Replica, step: int, weight: float = 1.0, num_micro_batches: int = 1) -> StepResult:
-    inputs, targets = make_batch(replica.group.rank, step)
+def _step(
+    replica: Replica, step: int, weight: float = 1.0, num_micro_batches: int = 1, rank: int | None = None
+) -> StepResult:
+    inputs, targets = make_batch(replica.group.rank if rank is None else rank, step)
     parts = list(zip(inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True))
     for number, (some_inputs, some_targets) in enumerate(parts):
         loss = F.mse_loss(replica(some_inputs), some_targets)
@@ -209,14 +236,37 @@ def _train(
     rule: Rule,
     weigh: Callable[[int, int], float] = lambda rank, step: 1.0,
     num_micro_batches: int = 1,
-) -> tuple[list[float], float]:
-    """Return the losses of the steps, and the final loss of the consensus."""
+) -> tuple[list[float], float, float]:
+    """Return the losses of the steps, the final loss of the consensus, and its loss before the last step.
+
+    One of the two is amid a period, unless every step ends one.
+    """
     replica = _make_replica(group, rule)
-    steps = range(3 * NUM_STEPS)
-    losses = [_step(replica, step, weigh(group.rank, step), num_micro_batches).loss for step in steps]
+    losses = []
+    before = 0.0
+    for step in range(3 * NUM_STEPS):
+        before = _judge(replica) if step == 3 * NUM_STEPS - 1 else before
+        losses.append(_step(replica, step, weigh(group.rank, step), num_micro_batches).loss)
     judged = _judge(replica)
     replica.close()
-    return losses, judged
+    return losses, judged, before
+
+
+def _train_on(group: LocalGroup, rule: Rule, num_steps: int, weight: float, data: int) -> Tensor:
+    """Return the consensus in one tensor; rank 2's samples are those of rank `data`, and weigh `weight`."""
+    replica = _make_replica(group, rule)
+    is_last = group.rank == 2
+    for step in range(num_steps):
+        _step(replica, step, weight if is_last else 1.0, rank=data if is_last else None)
+    with replica.consensus():
+        end = torch.cat([parameter.detach().flatten() for parameter in replica.module.parameters()])
+    replica.close()
+    return end
+
+
+def _count_steps(traffic: Sequence[Traffic], num_periods: int) -> int:
+    """Return the number of steps up to the end of the last of some whole periods."""
+    return max(each.first_step for each in traffic) + math.lcm(*(each.period for each in traffic)) * num_periods
 
 
 def _run(group: LocalGroup, rule: Rule, num_steps: int) -> tuple[Replica, Sequence[int]]:
