@@ -7,9 +7,9 @@ import torch
 import xxhash
 from torch import nn
 
-from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
+from paceline.parallel.model_shard import ModelShard
 from paceline.replica.hashing import describe_difference, find_difference, hash_tensor
 from paceline.sync.rule import Rule
 
@@ -20,11 +20,13 @@ class Beginning:
     Args:
         module: The model.
         optimizer: Optimizer of the model.
-        group: Ranks with the same parameters and other samples.
+        shard: Model shard of this rank. Parameters of a layout are not compared: they began as one model, and may be
+            gathered for backward now.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
-        self._module, self._optimizer, self._group = module, optimizer, group
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard) -> None:
+        self._module, self._optimizer, self._group = module, optimizer, shard.group
+        self._is_compared = shard.mesh is None
         self._expected: Mapping[str, Any] | None = None
         self.is_checked = False
         """Whether the first step has begun."""
@@ -82,7 +84,7 @@ class Beginning:
             )
 
     def _hash_parameters(self) -> dict[str, int]:
-        named = self._module.named_parameters()
+        named = self._module.named_parameters() if self._is_compared else ()
         return {f"parameter {name}": hash_tensor(local(parameter)) for name, parameter in named}
 
 

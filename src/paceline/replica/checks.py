@@ -154,20 +154,15 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
-def check_weight(weight: float | None) -> float:
-    """Return the weight of a loss, which must be given."""
+def refuse_backward(
+    loss: Tensor, weight: float | None, reduction: str, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise GradientError for a backward that would be counted wrongly; the message says why."""
     if weight is None:
         raise GradientError(
             "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
             "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
         )
-    return weight
-
-
-def refuse_backward(
-    loss: Tensor, weight: float, reduction: str, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]
-) -> None:
-    """Raise GradientError for a backward that would be counted wrongly; the message says why."""
     if is_exchanging:
         raise GradientError("update() must be called after backward(last=True), but backward was called again")
     if loss.dim() != 0:

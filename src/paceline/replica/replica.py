@@ -23,7 +23,7 @@ from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.beginning import Beginning
-from paceline.replica.checks import Precision, check_replica, check_weight, find_original, read_rule, refuse_backward
+from paceline.replica.checks import Precision, check_replica, find_original, read_rule, refuse_backward
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -102,20 +102,17 @@ class Replica:
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self.sync = read_rule(sync)
-        self._precision = precision
+        self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-        check_replica(
-            self._compiled, self.optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm
-        )
+        check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         guarded = optimizer if landing == "update" else None
         self._optimizer_step = OptimizerStep(guarded, precision, clip_norm, self.shard, self._parameters)
-        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.group)
-        self._weight = 0.0
+        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard)
+        self._weight = self._last_loss = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
         self._times = StepTimes()
-        self._last_loss = 0.0
         if self.group.size > 1 and self.shard.mesh is None:  # a layout did this when models were still whole
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
@@ -238,12 +235,12 @@ class Replica:
         if isinstance(loss, Loss):
             weight, reduction = loss.weight, "mean"
             loss = loss.mean
-        weight = check_weight(weight)
         if type(loss) is not Tensor:
             loss = full_tensor(loss)
-        is_right = self._scalars is None and not loss.dim() and 0 <= weight < math.inf and reduction in ("mean", "sum")
-        if not is_right or any(parameter.requires_grad for parameter in self._frozen.values()):
+        is_right = weight is not None and 0 <= weight < math.inf and reduction in ("mean", "sum") and not loss.dim()
+        if self._scalars is not None or not is_right or any(p.requires_grad for p in self._frozen.values()):
             refuse_backward(loss, weight, reduction, self._scalars is not None, self._frozen)
+        assert weight is not None
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
         factor = weight if reduction == "mean" else float(weight > 0)
@@ -485,7 +482,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self.sync.runs_optimizer,
+            is_optimizer_run=self._runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()
