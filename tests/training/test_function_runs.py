@@ -296,3 +296,16 @@ def make_replica(run):
 
     module = mine.build()
     return Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=LocalGroup())
+
+
+def test_an_optimizer_of_ones_own_is_neither_clipped_nor_scheduled_unless_asked_for():
+    for optimizer in (torch.optim.SGD, "torch.optim:SGD", {"name": "function", "path": "torch.optim:SGD"}):
+        run = make_points_run(optimizer=optimizer)
+        assert run.clip_norm is None
+        assert run.schedule.name == "constant"
+        assert Run.model_validate(run.model_dump(mode="json")) == run
+        asked = make_points_run(optimizer=optimizer, clip_norm=0.5, schedule="cosine")
+        assert asked.clip_norm == 0.5
+        assert asked.schedule.name == "cosine"
+    assert make_points_run().clip_norm == 1.0
+    assert make_points_run(optimizer="sgd").clip_norm == 1.0

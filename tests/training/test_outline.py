@@ -84,9 +84,7 @@ def test_weights_that_are_drawn_until_they_suit_are_not_waited_for():
 
 
 def test_what_building_raises_is_left_to_the_workers_to_tell():
-    with pytest.warns(
-        UserWarning, match="memory was not checked: .*FileNotFoundError: .*no such weights"
-    ):
+    with pytest.warns(UserWarning, match="memory was not checked: .*FileNotFoundError: .*no such weights"):
         assert check_fit(run_of("make_impossible"), TEXT, 2, CPU, 10**9) is None
     run = run_of("make_impossible")
     layout = run.layout.model_copy(update={"sharded": 2})

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +17,7 @@ from paceline.data.datasets import Collate
 from paceline.errors import SettingsError
 from paceline.functions import Function
 from paceline.memory import Memory
-from paceline.optim import AdamW, Optimizer
+from paceline.optim import AdamW, FunctionOptimizer, Optimizer
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
@@ -70,7 +71,7 @@ class Run(Settings):
     optimizer: Optimizer = AdamW()
     """Optimizer of the parameters."""
     schedule: LearningRate = Cosine(warmup_steps=20)
-    """Learning-rate schedule."""
+    """Learning-rate schedule; constant by default with an optimizer of your own."""
     batch_schedule: BatchSchedule = ConstantBatch()
     """Schedule of the global batch size."""
     noise_scale_interval: int = Field(default=0, ge=0)
@@ -96,7 +97,7 @@ class Run(Settings):
     compiler: str = NO_COMPILER
     """Backend of torch.compile that compiles each block of the model, such as inductor; none for no compilation."""
     clip_norm: float | None = Field(default=1.0, gt=0)
-    """Largest global gradient norm; none for no clipping."""
+    """Largest global gradient norm; none for no clipping, the default with an optimizer of your own."""
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the parameters, such as 0.999, with which evaluation then runs; none
     for no average."""
@@ -147,6 +148,18 @@ class Run(Settings):
         if measure is not None:
             part_measure(measure)
         return measure
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_own_optimizers_alone(cls, values: Any) -> Any:
+        """Train with an optimizer of the user's own as his loop would: clipped and scheduled only if he says so."""
+        given = values.get("optimizer") if isinstance(values, Mapping) else None
+        is_path = isinstance(given, str) and ":" in given
+        is_function = callable(given) and not (isinstance(given, type) and issubclass(given, Optimizer))
+        is_named = isinstance(given, Mapping) and given.get("name") == "function"
+        if is_path or is_function or is_named or isinstance(given, FunctionOptimizer):
+            return {"clip_norm": None, "schedule": "constant", **values}
+        return values
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
