@@ -242,10 +242,21 @@ LOST = [
         EveryStep(codec=TOP_K),
         EveryStep(codec="int8"),
         2,
-        "codec 'top_k' of 2 workers .* codec 'int8' runs among 2 here",
+        "codec 'top_k of steps' of 2 workers .* codec 'int8' runs among 2 here",
     ),
-    (EveryStep(codec=TOP_K), EveryStep(codec=TOP_K), 1, "codec 'top_k' of 2 workers .* no codec runs among 1 here"),
-    (EveryStep(codec=TOP_K), DiLoCo(period=2), 2, "codec 'top_k' of 2 workers .* no codec runs among 2 here"),
+    (
+        EveryStep(codec=TOP_K),
+        EveryStep(codec=TOP_K, codec_of="gradient"),
+        2,
+        "codec 'top_k of steps' of 2 workers .* codec 'top_k' runs among 2 here",
+    ),
+    (
+        EveryStep(codec=TOP_K, codec_of="gradient"),
+        EveryStep(codec=TOP_K),
+        1,
+        "codec 'top_k' of 2 workers .* no codec runs among 1 here",
+    ),
+    (EveryStep(codec=TOP_K), DiLoCo(period=2), 2, "codec 'top_k of steps' of 2 workers .* no codec runs among 2 here"),
     (
         DiLoCo(period=2, synchronous_steps=0, codec=TOP_K),
         EveryStep(),
@@ -326,3 +337,55 @@ def test_a_rule_begins_anew_from_the_mean_of_the_optimizers(tmp_path):
             mean = torch.stack([state[name].double() for state in saved]).mean(0)
             torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
         assert not torch.equal(saved[0]["exp_avg of bias"], loaded["exp_avg of bias"])
+
+
+def test_coded_steps_go_on_with_each_workers_own_optimizer_bit_for_bit(tmp_path):
+    def work(group, *, is_resumed=False):
+        replica = make_replica(group, EveryStep(codec=TOP_K))
+        with CheckpointStore(tmp_path) as store:
+            if is_resumed:
+                restore(newest(store, group), replica)
+            else:
+                for step in range(3):
+                    take_step(replica, step)
+                save(store, group, *capture(replica))
+        for step in range(3, 6):
+            take_step(replica, step)
+        replica.close()
+        return state_of(replica)
+
+    straight = LocalGroup.run(3, work)
+    assert not torch.equal(straight[0]["exp_avg of bias"], straight[1]["exp_avg of bias"])
+    for ours, theirs in zip(LocalGroup.run(3, lambda group: work(group, is_resumed=True)), straight, strict=True):
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_after"), [(EveryStep(codec=TOP_K), 2), (EveryStep(codec=TOP_K, codec_of="gradient"), 3)]
+)
+@pytest.mark.filterwarnings("ignore::paceline.compression.codec.FeedbackDroppedWarning")
+def test_coded_steps_elsewhere_begin_from_the_mean_of_the_optimizers(tmp_path, rule, num_after):
+    def begin(group):
+        replica = make_replica(group, EveryStep(codec=TOP_K))
+        for step in range(3):
+            take_step(replica, step)
+        with CheckpointStore(tmp_path) as store:
+            save(store, group, *capture(replica))
+        replica.close()
+        return state_of(replica)
+
+    def go_on(group):
+        replica = make_replica(group, rule)
+        with CheckpointStore(tmp_path) as store:
+            restore(newest(store, group), replica)
+        replica.close()
+        return state_of(replica)
+
+    saved, loaded = LocalGroup.run(3, begin), LocalGroup.run(num_after, go_on)
+    for state in loaded:
+        assert torch.equal(state["weight"], saved[0]["weight"])
+        mean = torch.stack([before["exp_avg of weight"] for before in saved]).mean(0)
+        torch.testing.assert_close(state["exp_avg of weight"], mean)
+    if num_after == 2:
+        held_back = [sum(state["weight/worker"] for state in states) for states in (saved, loaded)]
+        torch.testing.assert_close(*held_back)

@@ -20,6 +20,7 @@ class OneBit(Requantise):
     On the wire: 1 bit an element and 4 bytes a tile, 31.5 times less than fp32, twice (see `Requantise`).
     """
 
+    suits_steps = True
     tile = 2048
     bits = 1
 

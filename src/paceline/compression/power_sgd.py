@@ -50,6 +50,7 @@ class PowerSGD(Codec):
     """
 
     algebra = Algebra.LINEAR
+    suits_steps = True
 
     low_rank: int = Field(default=4, ge=1)
     """Number of columns of P and Q."""

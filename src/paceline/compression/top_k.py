@@ -41,6 +41,7 @@ class TopK(Codec):
     """
 
     algebra = Algebra.GATHER
+    suits_steps = True
 
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of the elements that are sent."""

@@ -157,16 +157,16 @@ class BucketLauncher:
         self.ready_order: list[str] = []
         """Parameters in the order in which the last armed backward pass made their gradients."""
         self._launch = launch
-        self._armed = False
+        self._armed = self._is_eager = False
         self._next = 0
         slots = [slot for bucket in buckets for slot in bucket.slots]
         self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in slots]
         for bucket in buckets:
             bucket.reset()
 
-    def arm(self) -> None:
-        """Launch buckets during the next backward pass."""
-        self._armed = True
+    def arm(self, *, is_eager: bool = True) -> None:
+        """Launch buckets during the next backward pass, or after it without `is_eager`."""
+        self._armed, self._is_eager = True, is_eager
         self._next = 0
         self.ready_order = []
 
@@ -206,7 +206,8 @@ class BucketLauncher:
             bucket.num_fired += 1
             if bucket.num_fired == len(bucket.slots):
                 bucket.ready_s = time.perf_counter()
-                self._launch_until(lambda bucket: bucket.num_fired == len(bucket.slots))
+                if self._is_eager:
+                    self._launch_until(lambda bucket: bucket.num_fired == len(bucket.slots))
 
         return hook
 

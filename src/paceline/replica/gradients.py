@@ -12,7 +12,7 @@ from paceline.errors import NonFiniteError
 from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.replica.tuning import BucketTuner
-from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducer import FlatBucket, GradientReducer
 
 
 class Gradients:
@@ -42,6 +42,10 @@ class Gradients:
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step = 0
         self._loss_scale = 1.0
+        self.is_eager = True
+        """Whether buckets are launched while backward runs; else after it."""
+        self.before_launch: Callable[[FlatBucket], None] = lambda bucket: None
+        """Function that may change a bucket's gradients just before they are sent."""
         self._use_layout(plan_layout(parameters, self._ready_order, self._bucket_bytes))
 
     @property
@@ -62,7 +66,7 @@ class Gradients:
     def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
         """Launch buckets during the next backward pass; for the arguments see `GradientReducer.reduce`."""
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
-        self._launcher.arm()
+        self._launcher.arm(is_eager=self.is_eager)
 
     def collect(self) -> None:
         """Collect gradients that were computed without the hooks, as in pipeline stages."""
@@ -182,6 +186,7 @@ class Gradients:
         self.reducer.close()
 
     def _launch(self, bucket: Bucket) -> Work:
+        self.before_launch(bucket.flat)
         return self.reducer.reduce(bucket.flat, self._divisor, self._step, self._loss_scale)
 
     def _change_layout(self, layout: BucketLayout) -> None:

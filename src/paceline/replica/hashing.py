@@ -67,13 +67,16 @@ class ReplicaComparison:
 
     Args:
         module: The model.
-        optimizer: Optimizer of the model.
+        optimizer: Optimizer of the model; None if its state is each worker's own.
         shard: Model shard of this rank.
         interval: Steps from one comparison to the next; 0 for none.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard, interval: int) -> None:
-        self._module, self._optimizer, self._shard = module, local_optimizer(optimizer), shard
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, shard: ModelShard, interval: int
+    ) -> None:
+        self._module, self._shard = module, shard
+        self._optimizer = local_optimizer(optimizer) if optimizer is not None else None
         self.interval = interval if shard.world.size > 1 else 0
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
@@ -147,7 +150,9 @@ class ReplicaComparison:
 
     def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
         """Return hashes of the optimizer's state for a parameter: tensors and numbers."""
-        hashes = {}
+        hashes: dict[str, int] = {}
+        if self._optimizer is None:
+            return hashes
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 hashes[f"optimizer state {key} of {name}"] = hash_tensor(local(value))

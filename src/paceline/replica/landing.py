@@ -12,7 +12,7 @@ from paceline.optim.torch_rules import BY_ELEMENT, updates_by_element
 from paceline.replica.buckets import Bucket
 from paceline.replica.gradients import Gradients
 from paceline.replica.step_result import BucketTimes
-from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
@@ -34,6 +34,10 @@ class BucketLanding:
     """Number of updates after which the gradients of a step have been applied."""
     gradients: Gradients
     """Gradients whose buckets are applied."""
+    is_eager = True
+    """Whether buckets are launched while backward runs; else after it."""
+    gradient_norm: float | None = None
+    """Norm of the last step's gradients before clipping; None without clipping."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         self._optimizer = optimizer
@@ -62,6 +66,12 @@ class BucketLanding:
 
     def begin_backward(self) -> None:
         """Prepare for a backward pass."""
+
+    def arm(self, share: float, step: int) -> None:
+        """Prepare for the exchange of a step's gradients, of which this worker's are multiplied by its `share`."""
+
+    def before_launch(self, bucket: FlatBucket) -> None:
+        """Change what a bucket sends."""
 
     def end_backward(self) -> None:
         """Refuse wrong gradients after a backward pass."""

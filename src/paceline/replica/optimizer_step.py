@@ -1,7 +1,7 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +92,13 @@ class OptimizerStep:
         if has_gradients:
             self._agree_on_overflow()
             self._scaler.unscale_(optimizer)
-        gradient_norm = self._clip(optimizer, number) if self.clip_norm is not None else None
+        gradient_norm = self.clip(optimizer, number) if self.clip_norm is not None else None
         before(self.is_scaled and not is_optimizer_run and has_gradients and self._is_overflown())
         scale = self._scaler.get_scale()
         if has_gradients:
             if is_optimizer_run:
-                self._is_stepping = True
-                try:
+                with self.stepping():
                     self._scaler.step(optimizer)
-                finally:
-                    self._is_stepping = False
             self._scaler.update()
         return OptimizerStepResult(gradient_norm, self._scaler.get_scale() < scale)
 
@@ -142,7 +139,21 @@ class OptimizerStep:
             for gradient in gradients:
                 gradient.fill_(torch.inf)
 
-    def _clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """While active, the optimizer may step."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+        """Clip the gradients by their global norm, and return it.
+
+        Raises:
+            NonFiniteError: It is not finite, in a precision that does not overflow.
+        """
         assert self.clip_norm is not None
         if self._shard.is_whole:
             held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]

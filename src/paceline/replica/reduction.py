@@ -13,11 +13,14 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import GradientError, NonFiniteError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, summed_gradient
+from paceline.replica.coded_steps import StepCoding
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.next_forward import ForwardLanding
+from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
 from paceline.replica.step_scalars import StepScalars, StepTotals
+from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import Rule
 
 # Measured: on CPUs 16 MiB waits least for the last bucket, smaller buckets cost more calls; a GPU wants few launches.
@@ -35,6 +38,7 @@ class GradientReduction:
         rule: Synchronisation rule, which forms the reduce groups.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
+        optimizer_step: Owner of the optimizer's steps.
         seed: Random seed of the codecs.
     """
 
@@ -48,11 +52,13 @@ class GradientReduction:
         rule: Rule,
         bucket_bytes: int | Literal["tuned"] | None,
         landing: Landing,
+        optimizer_step: OptimizerStep,
         seed: int,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
+        self._optimizer_step = optimizer_step
         self._ranks: list[int] = []
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
@@ -94,7 +100,7 @@ class GradientReduction:
         self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
         if self.reduce_group.size == 1:
             return
-        self.landing = self._start_landing()
+        self.landing = self._start_landing(step)
         starting = self.landing or self._rule
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
         suits = reducer.bucket_bytes or DEFAULT_BUCKET_BYTES[self.reduce_group.device.type]
@@ -102,6 +108,7 @@ class GradientReduction:
         self.gradients = Gradients(self._parameters, self.reduce_group, reducer, chosen)
         if self.landing is not None:
             self.landing.gradients = self.gradients
+            self.gradients.is_eager, self.gradients.before_launch = self.landing.is_eager, self.landing.before_launch
         # Hooks are cycles that Python cannot collect: a replica without references would never release its memory.
         self._end = weakref.finalize(self, _let_go, self.gradients, self.landing)
         self._end.atexit = False
@@ -219,7 +226,9 @@ class GradientReduction:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _start_landing(self) -> BucketLanding | None:
+    def _start_landing(self, step: int) -> BucketLanding | None:
+        if isinstance(self._rule, EveryStep) and self._rule.codes_steps(step):
+            return StepCoding(self._optimizer, self._rule, self._parameters, self._optimizer_step)
         if self._landing == "update":
             return None
         if self._landing == "arrival":

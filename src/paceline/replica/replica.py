@@ -24,6 +24,7 @@ from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.beginning import Beginning
 from paceline.replica.checks import Precision, check_replica, find_original, read_rule, refuse_backward
+from paceline.replica.coded_steps import choose_coding
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
 from paceline.replica.loss import Loss
@@ -101,9 +102,16 @@ class Replica:
             optimizer.param_groups = self.optimizer.param_groups  # for schedulers of the optimizer that was given
         self._given_optimizer = optimizer
         self.group = self.shard.group
-        self.sync = read_rule(sync)
-        self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.sync = choose_coding(
+            read_rule(sync),
+            local_optimizer(self.optimizer),
+            self._parameters,
+            precision=precision,
+            landing=landing,
+            layout=self.shard.layout,
+        )
+        self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         guarded = optimizer if landing == "update" else None
@@ -118,7 +126,8 @@ class Replica:
             broadcast_module(module, self.group)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
-        self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
+        stepped = self.optimizer if self.sync.keeps_optimizers_equal else None
+        self._comparison = ReplicaComparison(module, stepped, self.shard, interval)
         self._reduction = GradientReduction(
             module,
             self._parameters,
@@ -127,6 +136,7 @@ class Replica:
             rule=self.sync,
             bucket_bytes=bucket_bytes,
             landing=landing,
+            optimizer_step=self._optimizer_step,
             seed=seed,
         )
         held = None if self.shard.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
@@ -308,8 +318,6 @@ class Replica:
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
-        if not self.state.is_begun:
-            self.state.check_begin(local_optimizer(self.optimizer))
         if self._scalars is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         began_s = time.perf_counter()
@@ -323,8 +331,9 @@ class Replica:
         if self._reduction.landing is not None and self._reduction.landing.is_ready:
             self._times.buckets = self._reduction.land_by_bucket(self._reduction.landing, divisor, self.num_updates)
             waited_s += sum(bucket.waited_s for bucket in self._times.buckets)
-            stepped, result = OptimizerStepResult(None, False), SyncResult()
-            landed_step -= self._reduction.landing.delay
+            landing = self._reduction.landing
+            stepped, result = OptimizerStepResult(landing.gradient_norm, False), SyncResult()
+            landed_step -= landing.delay
         else:
             waited_s += self._reduction.receive(divisor, self.num_updates, may_skip=self._optimizer_step.is_scaled)
             if self._stop_votes is not None:
@@ -444,6 +453,8 @@ class Replica:
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if not self._beginning.is_checked:
             self._beginning.check(self.sync, is_resumed=self.state.is_begun)
+        if not self.state.is_begun:
+            self.state.check_begin(local_optimizer(self.optimizer))
         self._reduction.begin_backward(is_first=not self._times.backward_began_s)
         self._times.backward_began_s = self._times.backward_began_s or time.perf_counter()
         self._times.began_s = self._times.began_s or self._times.backward_began_s
@@ -463,6 +474,8 @@ class Replica:
         divisor = partial(self._scalars.divisor, self.state.weight_unit)
         if self.shard.reduce_scatter is not None:
             self.shard.reduce_scatter.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+        if self._reduction.landing is not None:
+            self._reduction.landing.arm(weight / self.state.weight_unit, self.num_updates)
         if self._reduction.gradients is not None:
             self._reduction.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
 

@@ -8,8 +8,9 @@ A plain replica is a layout of one part. Names, after a prefix where a checkpoin
 - ``ema/<parameter>``: the moving average, whole; where workers differ, the mean of theirs.
 - ``rank<r>/<kind>/...``: one rank's own tensors. ``buffer/<buffer>``: if it differs from that of ``model/``.
   ``feedback/<parameter>/<site>`` and ``sharded/...``: residuals of codecs, between workers and inside the sharded
-  axis. Where a rule lets workers differ, ``model/...``, ``optimizer/...`` and ``ema/...`` again, its slice of them,
-  and ``sync/...``, the rule's state; the state common to all workers is ``shared/...`` of the first.
+  axis. Where a rule lets optimizers differ, ``optimizer/...`` again, its slice of it; where it lets workers differ,
+  ``model/...`` and ``ema/...`` likewise, and ``sync/...``, the rule's state; the state common to all workers is
+  ``shared/...`` of the first.
 
 ``model/``, ``optimizer/``, ``ema/`` and residuals between workers fit any layout and number of workers. The
 rest of ``rank<r>/`` comes back, bit for bit, where the model is cut in the same way and as many workers go on with the
@@ -74,8 +75,9 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
     own = _list_own(replica)
     average = replica.state.average
     averages = average.tensors if average is not None else {}
-    if not is_equal:
+    if not replica.sync.keeps_optimizers_equal:
         own |= {name: local(tensor) for name, tensor in optimizer.items()}
+    if not is_equal:
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
         own |= {f"ema/{name}": tensor for name, tensor in averages.items()}
     with replica.consensus():
@@ -92,7 +94,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
     everybody = shard.world.gather_documents(mine, name="state of replicas")
     saved = {name: value for theirs in reversed(everybody) for name, value in theirs["buffers"].items()}
     own |= {f"buffer/{name}": tensor for name, tensor in buffers.items() if _fingerprint(tensor) != saved[name]}
-    if is_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
+    if replica.sync.keeps_optimizers_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
         whole |= optimizer
     if average is not None:
         means = average.mean()  # of all workers
@@ -267,6 +269,7 @@ class _Match:
         mine: The rank in this rank's place, if there are as many as now.
         place: Index of this rank's part among the saved ones; 0 if the model was cut in another way.
         rule_goes_on: Whether the rule is the same, and keeps a state here too.
+        uses_own_optimizer: Whether the rule is the same, and each worker's optimizer has a state of its own here too.
         uses_feedback: Whether the codec between workers is the same, so that it uses the saved residuals.
         uses_sharded: Whether the codec inside the sharded axis uses the saved residuals, of the same slices.
     """
@@ -275,6 +278,7 @@ class _Match:
     mine: int | None
     place: int
     rule_goes_on: bool
+    uses_own_optimizer: bool
     uses_feedback: bool
     uses_sharded: bool
 
@@ -300,6 +304,7 @@ def _match(saved: SavedReplica, replica: Replica) -> _Match:
         mine,
         place if ranks else 0,
         rule_goes_on,
+        uses_own_optimizer=first["sync"] == replica.sync.name and not replica.sync.keeps_optimizers_equal,
         uses_feedback=first["codec"] == replica.state.codec != "",
         uses_sharded=mine is not None and first["sharded_codec"] == coded != "",
     )
@@ -312,10 +317,11 @@ def _list_wanted(saved: SavedReplica, replica: Replica, match: _Match) -> dict[s
     if match.mine is not None:
         kinds = {"buffer": True, "feedback": match.uses_feedback, "sharded": match.uses_sharded}
         kinds |= dict.fromkeys(("model", "optimizer", "sync"), match.rule_goes_on)
+        kinds["optimizer"] |= match.uses_own_optimizer
         kinds |= {"ema": match.rule_goes_on and replica.state.average is not None}
         for kind in [kind for kind, is_needed in kinds.items() if is_needed]:
             wanted |= saved.list_own(match.mine, kind)
-        if match.rule_goes_on and saved.list_own(match.mine, "optimizer"):
+        if kinds["optimizer"] and saved.list_own(match.mine, "optimizer"):
             common = {}
     else:
         for rank in match.sync_ranks:

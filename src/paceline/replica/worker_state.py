@@ -110,7 +110,9 @@ class WorkerState:
     @property
     def codec(self) -> str:
         """Name of the codec of `feedback`; empty if there is no feedback, as in a world of one."""
-        return self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
+        codec = self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
+        is_of_steps = self._rule.keeps_replicas_equal and not self._rule.keeps_optimizers_equal
+        return f"{codec} of steps" if codec and is_of_steps else codec
 
     def feedback(self) -> dict[str, Tensor]:
         """Return the state of this worker's codec, by parameter and site."""

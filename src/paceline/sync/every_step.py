@@ -1,7 +1,7 @@
 """Synchronous SGD: every gradient is averaged over all workers at every step."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Size
@@ -34,10 +34,21 @@ class EveryStep(Rule):
     the rest for later steps (error feedback), except in the first `dense_steps`. Gradients are clipped after they are
     averaged, so clipping is that of the one process; with feedback, residuals are clipped in the step in which they are
     sent.
+
+    Where steps are coded, each worker's optimizer steps with its own gradient, x <- x - sum_i w_i s_i / sum_i w_i: that
+    is local_sgd with a period of 1. Parameters are equal on all workers, the optimizers' states are not, and each
+    worker clips its own gradient.
     """
 
     codec: Codec = NoCodec()
-    """Codec of the gradients. On a fast network none is best."""
+    """Codec of the gradients or steps. On a fast network none is best."""
+    codec_of: Literal["gradient", "step"] | None = None
+    """What the codec encodes: the gradient, or the step that each worker's optimizer takes with its own gradient.
+    Adaptive optimizers, such as Adam, end much worse if they see coded gradients, whose size comes in bursts. By
+    default steps with optimizers that have betas and one_bit, top_k or power_sgd; else gradients."""
+    step_beta1: float | None = Field(default=0.5, ge=0, lt=1)
+    """Largest beta1 of Adam and its kin where steps are coded, since residuals act like momentum already; none leaves
+    the optimizer's own."""
     program: Algorithm | None = None
     """Collective program that sums the gradients; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
@@ -72,13 +83,32 @@ class EveryStep(Rule):
         return True
 
     @property
+    def keeps_optimizers_equal(self) -> bool:
+        """Whether gradients are exchanged; with steps each optimizer has seen its worker's own gradients."""
+        return self.codec_of != "step"
+
+    @model_validator(mode="after")
+    def _check_coded(self) -> Self:
+        if self.codec_of == "step" and self.codec.carries_momentum:
+            raise SettingsError(
+                f"codec_of must be gradient with a codec that carries momentum, but got step with {self.codec.name}; "
+                "take a codec without, such as top_k"
+            )
+        return self
+
+    @property
     def carries_momentum(self) -> bool:
         """Whether the codec corrects momentum."""
         return self.codec.carries_momentum
 
     def phase(self, step: int) -> int:
-        """Return 0 in the dense steps, 1 after them; without a codec all steps are dense."""
-        return 0 if isinstance(self.codec, NoCodec) or step < self.dense_steps else 1
+        """Return 0 in the dense steps, 1 after them; without a codec of gradients all steps are dense."""
+        is_dense = isinstance(self.codec, NoCodec) and self.codec_of != "step"
+        return 0 if is_dense or step < self.dense_steps else 1
+
+    def codes_steps(self, step: int) -> bool:
+        """Return whether workers exchange the steps of their optimizers in `step`, rather than gradients."""
+        return self.codec_of == "step" and self.phase(step) == 1
 
     def next_change(self, step: int) -> int | None:
         """Return the end of the dense steps, if they lie ahead."""
@@ -86,7 +116,7 @@ class EveryStep(Rule):
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
         """Return the reducer of whole buffers, or of a codec's blocks."""
-        if self.phase(step) == 0:
+        if self.phase(step) == 0 or isinstance(self.codec, NoCodec):
             return DenseReducer(group, self.program)
         program = self.program
         if program is None and self.codec.algebra is not Algebra.LINEAR and isinstance(group, TorchGroup):

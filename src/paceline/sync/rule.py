@@ -58,6 +58,11 @@ class Rule(Family):
         """Whether parameters are equal on all workers after every step, so that their hashes can be compared."""
 
     @property
+    def keeps_optimizers_equal(self) -> bool:
+        """Whether the optimizer's state is equal on all workers after every step too."""
+        return self.keeps_replicas_equal
+
+    @property
     def begins_with_equal_replicas(self) -> bool:
         """Whether workers must begin with the same parameters, or would never come together."""
         return True

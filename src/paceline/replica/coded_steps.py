@@ -1,0 +1,185 @@
+"""Coding optimizer steps instead of gradients: each worker steps alone, and the mean of what all sent is applied.
+
+Adaptive optimizers divide by the size of the gradients that they have seen. Behind a codec with error feedback
+gradients come in bursts, so that training ends far worse, whoever implements it. Here each worker's optimizer sees its
+own gradients, uncoded, and the codec encodes its steps: x <- x - mean_i decode(encode(step_i + residual_i)). That is
+local SGD (Stich 2019, arXiv:1805.09767) with a period of 1, overlapped with backward.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import SettingsError
+from paceline.optim.torch_rules import updates_by_element
+from paceline.optim.update_rule import UpdateRule
+from paceline.replica.landing import BucketLanding, Landing
+from paceline.replica.optimizer_step import OptimizerStep
+from paceline.replica.step_result import BucketTimes
+from paceline.sync.every_step import EveryStep
+from paceline.sync.reducer import FlatBucket
+from paceline.sync.rule import Rule
+from paceline.topology.layout import Layout
+
+
+def choose_coding(
+    rule: Rule,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    *,
+    precision: str,
+    landing: Landing,
+    layout: Layout,
+) -> Rule:
+    """Return the rule with `codec_of` chosen, if it is every_step and leaves that open.
+
+    It is the step where the codec suits steps, the optimizer is adaptive, and no other setting forbids it.
+
+    Raises:
+        SettingsError: Steps are asked for, but another setting forbids it; the message names it.
+    """
+    if not isinstance(rule, EveryStep):
+        return rule
+    reason = ""
+    if not layout.is_plain:
+        reason = "where ranks share a model; take --sync local_sgd --sync.period 1, which sends steps too"
+    elif precision == "fp16":
+        reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
+    elif landing != "update":
+        reason = f"with landing {landing}; leave landing out"
+    elif any(torch.finfo(parameter.dtype).bits < 32 for parameter in parameters.values()):
+        reason = "with parameters of less than 32 bits, which small steps do not change"
+    if rule.codec_of == "step" and reason:
+        raise SettingsError(f"codec_of must be gradient, but got step {reason}")
+    if rule.codec_of is not None:
+        return rule
+    is_adaptive = any("betas" in group for group in optimizer.param_groups)
+    codes_steps = rule.codec.suits_steps and is_adaptive and not reason
+    return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+class StepCoding(BucketLanding):
+    """Replaces a bucket's gradients by the step that this worker takes with them, and applies the workers' mean step.
+
+    A step is the change that the optimizer makes, which is taken back at once: parameters stay as they were until the
+    update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
+    are clipped, each worker's own by its own norm, or if the optimizer may need those of all parameters together.
+
+    Args:
+        optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
+        rule: Rule, which makes the reducer and bounds beta1.
+        parameters: Parameters to train, by name.
+        optimizer_step: Owner of the bound on gradients, and of the check that nothing else steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: EveryStep,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer_step: OptimizerStep,
+    ) -> None:
+        super().__init__(optimizer, rule)
+        self._parameters, self._optimizer_step, self._largest_beta1 = parameters, optimizer_step, rule.step_beta1
+        self._steps_by_bucket = updates_by_element(optimizer) or isinstance(optimizer, UpdateRule)
+        self.is_eager = self._steps_by_bucket and optimizer_step.clip_norm is None
+        self._share = 1.0
+        self._is_begun = False
+        self._group_of: dict[int, int] = {}
+        self._changes: dict[str, Tensor] = {}
+
+    def arm(self, share: float, step: int) -> None:
+        """Prepare for a backward pass that launches buckets."""
+        self._share, self._step, self._is_begun = share, step, False
+
+    def before_launch(self, bucket: FlatBucket) -> None:
+        """Replace gradients, which are multiplied by this worker's share, by its step, multiplied by it too."""
+        if not self._share:  # a worker without samples: all is zero
+            return
+        if not self._is_begun:
+            self._begin()
+        if self.is_eager:
+            _multiply([bucket], 1 / self._share)
+        names = [name for name in bucket.blocks if self._parameters[name].grad is not None]
+        changes = self._step_alone(names) if self._steps_by_bucket else {name: self._changes[name] for name in names}
+        for name, change in changes.items():
+            torch.mul(change, self._share, out=bucket.blocks[name])
+
+    def land(self, divisor: float, step: int) -> list[BucketTimes]:
+        """Wait for all buckets, apply the mean step, and return the buckets' times."""
+        gradients = self.gradients
+        self.unused = [name for bucket in gradients.buckets for name in gradients.receive(bucket, divisor)]
+        gradients.check_finite(gradients.buckets, step, may_skip=False)
+        steps = [(p.detach(), p.grad) for p in self._parameters.values() if p.grad is not None]
+        torch._foreach_sub_([parameter for parameter, _ in steps], [step for _, step in steps])
+        gradients.reducer.commit(self.unused)
+        times = [gradients.time(bucket) for bucket in gradients.buckets]
+        gradients.reset()
+        return times
+
+    def _begin(self) -> None:
+        """Do what a step needs once: before the first launch, which without `is_eager` comes after backward."""
+        self._is_begun = True
+        groups = self._optimizer.param_groups
+        self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        if self.is_eager:
+            return
+        _multiply([bucket.flat for bucket in self.gradients.buckets], 1 / self._share)
+        if self._optimizer_step.clip_norm is not None:
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step)
+        if not self._steps_by_bucket:
+            self._changes = self._step_alone([n for n, p in self._parameters.items() if p.grad is not None])
+
+    @torch.no_grad()
+    def _step_alone(self, names: list[str]) -> dict[str, Tensor]:
+        """Return the negative changes that the optimizer makes to parameters, which are then as before."""
+        parameters = [self._parameters[name] for name in names]
+        if not parameters:
+            return {}
+        held = [parameter.detach() for parameter in parameters]
+        before = [parameter.clone() for parameter in held]
+        # Backward may still need these parameters' values, which come back: what has changed is no mistake.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)), self._only(parameters):
+            self._optimizer.step()
+            changes = torch._foreach_sub(before, held)
+            torch._foreach_copy_(held, before)
+        return dict(zip(names, changes, strict=True))
+
+    @contextmanager
+    def _only(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """While active, the optimizer holds no other parameters, and its beta1 is bounded."""
+        groups = self._optimizer.param_groups
+        if self._steps_by_bucket:
+            held: dict[int, list[nn.Parameter]] = {}
+            for parameter in parameters:
+                if (number := self._group_of.get(id(parameter))) is not None:
+                    held.setdefault(number, []).append(parameter)
+            self._optimizer.param_groups = [{**groups[number], "params": params} for number, params in held.items()]
+        try:
+            with self._optimizer_step.stepping(), _bounded(self._optimizer.param_groups, self._largest_beta1):
+                yield
+        finally:
+            self._optimizer.param_groups = groups
+
+
+@contextmanager
+def _bounded(groups: list[dict[str, Any]], largest_beta1: float | None) -> Iterator[None]:
+    """While active, the first of each group's betas is at most `largest_beta1`."""
+    given = {number: group["betas"] for number, group in enumerate(groups) if "betas" in group}
+    for number, (beta1, *others) in given.items():
+        if largest_beta1 is not None:
+            groups[number]["betas"] = (min(beta1, largest_beta1), *others)
+    try:
+        yield
+    finally:
+        for number, betas in given.items():
+            groups[number]["betas"] = betas
+
+
+def _multiply(buckets: list[FlatBucket], factor: float) -> None:
+    if factor != 1.0:
+        for bucket in buckets:
+            bucket.numerators.mul_(factor)

@@ -1,0 +1,209 @@
+"""Coded steps: local SGD with a period of 1, with the same bits on every worker."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from stepping import flatten, make_linear, make_samples, make_sgd, run_step, train
+
+from paceline.comm import LocalGroup
+from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.replica.replica import Replica
+from paceline.sync import EveryStep, LocalSGD
+from paceline.testing.rule_contract import check_rule
+
+CODECS = {
+    "none": {"name": "none"},
+    "one_bit": {"name": "one_bit", "dense_below": 0},
+    "top_k": {"name": "top_k", "density": 0.3, "dense_below": 0},
+    "power_sgd": {"name": "power_sgd", "low_rank": 1, "dense_below": 0},
+}
+
+
+def uneven(rank, step):
+    return float((3 * rank + step) % 4)
+
+
+def make_adamw(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.05, betas=(0.9, 0.95), fused=True)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("make_optimizer", [make_adamw, partial(make_sgd, momentum=0.9)])
+def test_it_is_local_sgd_with_a_period_of_one(codec, make_optimizer):
+    ours = train(3, EveryStep(codec=CODECS[codec], codec_of="step", step_beta1=None), 8, uneven, make_optimizer)
+    reference = train(3, LocalSGD(codec=CODECS[codec], period=1), 8, uneven, make_optimizer)
+    assert torch.equal(ours[0], ours[1])
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_without_a_codec_and_with_sgd_it_is_every_step(momentum):
+    def weigh(rank, step):
+        return 1.0 + rank
+
+    ours = train(3, EveryStep(codec_of="step"), 8, weigh, partial(make_sgd, momentum=momentum))
+    reference = train(3, EveryStep(), 8, weigh, partial(make_sgd, momentum=momentum))
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+class AdamWOfSomebodyElse(torch.optim.AdamW):
+    """It is not known to step with each parameter separately."""
+
+
+class TwoBranches(torch.nn.Module):
+    """A tied weight, and a branch that only odd ranks use, in odd steps."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.tail = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+        self.second.weight = self.first.weight
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, inputs, uses_tail):
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        return self.tail(hidden) if uses_tail else hidden[:, :2]
+
+
+def train_branches(sync, optimizer_class, clip_norm, bucket_bytes=8):
+    """Return each worker's parameters after some steps of two micro-batches each."""
+
+    def work(group):
+        module = TwoBranches()
+        optimizer = optimizer_class(module.parameters(), lr=0.05)
+        replica = Replica(
+            module, optimizer, group=group, sync=sync, clip_norm=clip_norm, bucket_bytes=bucket_bytes, hash_interval=1
+        )
+        norms = []
+        for step in range(6):
+            uses_tail = (group.rank + step) % 2 == 1
+            for last in (False, True):
+                inputs, targets = make_samples(group.rank, 2 * step + last, torch.float32)
+                replica.backward(F.mse_loss(replica(inputs, uses_tail), targets), weight=1.0 + group.rank, last=last)
+            norms.append(replica.update().gradient_norm)
+        replica.close()
+        return flatten(module), norms
+
+    return LocalGroup.run(2, work)
+
+
+@pytest.mark.filterwarnings("ignore::paceline.replica.step_result.UnusedParametersWarning")
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, AdamWOfSomebodyElse])
+def test_micro_batches_branches_ties_and_clipping_are_those_of_local_sgd(optimizer, clip_norm):
+    codec = {"name": "one_bit", "dense_below": 0}
+    ours = train_branches(EveryStep(codec=codec, codec_of="step", step_beta1=None), optimizer, clip_norm)
+    reference = train_branches(LocalSGD(codec=codec, period=1), optimizer, clip_norm)
+    for (mine, norms), (theirs, their_norms) in zip(ours, reference, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert norms == pytest.approx(their_norms) if clip_norm else norms == [None] * 6
+
+
+def test_steps_are_made_while_backward_runs_unless_gradients_are_clipped():
+    def work(group, clip_norm):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+        sync = EveryStep(codec_of="step")
+        replica = Replica(module, optimizer, group=group, sync=sync, clip_norm=clip_norm, bucket_bytes=1)
+        stepped = []
+        optimizer.register_step_post_hook(lambda *_: stepped.append(module[0].bias.grad is not None))
+        for step in range(3):
+            stepped.clear()
+            run_step(replica, step)
+        replica.close()
+        return stepped
+
+    assert False in LocalGroup.run(2, partial(work, clip_norm=None))[0], "the last layer is first"
+    assert all(LocalGroup.run(2, partial(work, clip_norm=1.0))[0])
+
+
+def test_beta1_is_bounded_where_steps_are_coded_and_left_alone_else():
+    bounded, as_given = (
+        train(2, EveryStep(codec_of="step", step_beta1=bound), 4, make_optimizer=make_adamw) for bound in (0.5, None)
+    )
+
+    def make_slower(module):
+        return torch.optim.AdamW(module.parameters(), lr=0.05, betas=(0.5, 0.95), fused=True)
+
+    assert torch.equal(bounded, train(2, EveryStep(codec_of="step", step_beta1=None), 4, make_optimizer=make_slower))
+    assert not torch.equal(bounded, as_given)
+    alone = train(1, EveryStep(codec_of="step"), 4, make_optimizer=make_adamw)
+    assert torch.equal(alone, train(1, EveryStep(), 4, make_optimizer=make_adamw))
+
+
+@pytest.mark.parametrize("dense_steps", [0, 5])
+@pytest.mark.parametrize("codec", CODECS)
+def test_it_keeps_the_contract_of_rules(codec, dense_steps):
+    """Also that a run killed before its codec begins, or after, goes on bit for bit."""
+    check_rule(EveryStep(codec=CODECS[codec], codec_of="step", dense_steps=dense_steps))
+
+
+@pytest.mark.parametrize(
+    ("codec", "make_optimizer", "chosen"),
+    [
+        ("one_bit", make_adamw, "step"),
+        ("top_k", make_adamw, "step"),
+        ("power_sgd", make_adamw, "step"),
+        ("one_bit", make_sgd, "gradient"),
+        ("int8", make_adamw, "gradient"),
+        ("bf16", make_adamw, "gradient"),
+        ("none", make_adamw, "gradient"),
+    ],
+)
+def test_what_is_coded_follows_codec_and_optimizer(codec, make_optimizer, chosen):
+    module = make_linear()
+    replica = Replica(module, make_optimizer(module), group=LocalGroup(), sync=EveryStep(codec=codec))
+    assert replica.sync.codec_of == chosen
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "message"),
+    [
+        ({"precision": "fp16"}, torch.float32, "codec_of must be gradient, but got step with fp16"),
+        ({"landing": "arrival"}, torch.float32, "codec_of must be gradient, but got step with landing arrival"),
+        ({}, torch.bfloat16, "codec_of must be gradient, but got step with parameters of less than 32 bits"),
+    ],
+)
+def test_what_cannot_step_before_the_exchange_is_refused_or_codes_gradients(settings, dtype, message):
+    module = make_linear(dtype=dtype)
+    with pytest.raises(SettingsError, match=message):
+        Replica(module, make_adamw(module), group=LocalGroup(), sync=EveryStep(codec_of="step"), **settings)
+    replica = Replica(module, make_adamw(module), group=LocalGroup(), sync=EveryStep(codec="one_bit"), **settings)
+    assert replica.sync.codec_of == "gradient"
+
+
+def test_a_codec_that_carries_momentum_is_refused():
+    with pytest.raises(ValidationError, match="codec_of must be gradient with a codec that carries momentum"):
+        EveryStep(codec="dgc", codec_of="step")
+
+
+def test_what_is_not_finite_leaves_parameters_as_they_are():
+    def work(group):
+        module = make_linear(dtype=torch.float32)
+        before = flatten(module)
+        replica = Replica(module, make_adamw(module), group=group, sync=EveryStep(codec="one_bit"))
+        hook = module.bias.register_hook(lambda gradient: gradient * float("nan") if group.rank else gradient)
+        with pytest.raises(NonFiniteError, match=r"at step 0 .* on 1 of 2 ranks"):
+            run_step(replica, 0)
+        hook.remove()
+        replica.close()
+        assert torch.equal(flatten(module), before)
+
+    LocalGroup.run(2, work)
+
+
+def test_the_optimizer_must_be_stepped_by_nothing_else():
+    def work(group):
+        module = make_linear(dtype=torch.float32)
+        replica = Replica(module, make_adamw(module), group=group, sync=EveryStep(codec="one_bit"))
+        run_step(replica, 0)
+        with pytest.raises(GradientError, match=r"optimizer.step\(\) must be left to replica.update"):
+            replica.optimizer.step()
+        replica.close()
+
+    LocalGroup.run(2, work)
