@@ -58,7 +58,7 @@ def _train(group, make, landing, optimizer=torch.optim.AdamW, num_steps=8, **set
 @pytest.mark.parametrize("codec", ["none", "one_bit", "power_sgd"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
 def test_it_is_the_same_training_bit_for_bit(optimizer, codec, landing):
-    sync = EveryStep(codec={"name": codec, "dense_below": 0})
+    sync = EveryStep(codec={"name": codec, "dense_below": 0}, codec_of="gradient")
     at_update = LocalGroup.run(2, lambda group: _train(group, Tied, "update", optimizer, sync=sync))
     by_bucket = LocalGroup.run(2, lambda group: _train(group, Tied, landing, optimizer, sync=sync, hash_interval=3))
     for rank in range(2):

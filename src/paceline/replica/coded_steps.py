@@ -29,7 +29,6 @@ def choose_coding(
     rule: Rule,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, Tensor],
-    *,
     precision: str,
     landing: Landing,
     layout: Layout,

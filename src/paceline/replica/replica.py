@@ -103,17 +103,11 @@ class Replica:
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.sync = choose_coding(
-            read_rule(sync),
-            local_optimizer(self.optimizer),
-            self._parameters,
-            precision=precision,
-            landing=landing,
-            layout=self.shard.layout,
-        )
+        self.sync = read_rule(sync)
         self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
+        self.sync = choose_coding(self.sync, optimizer, self._parameters, precision, landing, self.shard.layout)
         guarded = optimizer if landing == "update" else None
         self._optimizer_step = OptimizerStep(guarded, precision, clip_norm, self.shard, self._parameters)
         self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard)

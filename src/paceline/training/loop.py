@@ -183,6 +183,8 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
     torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
     session.num_micro_batches += 1
+    if batch.last:
+        session.rates.set(step, session.loader.batch_at(batch.interval.start))  # coded steps use them in backward
     with session.load_balancer.computing(batch.num_samples), replica.shard.forward_context():
         if replica.shard.pipeline is not None:
             timed = run.timeline_interval > 0 and batch.last and (training.step + 1) % run.timeline_interval == 0
@@ -195,7 +197,6 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     if not batch.last:
         return None
     session.num_micro_batches = 0
-    session.rates.set(step, session.loader.batch_at(batch.interval.start))
     result = replica.update()
     session.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
