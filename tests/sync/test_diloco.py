@@ -27,7 +27,7 @@ def test_with_a_rate_of_one_and_no_momentum_it_is_local_sgd(size):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_its_outer_steps_are_those_of_torch(nesterov):
-    rule = DiLoCo(period=3, nesterov=nesterov)
+    rule = DiLoCo(period=3, nesterov=nesterov, outer_momentum_warmup=0)
     seen = train(2, rule, 12, uneven)
     common = flatten(make_linear()).requires_grad_()
     outer = torch.optim.SGD([common], lr=0.7, momentum=0.9, nesterov=nesterov)
@@ -46,8 +46,16 @@ def test_its_outer_steps_are_those_of_torch(nesterov):
             torch.testing.assert_close(common.detach() - before, factor * (mean - before))
 
 
+@pytest.mark.parametrize(("num_steps", "rounds"), [(300, 6), (1200, 25), (10_000, 25), (20, 0)])
+def test_its_momentum_rises_over_a_third_of_the_run(num_steps, rounds):
+    rule = DiLoCo().fit_length(num_steps)
+    assert rule.outer_momentum_warmup == rounds
+    assert rule.fit_length(10 * num_steps) == rule, "what is chosen stays"
+    assert DiLoCo(outer_momentum_warmup=3).fit_length(num_steps).outer_momentum_warmup == 3
+
+
 def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
-    rule = DiLoCo(period=3)
+    rule = DiLoCo(period=3, outer_momentum_warmup=4)
 
     def fail(path, reason):
         raise AssertionError(f"{path} is damaged: {reason}")
@@ -75,7 +83,7 @@ def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
         return begun, shared, consensus, flatten(module)
 
     saved = LocalGroup.run(3, lambda group: work(group, 0))
-    assert {name.split("/")[0] for name in saved[0][1]} == {"parameters", "velocity"}
+    assert {name.split("/")[0] for name in saved[0][1]} == {"parameters", "velocity", "rounds"}
     joined = LocalGroup.run(5, lambda group: work(group, 3))
     for begun, shared, consensus, _ in joined:
         assert all(torch.equal(tensor, saved[0][1][name]) for name, tensor in shared.items())
@@ -87,7 +95,8 @@ def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
     weights = [sum(uneven(rank, step) for step in (7, 8)) for rank in range(5)]
     ends = [descend(joined[0][0], rank, (7, 8)) for rank in range(5)]
     difference = outer - sum(weight * end for weight, end in zip(weights, ends, strict=True)) / sum(weights)
-    velocity = 0.9 * velocity + difference
-    expected = outer - 0.7 * (difference + 0.9 * velocity)
+    momentum = 0.9 * 2 / 4  # in the third round, after two
+    velocity = momentum * velocity + difference
+    expected = outer - 0.7 * (difference + momentum * velocity)
     for *_, after in joined:
         torch.testing.assert_close(after, expected, rtol=1e-11, atol=1e-12)

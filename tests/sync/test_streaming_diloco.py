@@ -85,7 +85,7 @@ def _stream(num_steps, rule, size):
     workers = [start.clone() for _ in range(size)]
     common, velocity = start.clone(), torch.zeros_like(start)
     weights = torch.zeros(rule.num_fragments, size, dtype=torch.float64)
-    sent, seen = {}, []
+    sent, seen, num_rounds = {}, [], [0] * rule.num_fragments
     for step in range(num_steps):
         workers = [descend(where, rank, [step]) for rank, where in enumerate(workers)]
         weights += torch.tensor([uneven(rank, step) for rank in range(size)])
@@ -98,8 +98,11 @@ def _stream(num_steps, rule, size):
         if step in sent:
             number, difference = sent.pop(step)
             fragment = fragments[number]
-            velocity[fragment] = 0.9 * velocity[fragment] + difference
-            common[fragment] -= 0.7 * (difference + 0.9 * velocity[fragment])
+            warmup = rule.outer_momentum_warmup
+            momentum = 0.9 * min(1, num_rounds[number] / warmup) if warmup else 0.9
+            num_rounds[number] += 1
+            velocity[fragment] = momentum * velocity[fragment] + difference
+            common[fragment] -= 0.7 * (difference + momentum * velocity[fragment])
             for where in workers:
                 where[fragment] = rule.mixing * where[fragment] + (1 - rule.mixing) * common[fragment]
         seen.append(torch.stack(workers))
@@ -107,9 +110,9 @@ def _stream(num_steps, rule, size):
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_it_is_the_papers_algorithm(delay, mixing):
-    rule = StreamingDiLoCo(period=6, num_fragments=2, delay=delay, mixing=mixing)
+@pytest.mark.parametrize(("mixing", "warmup"), [(0.0, 0), (0.5, 0), (0.5, 3)])
+def test_it_is_the_papers_algorithm(delay, mixing, warmup):
+    rule = StreamingDiLoCo(period=6, num_fragments=2, delay=delay, mixing=mixing, outer_momentum_warmup=warmup)
     torch.testing.assert_close(train(3, rule, 20, uneven), _stream(20, rule, 3), rtol=1e-10, atol=1e-11)
 
 

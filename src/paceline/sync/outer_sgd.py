@@ -10,18 +10,21 @@ class OuterSGD:
     """Moves outer parameters against the mean difference, as torch.optim.SGD moves parameters against their gradient.
 
     v <- momentum * v + d; x <- x - learning_rate * (d + momentum * v) with Nesterov's momentum, - learning_rate * v
-    without. As in torch and optax v begins as the first difference, so that with a learning rate of 0.7 and a
-    Nesterov momentum of 0.9 the first step is 0.7 * (1 + 0.9) = 1.33 times the mean difference.
+    without. As in torch and optax v begins as the first difference. Each block's momentum rises from 0 to its full
+    value over its first `warmup_rounds` steps.
 
     Args:
         learning_rate: Learning rate; 1 without momentum ends at the workers' mean exactly.
         momentum: Momentum; 0 keeps no state.
         nesterov: Whether momentum is Nesterov's.
+        warmup_rounds: Steps over which momentum rises linearly; 0 begins with all of it.
     """
 
-    def __init__(self, learning_rate: float, momentum: float, nesterov: bool) -> None:
+    def __init__(self, learning_rate: float, momentum: float, nesterov: bool, warmup_rounds: int = 0) -> None:
         self._learning_rate, self._momentum, self._nesterov = learning_rate, momentum, nesterov
+        self._warmup_rounds = warmup_rounds
         self._velocities: dict[str, Tensor] = {}
+        self._num_rounds: dict[str, int] = {}
 
     def __call__(self, block: str, outer: Tensor, mean: Tensor) -> None:
         """Move the outer parameters of a block, in place; `mean` may be overwritten."""
@@ -29,15 +32,26 @@ class OuterSGD:
             velocity = self._velocities.get(block)
             velocity = torch.zeros_like(mean) if velocity is None else velocity.to(mean.device)
             self._velocities[block] = velocity
-            velocity.mul_(self._momentum).add_(mean)
-            mean = mean.add_(velocity, alpha=self._momentum) if self._nesterov else velocity
+            momentum = self._momentum * self._rise(block)
+            velocity.mul_(momentum).add_(mean)
+            mean = mean.add_(velocity, alpha=momentum) if self._nesterov else velocity
         outer.sub_(mean, alpha=self._learning_rate)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the velocity of each block: the same on all workers."""
-        return {f"velocity/{block}": velocity for block, velocity in self._velocities.items()}
+        """Return the velocity of each block, and the number of its steps: the same on all workers."""
+        velocities = {f"velocity/{block}": velocity for block, velocity in self._velocities.items()}
+        return velocities | {f"rounds/{block}": torch.tensor(number) for block, number in self._num_rounds.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state`."""
+        """Load the result of `state`; one without numbers of steps was saved where momentum did not rise."""
         prefix = "velocity/"
         self._velocities = {n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)}
+        self._num_rounds = {
+            block: int(state.get(f"rounds/{block}", self._warmup_rounds)) for block in self._velocities
+        }
+
+    def _rise(self, block: str) -> float:
+        """Return the share of the momentum that a block's step has, and count the step."""
+        number = self._num_rounds.get(block, 0)
+        self._num_rounds[block] = number + 1
+        return min(1.0, number / self._warmup_rounds) if self._warmup_rounds else 1.0

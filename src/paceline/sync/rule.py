@@ -8,7 +8,7 @@ does everything else with parameters or servers.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Size
 
@@ -112,6 +112,10 @@ class Rule(Family):
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the ranks, including this one, that sum their gradients in a step."""
         return range(group.size)
+
+    def fit_length(self, num_steps: int) -> Self:
+        """Return the rule with what it leaves open chosen for a run of `num_steps`."""
+        return self
 
     def phase(self, step: int) -> int:
         """Return the phase of training of a step; each phase starts a new reducer."""

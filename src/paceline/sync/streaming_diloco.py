@@ -14,7 +14,6 @@ from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.fragments import cut_into_fragments
 from paceline.sync.outer_parameters import OuterParameters
-from paceline.sync.outer_sgd import OuterSGD
 from paceline.sync.periodic import ErrorFeedback, check_start
 from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
@@ -91,7 +90,7 @@ class StreamingSynchroniser(Synchroniser):
         # An exchange beside computing must not delay the control values of the steps meanwhile.
         self._group = context.group.duplicate("fragments") if rule.delay else context.group
         self._reducer = rule.start_difference_reducer(self._group, context.seed)
-        self._outer = OuterSGD(rule.outer_learning_rate, rule.outer_momentum, rule.nesterov)
+        self._outer = rule.start_outer()
         self._blocks = cut_into_fragments({n: p.detach() for n, p in context.parameters.items()}, rule.num_fragments)
         shapes = {block: view.shape for fragment in self._blocks for block, view in fragment.items()}
         self._feedback = ErrorFeedback(self._reducer, rule.codec, context, shapes)

@@ -167,7 +167,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         training.module,
         training.optimizer,
         group=group,
-        sync=run.sync,
+        sync=run.sync.fit_length(training.num_steps),
         precision=run.precision,
         clip_norm=clip_norm,
         bucket_bytes=run.bucket_bytes,
