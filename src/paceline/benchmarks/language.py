@@ -130,7 +130,9 @@ def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule)
     """Return a Replica with a synchronisation rule."""
     module = task.build(splits)
     optimizer = task.make_optimizer(module)
-    replica = Replica(module, optimizer, group=group, sync=rule, clip_norm=task.clip_norm, hash_interval=0)
+    replica = Replica(
+        module, optimizer, group=group, sync=rule.fit_length(task.num_steps), clip_norm=task.clip_norm, hash_interval=0
+    )
 
     def step(number: int, batch: Batch) -> int:
         task.set_rate(optimizer, number)
