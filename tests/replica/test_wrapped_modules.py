@@ -52,7 +52,9 @@ def test_a_compiled_module_trains_and_is_saved_under_its_own_names(tmp_path):
 
 def test_nothing_lands_inside_a_compiled_module():
     module = torch.compile(nn.Linear(2, 1), backend="eager")
-    with pytest.raises(SettingsError, match="but got next_forward with a compiled model"):
+    with pytest.raises(
+        SettingsError, match="got next_forward with a compiled model, inside which no bucket can be applied"
+    ):
         paceline.Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), landing="next_forward")
 
 
