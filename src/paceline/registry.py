@@ -84,7 +84,7 @@ def register(name: str) -> Callable[[type[F]], type[F]]:
     """Register a variant of a family under `name`; nothing else is needed to add it.
 
     Raises:
-        SettingsError: Another class of the family has the name, or the class belongs to no family.
+        SettingsError: Another class of the family has the name, the class belongs to no family, or it lacks a method.
     """
 
     def add(variant: type[F]) -> type[F]:
@@ -96,6 +96,11 @@ def register(name: str) -> Callable[[type[F]], type[F]]:
                 f"{previous.__qualname__} has it; choose another"
             )
         variant.name = name
+        if missing := sorted(getattr(variant, "__abstractmethods__", ())):
+            raise SettingsError(
+                f"{variant.__qualname__} must define all that its family {_root(variant).family} asks for, but "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; define it in the class"
+            )
         variants[name] = variant
         return variant
 
