@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
+from paceline.replica.attributes import find_attribute
 from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.beginning import Beginning
@@ -43,6 +44,7 @@ class Replica:
     """A module and its optimizer, trained together with those of the other workers.
 
     Call it to run the module forward, then `backward` (once per micro-batch of the step) and `update`.
+    Attributes that it has not are those of the module: ``replica.config``, or a method, which runs as forward does.
     Gradients are exchanged while the last backward runs. Each worker's gradient counts by its weight, so
     uneven shares are right. In a world of one it does the same as a plain loop, without buffers or hooks.
 
@@ -102,7 +104,8 @@ class Replica:
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self.sync = read_rule(sync)
-        self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
+        self._precision, self._is_late = precision, landing == "next_forward"
+        self._runs_optimizer = self.sync.runs_optimizer
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
@@ -142,6 +145,15 @@ class Replica:
             self._parameters,
             self._optimizer_step,
             self._reduction,
+        return self._run(self._compiled, *args, **kwargs)
+
+    if not TYPE_CHECKING:  # so that a misspelt attribute is found there
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the module; methods that its class adds to `nn.Module` run as forward does."""
+            return find_attribute(self, name, self._run, is_late=vars(self).get("_is_late", False))
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._synchroniser,
             self._stop_votes,
             ema,
@@ -154,8 +166,8 @@ class Replica:
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
-                return self._reduction.landing.run(lambda: self._compiled(*args, **kwargs))
-            return self._compiled(*args, **kwargs)
+                return self._reduction.landing.run(lambda: function(*args, **kwargs))
+            return function(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""

@@ -34,6 +34,7 @@ from paceline.optim import SGD
 from paceline.parallel.batch_norm import is_too_few_values, too_few_values
 from paceline.parallel.context import check_length
 from paceline.parallel.parallelize import check_model
+from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
 from paceline.training.model import Model
@@ -296,5 +297,11 @@ class _Forward:
     device: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return find_attribute(self, name, self._run)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with autocast(self.precision, self.device):
-            return self.module(*args, **kwargs)
+            return function(*args, **kwargs)
