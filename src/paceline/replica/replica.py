@@ -139,12 +139,13 @@ class Replica:
         self._stop_votes: StopVotes | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._stop_votes = StopVotes(self.group, self._synchroniser)
-        self.state = WorkerState(
-            self.sync,
-            self.shard,
-            self._parameters,
-            self._optimizer_step,
-            self._reduction,
+        holders = (self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
+        self.state = WorkerState(self.sync, self.shard, self._parameters, *holders, ema)
+        """State that lasts from step to step, other than the model and its optimizer."""
+        self.membership.add_replica(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module forward in the chosen precision."""
         return self._run(self._compiled, *args, **kwargs)
 
     if not TYPE_CHECKING:  # so that a misspelt attribute is found there
@@ -441,7 +442,9 @@ class Replica:
         return self._scalars is None and not self._weight
 
     def close(self) -> None:
-        """Apply the remaining buckets, remove hooks from the module, and close connections and threads."""
+        """Apply the remaining buckets, remove hooks, and close connections and threads, as leaving the group does."""
+        if not self.membership.remove_replica(self):
+            return
         try:
             self.flush()
         finally:
