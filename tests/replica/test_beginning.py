@@ -169,7 +169,14 @@ def test_a_checkpoint_is_loaded_whole(tmp_path):
     assert paceline.load_latest(tmp_path, *make())
 
 
-@pytest.mark.parametrize("settings", [{"prefetch": -1}, {"num_processes": -1}, {"global_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": -1}, {"num_processes": -1}, {"global_batch": True}, {"seed": "a"}], ids=str
+)
 def test_numbers_of_a_loader_are_numbers(settings):
-    with pytest.raises(SettingsError, match=r"must be a whole number of at least [01], but got"):
+    with pytest.raises(SettingsError, match=r"must be a whole number.*, but got"):
         paceline.Loader(make_dataset(), **({"global_batch": 4, "group": LocalGroup()} | settings))
+
+
+def test_a_collate_fn_is_a_function():
+    with pytest.raises(SettingsError, match=r"collate_fn must be a function .*, but got 'x'; leave it out"):
+        paceline.Loader(make_dataset(), 4, group=LocalGroup(), collate_fn="x")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -22,6 +21,7 @@ from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
+from paceline.registry import check_whole
 
 _FAR = 2**40
 """A step that no training reaches."""
@@ -110,6 +110,12 @@ class Loader:
             )
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
+        if collate_fn is not None and not callable(collate_fn):
+            raise SettingsError(
+                f"collate_fn must be a function that makes a batch from a list of samples, but got {collate_fn!r}; "
+                "leave it out to stack them"
+            )
+        seed = check_whole("seed", seed)
         self._name = type(dataset).__name__
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
@@ -127,18 +133,18 @@ class Loader:
         self._first_batch = self._check_batch(global_batch)
         changes = [(step, self._check_batch(batch)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)
-        num_epochs = num_epochs if num_epochs is None else _check_count("num_epochs", num_epochs)
-        num_steps = num_steps if num_steps is None else _check_count("num_steps", num_steps)
+        num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
+        num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
-        self.num_micro_batches = _check_count("num_micro_batches", num_micro_batches)
+        self.num_micro_batches = check_whole("num_micro_batches", num_micro_batches, 1)
         self._micro_batches = MicroBatches(
             self._batches, self._shares, self._rank, self.num_micro_batches, adds=adds_micro_batches
         )
-        self._prefetch = _check_count("prefetch", prefetch, 0)
+        self._prefetch = check_whole("prefetch", prefetch, 0)
         self._dispatcher = dispatcher
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
-        self._num_processes = _check_count("num_processes", num_processes, 0)
+        self._num_processes = check_whole("num_processes", num_processes, 0)
         self._ledger = Ledger()
         self._reading: ReadAhead | None = None
         self._in_hand: Batch | None = None
@@ -418,7 +424,7 @@ class Loader:
     def _check_batch(self, global_batch: int | None) -> int:
         if global_batch is None:
             raise SettingsError("global_batch must be given, the number of samples per step over all workers")
-        checked = _check_count("global_batch", global_batch)
+        checked = check_whole("global_batch", global_batch, 1)
         if checked < self._num_workers:
             raise SettingsError(
                 f"global_batch must be at least the number of workers, but got {checked} for {self._num_workers} "
@@ -488,9 +494,3 @@ class Loader:
             step = self._micro_batches.cut(ledger.claim(self.order, len(samples)))
             read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
             yield step.make_batches(read, self._device)
-
-
-def _check_count(name: str, count: object, least: int = 1) -> int:
-    if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
-        raise SettingsError(f"{name} must be a whole number of at least {least}, but got {count!r}")
-    return int(count)
