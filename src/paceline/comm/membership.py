@@ -114,10 +114,13 @@ class Membership:
         """Call `close` when the worker leaves without an error; the last one registered runs first."""
         self._closers.append(close)
 
-    def leave(self) -> None:
-        """Close all objects of the membership: replicas first, the newest before the others."""
+    def close_replicas(self) -> None:
+        """Close the open replicas, the newest first."""
         for reference in reversed(list(self._replicas)):
             if (replica := reference()) is not None:
                 replica.close()
+
+    def leave(self) -> None:
+        """Close all other objects of the membership."""
         while self._closers:
             self._closers.pop()()

@@ -110,7 +110,6 @@ class Replica:
         check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         guarded = optimizer if landing == "update" else None
         self._optimizer_step = OptimizerStep(guarded, precision, clip_norm, self.shard, self._parameters)
-        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard)
         self._weight = self._last_loss = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
@@ -119,6 +118,8 @@ class Replica:
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
+        watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
+        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, watched)
         interval = hash_interval if self.sync.keeps_replicas_equal else 0
         self._comparison = ReplicaComparison(module, self.optimizer, self.shard, interval)
         self._reduction = GradientReduction(
