@@ -279,6 +279,18 @@ def test_what_is_no_optimizer_is_refused():
         paceline.Replica(torch.nn.Linear(2, 2), None, group=LocalGroup())
 
 
+def test_replicas_in_another_order_are_told_which_does_not_fit(tmp_path):
+    def make(width):
+        model = torch.nn.Linear(width, 1)
+        return paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+
+    with LocalGroup() as group:
+        paceline.save(tmp_path, make(2), make(3))
+    with LocalGroup() as group, pytest.raises(paceline.errors.CheckpointError) as refused:
+        paceline.load_latest(tmp_path, make(3), make(2))
+    assert refused.value.__notes__ == ["replica0 of 2, from 0; give load_latest the same order as save"]
+
+
 def test_a_checkpoint_is_loaded_whole(tmp_path):
     def make():
         loader = paceline.Loader(make_dataset(), 8, num_steps=4, group=LocalGroup())
