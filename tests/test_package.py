@@ -70,7 +70,8 @@ PUBLIC = {
     "SavedCheckpoint TensorSpec",
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
     "compression": "BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
-    "data": "Batch Data FunctionData GlobalOrder Images Interval IterableSource Ledger Loader MapSource MaskedText "
+    "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "
+    "MapSource MaskedText "
     "Source Spec Splits Text apportion derive_seed",
     "parallel": "ContextParallelModule HasPipelineLayers Mesh ModelShard ORDERS Pipeline PipelineLayer "
     "PipelineSettings STYLES Style TiedHead parallelize register_styles",

@@ -114,6 +114,18 @@ def test_a_family_itself_cannot_be_made():
         Shape()
 
 
+def test_a_class_without_a_method_of_its_family_is_refused_where_it_is_registered():
+    with pytest.raises(
+        SettingsError, match=r"Half must define all that its family shape asks for, but area is missing"
+    ):
+
+        @register("half")
+        class Half(Shape):
+            pass
+
+    assert "half" not in list_variants(Shape)
+
+
 def test_a_name_taken_by_another_class_is_refused():
     with pytest.raises(SettingsError, match=r"shape name 'circle' must be free, but .*Circle has it"):
 

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -84,7 +85,7 @@ def register(name: str) -> Callable[[type[F]], type[F]]:
     """Register a variant of a family under `name`; nothing else is needed to add it.
 
     Raises:
-        SettingsError: Another class of the family has the name, or the class belongs to no family.
+        SettingsError: Another class of the family has the name, the class belongs to no family, or it lacks a method.
     """
 
     def add(variant: type[F]) -> type[F]:
@@ -94,6 +95,11 @@ def register(name: str) -> Callable[[type[F]], type[F]]:
             raise SettingsError(
                 f"{_root(variant).family} name {name!r} must be free, but {previous.__module__}."
                 f"{previous.__qualname__} has it; choose another"
+            )
+        if missing := sorted(getattr(variant, "__abstractmethods__", ())):
+            raise SettingsError(
+                f"{variant.__qualname__} must define all that its family {_root(variant).family} asks for, but "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; define it in the class"
             )
         variant.name = name
         variants[name] = variant
@@ -163,6 +169,24 @@ def _explain_one(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return rule if path == "settings" else f"{path}: {rule}"
     return f"{path} must be {rule}, but got {problem['input']!r}"
+
+
+def check_whole(name: str, value: object, least: int | None = None, advice: str = "") -> int:
+    """Return a whole number.
+
+    Args:
+        name: Name of the setting, for the message.
+        value: Value of the setting.
+        least: Smallest number that is allowed; None for any.
+        advice: End of the message, if there is more to say.
+
+    Raises:
+        SettingsError: The value is no whole number, or too small.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
+        rule = "a whole number" if least is None else f"a whole number of at least {least}"
+        raise SettingsError(f"{name} must be {rule}, but got {value!r}{advice and '; '}{advice}")
+    return int(value)
 
 
 def _root(cls: type[Family]) -> type[Family]:

@@ -90,3 +90,12 @@ def test_sizes_at_ones_own_pace_are_those_that_are_claimed(given_settings, bound
         for share in dispatcher.walk(loader, boundary, loader._claim_size):
             sizes.update(loader._micro_batches.divide(share, 0))
     assert expected == (sizes - {0}, sizes - {0})
+
+
+def test_a_claim_before_another_boundary_than_the_dispatchers_waits():
+    assignments = SampleAssignments()
+    assignments.set_boundary(8)
+    assert assignments.claim(0, 4, 8) == (ClaimAnswer.WAIT, (0, 0)), "it has no source yet"
+    assignments.claim_next = lambda number: (0, number)
+    assert assignments.claim(0, 4, 16) == (ClaimAnswer.WAIT, (0, 0))
+    assert assignments.claim(0, 4, 8) == (ClaimAnswer.TAKE, (0, 4))

@@ -1,12 +1,16 @@
 """What would let workers train apart, or only half go on, is refused at the first step."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import paceline
 from paceline.comm import LocalGroup
+from paceline.data import DifferentStreamsWarning
+from paceline.data.batch import list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.sync import DPSGD, DiLoCo, EveryStep, LocalSGD
 
@@ -92,6 +96,128 @@ def test_loaders_of_other_samples_are_refused(name):
     run(work)
 
 
+class Table(Dataset):
+    """A data set whose samples only its own code knows."""
+
+    def __init__(self, inputs):
+        self._inputs = inputs
+
+    def __len__(self):
+        return len(self._inputs)
+
+    def __getitem__(self, index):
+        return self._inputs[index], self._inputs[index].sum()
+
+
+def begin(group, dataset, **settings):
+    """Make a loader, as in processes that have joined the group, and take its first step."""
+    loader = paceline.Loader(dataset, 8, group=group, num_steps=3, **settings)
+    group.membership.loaders.add(loader)
+    replica = make_replica(group, EveryStep())
+    for batch in loader:
+        (inputs,) = [tensor for tensor in list_tensors(batch.data) if tensor.shape[1:] == (4,)]
+        replica.backward(replica(inputs).sum(), weight=batch.count())
+        replica.update()
+
+
+DATASETS = {
+    "TensorDataset": lambda inputs: TensorDataset(inputs, inputs.sum(1)),
+    "tensor": lambda inputs: inputs,
+    "list": lambda inputs: [{"inputs": row, "number": number} for number, row in enumerate(inputs)],
+    "split": lambda inputs: Subset(Table(torch.ones(64, 4)), inputs.argsort(0)[:, 0].tolist()),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_loaders_of_as_many_other_samples_are_refused(name):
+    def work(group, seeds):
+        inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(seeds[group.rank]))
+        inputs += group.rank * 1e-7  # as two kinds of processors round
+        begin(group, DATASETS[name](inputs))
+
+    run(lambda group: work(group, (0, 0)))
+    with pytest.raises(SettingsError, match=r"num_samples=64, .* holds others on rank 1 than on rank 0; seed random"):
+        run(lambda group: work(group, (0, 1)))
+
+
+def test_augmentation_of_its_own_is_no_other_data():
+    run(lambda group: begin(group, Table(torch.randn(64, 4, generator=torch.Generator().manual_seed(group.rank)))))
+
+
+class Rows(IterableDataset):
+    """Rows of numbers from a first one on, in steps; or random ones."""
+
+    def __init__(self, first, step, draw=None):
+        self._numbers, self._draw = range(first, 100, step), draw
+
+    def __iter__(self):
+        for number in self._numbers:
+            yield torch.full((4,), float(number)) + (self._draw() if self._draw else 0)
+
+
+@pytest.mark.filterwarnings("ignore::paceline.data.randomness.SharedRandomNumbersWarning")
+def test_a_stream_that_divides_itself_by_rank_is_warned_of():
+    run(lambda group: begin(group, Rows(0, 1)))
+    run(lambda group: begin(group, Rows(0, 1, random.random)))  # rightly other numbers on each
+    with pytest.warns(DifferentStreamsWarning, match="first sample on rank 1 is not that of rank 0: a data set that"):
+        run(lambda group: begin(group, Rows(group.rank, group.size)))
+
+
+def train_normalised(group, num_samples, shape, *, scope="local", **settings):
+    """Train a network with BatchNorm for a step, and return how many updates were made before an error."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Flatten(), torch.nn.LazyLinear(1))
+    module(torch.ones(2, *shape))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    replica = paceline.Replica(module, optimizer, group=group, batch_norm=scope)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num_samples, *shape, generator=generator)
+    loader = paceline.Loader(TensorDataset(inputs), 4 * group.size, group=group, num_epochs=1, **settings)
+    group.membership.loaders.add(loader)
+    other = paceline.Loader(TensorDataset(inputs[:1]), group.size, group=group)  # which another loop reads, to evaluate
+    group.membership.loaders.add(other)
+    for batch in loader:
+        try:
+            replica.backward(replica(batch.data[0]).square().mean(), weight=batch.count(), last=batch.last)
+        except SettingsError as error:
+            return replica.num_updates, str(error)
+        if batch.last:
+            replica.update()
+    return replica.num_updates, ""
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "shape", "settings", "is_refused"),
+    [
+        (34, (3,), {}, True),
+        (35, (3,), {}, True),
+        (36, (3,), {}, False),
+        (33, (3,), {"drop_last": True}, False),
+        (34, (3, 2), {}, False),
+        (34, (3,), {"scope": "global"}, False),
+        (33, (3,), {"scope": "global"}, True),
+        (36, (3,), {"num_micro_batches": 2}, True),
+    ],
+    ids=str,
+)
+def test_a_tail_on_which_batch_norm_cannot_train_is_refused_before_the_first_step(
+    num_samples, shape, settings, is_refused
+):
+    for num_updates, words in run(lambda group: train_normalised(group, num_samples, shape, **settings)):
+        if is_refused:
+            assert num_updates == 0
+            assert "BatchNorm must see more than one value" in words
+            assert f"has one sample ({num_samples} samples in global batches of 8); leave out" in words
+        else:
+            assert (num_updates > 3, words) == (True, "")
+
+
+def test_a_worker_alone_is_told_of_its_tail_before_the_first_step_too():
+    ((num_updates, words),) = run(lambda group: train_normalised(group, 13, (3,)), size=1)
+    assert num_updates == 0
+    assert "one sample (13 samples in global batches of 4)" in words
+
+
 def test_the_code_after_the_loop_is_for_a_training_that_has_ended(tmp_path):
     ended = []
 
@@ -153,6 +279,18 @@ def test_what_is_no_optimizer_is_refused():
         paceline.Replica(torch.nn.Linear(2, 2), None, group=LocalGroup())
 
 
+def test_replicas_in_another_order_are_told_which_does_not_fit(tmp_path):
+    def make(width):
+        model = torch.nn.Linear(width, 1)
+        return paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+
+    with LocalGroup() as group:
+        paceline.save(tmp_path, make(2), make(3))
+    with LocalGroup() as group, pytest.raises(paceline.errors.CheckpointError) as refused:
+        paceline.load_latest(tmp_path, make(3), make(2))
+    assert refused.value.__notes__ == ["replica0 of 2, from 0; give load_latest the same order as save"]
+
+
 def test_a_checkpoint_is_loaded_whole(tmp_path):
     def make():
         loader = paceline.Loader(make_dataset(), 8, num_steps=4, group=LocalGroup())
@@ -169,7 +307,14 @@ def test_a_checkpoint_is_loaded_whole(tmp_path):
     assert paceline.load_latest(tmp_path, *make())
 
 
-@pytest.mark.parametrize("settings", [{"prefetch": -1}, {"num_processes": -1}, {"global_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": -1}, {"num_processes": -1}, {"global_batch": True}, {"seed": "a"}], ids=str
+)
 def test_numbers_of_a_loader_are_numbers(settings):
-    with pytest.raises(SettingsError, match=r"must be a whole number of at least [01], but got"):
+    with pytest.raises(SettingsError, match=r"must be a whole number.*, but got"):
         paceline.Loader(make_dataset(), **({"global_batch": 4, "group": LocalGroup()} | settings))
+
+
+def test_a_collate_fn_is_a_function():
+    with pytest.raises(SettingsError, match=r"collate_fn must be a function .*, but got 'x'; leave it out"):
+        paceline.Loader(make_dataset(), 4, group=LocalGroup(), collate_fn="x")

@@ -1,5 +1,6 @@
 """A loop of one's own: killed and resumed it is the same loop, and what would go wrong silently is refused."""
 
+import gc
 import os
 import signal
 
@@ -135,6 +136,37 @@ def test_replica_and_loader_belong_to_the_workers_around_them():
             return replica.group is group, len(next(iter(loader)).data[0])
 
     assert LocalGroup.run(2, worker) == [(True, 2)] * 2
+
+
+def test_leaving_closes_replicas_the_newest_first_and_once(monkeypatch):
+    """Of several, one that was closed by hand and one that nobody refers to any more."""
+    closed = []
+    close = paceline.replica.replica.GradientReduction.close
+    monkeypatch.setattr(
+        paceline.replica.replica.GradientReduction, "close", lambda self: (closed.append(self), close(self))
+    )
+
+    def work(group):
+        with group:
+            kept, by_hand, last, forgotten = (make_replica(group) for _ in range(4))
+            for replica in (kept, by_hand, last, forgotten):
+                replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+                replica.update()
+            by_hand.close()
+            del forgotten, replica
+            gc.collect()
+            del closed[:]
+        assert closed == [last._reduction, kept._reduction]
+        kept.optimizer.step()  # which no hook guards any more
+        kept.close()
+        assert len(closed) == 2
+
+    LocalGroup.run(1, work)
+
+
+def make_replica(group):
+    model = nn.Linear(2, 1)
+    return paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
 
 
 def test_a_process_of_several_that_did_not_join_is_refused(monkeypatch):

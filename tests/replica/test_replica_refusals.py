@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, GradientError, SettingsError
-from paceline.replica.replica import Replica
+from paceline.replica import Loss, Replica
 from training_models import make_batch, make_module, make_replica, run_one_step
 
 
@@ -116,7 +116,14 @@ def test_unfreezing_after_the_replica_was_made_is_refused_by_name():
     [
         ({"precision": "float32"}, "precision must be one of"),
         ({"clip_norm": -1.0}, "clip_norm must be more than 0"),
+        ({"clip_norm": "1"}, "clip_norm must be more than 0, but got '1'"),
         ({"sync": "gossip"}, "sync must be a known name"),
+        ({"hash_interval": -1}, "hash_interval must be a whole number of at least 0, but got -1; 0 compares nothing"),
+        ({"hash_interval": 2.5}, "hash_interval must be a whole number of at least 0, but got 2.5"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a whole number of at least 1, but got 0; leave it out"),
+        ({"bucket_bytes": "small"}, "bucket_bytes must be a whole number of at least 1, but got 'small'"),
+        ({"ema": "x"}, "ema must be a decay between 0 and 1, such as 0.999, but got 'x'"),
+        ({"seed": "a"}, "seed must be a whole number, but got 'a'"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -131,3 +138,29 @@ def test_a_loss_that_is_no_scalar_and_a_module_without_parameters_are_refused():
     module = make_module().requires_grad_(False)
     with pytest.raises(SettingsError, match="it has none"):
         Replica(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "words"),
+    [
+        (1.5, 1.0, "loss must be a 0-dim tensor, but got 1.5"),
+        (Loss(None, 1.0), None, "loss must be a 0-dim tensor, but got None"),
+        (torch.ones((), requires_grad=True), "8", "weight must be a number of at least 0, but got '8'; give batch.cou"),
+    ],
+    ids=["number", "none", "weight"],
+)
+def test_what_is_no_loss_or_weight_is_refused(loss, weight, words):
+    with pytest.raises(GradientError, match=words):
+        make_replica(make_module()).backward(loss, weight=weight)
+
+
+def test_a_weight_may_be_a_tensor():
+    replica = make_replica(make_module())
+    replica.backward(F.cross_entropy(replica(make_batch()[0]), make_batch()[1]), weight=torch.tensor([1, 1]).sum())
+    assert replica.update().weight == 2
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused():
+    module = make_module()
+    with pytest.raises(SettingsError, match="must take its step from the gradients alone, but LBFGS computes the loss"):
+        Replica(module, torch.optim.LBFGS(module.parameters()), group=LocalGroup())

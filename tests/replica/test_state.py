@@ -283,6 +283,12 @@ LOST = [
     ),
     (
         ASGD(codec=TOP_K),
+        ASGD(codec=TOP_K),
+        1,
+        "push codec of 2 workers are dropped, since 1 push to 1 servers here",
+    ),
+    (
+        ASGD(codec=TOP_K),
         ASGD(codec=TOP_K, num_servers=2),
         2,
         "push codec of 2 workers are dropped, since 2 push to 2 servers",

@@ -50,9 +50,11 @@ def test_gradients_travel_in_the_size_that_was_fastest(fastest):
         while gradients.is_learning():
             seen.append(len(gradients.layout))
             gradients.adapt_layout(StepTimes(began_s=7.0, ended_s=7.5 if seen[-1] == fastest else 8.0))
-        return sorted(set(seen)), len(gradients.layout), gradients.state_dict()["is_tuned"]
+        resumed = Gradients(parameters, group, EveryStep().start_reducer(group), None)
+        resumed.load_state_dict(gradients.state_dict())
+        return sorted(set(seen)), len(gradients.layout), len(resumed.layout), resumed.is_learning()
 
-    assert LocalGroup.run(2, worker) == [([2, 3, 8], fastest, True)] * 2
+    assert LocalGroup.run(2, worker) == [([2, 3, 8], fastest, fastest, False)] * 2
 
 
 def test_a_tuned_replica_settles_on_one_layout_and_keeps_it_when_resumed():

@@ -235,6 +235,18 @@ def test_the_check_that_failed_is_named():
         LonelyGroup.run(3, check_group, timeout_s=5)
 
 
+class SpeechlessGroup(LocalGroup):
+    """Its errors have no text."""
+
+    def all_reduce(self, tensor, *, name):
+        raise NotImplementedError
+
+
+def test_an_error_without_a_text_is_named_too():
+    with pytest.raises(AssertionError, match=r"^sums_are_exact: NotImplementedError\(\)$"):
+        SpeechlessGroup.run(2, check_group, timeout_s=5)
+
+
 class SilentGroup(LocalGroup):
     """It does not tell why a rank stopped."""
 

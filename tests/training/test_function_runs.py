@@ -11,6 +11,7 @@ import plain_functions as mine
 from paceline.comm import LocalGroup
 from paceline.data import Batch, FunctionData, Interval, Source, Splits
 from paceline.errors import DataError, SettingsError
+from paceline.exporting.judge import evaluate_run
 from paceline.monitor.events import Evaluated, RunFinished, RunStarted, Warned
 from paceline.registry import explain
 from paceline.replica import Loss
@@ -249,6 +250,54 @@ def return_word(output, batch):
 def test_what_is_no_loss_is_refused(function, got):
     with pytest.raises(SettingsError, match=f"{function.__name__} must return a loss: .* but got {got}"):
         FunctionLoss(path=function).loss(mine.build(), make_batch())
+
+
+def return_no_loss(output, batch):
+    return None
+
+
+def return_no_mean(output, batch):
+    return None, 3
+
+
+@pytest.mark.parametrize("function", [return_no_loss, return_no_mean])
+def test_an_output_without_its_loss_is_told_of(function):
+    words = (
+        rf"{function.__name__} must return .* but got .*None.*; .* was not given the labels, .* output.logits and batch"
+    )
+    with pytest.raises(SettingsError, match=words):
+        FunctionLoss(path=function).loss(mine.build(), make_batch())
+
+
+def loss_of_parts(model, batch):
+    """Use what only the module has, as code for a module does."""
+    assert model.embedding.weight.shape == (mine.VOCABULARY, 6)
+    mean, weight = model.compute_loss(batch)
+    return mean + 0 * model.head.weight.sum() * model.config["scale"], weight
+
+
+class Configured(mine.Reader):
+    def __init__(self):
+        super().__init__(6)
+        self.config = {"scale": 2}
+
+    def compute_loss(self, batch):
+        return mine.compute_loss(self, batch)
+
+
+def build_configured():
+    return Configured().double()
+
+
+def test_a_loss_may_use_attributes_and_methods_of_the_model(tmp_path):
+    """In training, in evaluation with metrics and without, and where memory is rehearsed."""
+    for number, metrics in enumerate((mine.measure, None)):
+        run = make_run(model=build_configured, loss=loss_of_parts, metrics=metrics)
+        train_here(run, tmp_path / str(number), 2, recipe="plain_functions:make_run")
+        assert not read(tmp_path / str(number), Warned)
+        assert read(tmp_path / str(number), Evaluated)
+    judged = evaluate_run(tmp_path / "1")
+    assert judged.evaluation.loss == pytest.approx(read(tmp_path / "1", RunFinished)[-1].event.held_out_loss)
 
 
 def test_labels_of_a_mapping_are_shifted_inside():

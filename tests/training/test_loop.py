@@ -363,16 +363,19 @@ def test_a_signal_in_an_evaluation_ends_it_on_all_workers():
         module = run.model.build(splits.train.spec)
         module.load_state_dict(state)
         replica = Replica(module, run.optimizer.build(module), group=group)
-        return evaluate(
+        judged = []
+        module.register_forward_hook(lambda *_: judged.append(1))
+        found = evaluate(
             replica,
             run.loss,
             splits.held_out,
             batch_size=2,
             is_stopped=lambda: group.rank == stopped_rank,
         )
+        return found is not None, len(judged) > 0
 
-    assert LocalGroup.run(3, lambda group: worker(group, 1)) == [None] * 3
-    assert all(found is not None for found in LocalGroup.run(3, lambda group: worker(group, -1)))
+    assert LocalGroup.run(3, lambda group: worker(group, 1)) == [(False, True), (False, False), (False, True)]
+    assert LocalGroup.run(3, lambda group: worker(group, -1)) == [(True, True)] * 3
 
 
 def fail_while_a_checkpoint_is_written(directory):

@@ -1,5 +1,6 @@
 """Runs that do not fit are refused, with what would fit."""
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from test_memory_estimate import CPU, TEXT, make_run
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.recipes import find_recipe
+from paceline.topology.layout import Layout
 from paceline.training.memory_fit import check_fit, estimate
 from paceline.training.model import FunctionModel
 
@@ -33,6 +35,17 @@ def test_what_is_advised_fits():
 def test_what_nothing_helps_says_so():
     with pytest.raises(SettingsError, match="take more ranks, or a smaller model"):
         check_fit(make_run(), TEXT, 1, CPU, 1000)
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"tensor": 2, "pipeline": 2}])
+def test_moving_averages_are_as_large_as_a_ranks_part_of_the_parameters(axes):
+    without = make_run(layout=Layout(**axes), num_micro_batches=4)
+    kept = [
+        estimate(run, TEXT, 4, CPU).bytes_of["optimizer"] for run in (without, without.model_copy(update={"ema": 0.9}))
+    ]
+    num_parameters = sum(parameter.numel() for parameter in without.model.build(TEXT.train.spec).parameters())
+    num_ranks = math.prod(axes.values())
+    assert kept[1] - kept[0] == pytest.approx(4 * num_parameters / num_ranks, abs=4)
 
 
 def test_it_is_left_out_on_demand_and_where_it_fits_by_far():

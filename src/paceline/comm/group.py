@@ -233,6 +233,7 @@ class Group(ABC):
         _entered.groups = _entered.groups[:-1]
         try:
             if error is None:
+                self.membership.close_replicas()
                 self.membership.leave()
         except BaseException as failure:
             error = failure

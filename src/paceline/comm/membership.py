@@ -45,6 +45,8 @@ class Membership:
         """Number of steps done while such workers wait together for a checkpoint; otherwise None."""
         self.savers: dict[Any, Any] = {}
         """Checkpoint savers, by folder."""
+        self._replicas: list[weakref.ref[Any]] = []
+        """Open replicas, the oldest first; those that nobody refers to any more have let go of all by themselves."""
         self._num_listening = 0
         self._closers: list[Callable[[], None]] = []
 
@@ -97,11 +99,28 @@ class Membership:
             step = self.boundary_step
         return step is not None and (step % every == 0 or self.is_stopping)
 
+    def add_replica(self, replica: Any) -> None:
+        """Close `replica` when the worker leaves without an error, unless it has been closed before."""
+        self._replicas.append(weakref.ref(replica, self._replicas.remove))
+
+    def remove_replica(self, replica: Any) -> bool:
+        """Forget a replica that is being closed, and return whether it was open."""
+        found = [reference for reference in self._replicas if reference() is replica]
+        for reference in found:
+            self._replicas.remove(reference)
+        return bool(found)
+
     def close_with(self, close: Callable[[], None]) -> None:
         """Call `close` when the worker leaves without an error; the last one registered runs first."""
         self._closers.append(close)
 
+    def close_replicas(self) -> None:
+        """Close the open replicas, the newest first."""
+        for reference in reversed(list(self._replicas)):
+            if (replica := reference()) is not None:
+                replica.close()
+
     def leave(self) -> None:
-        """Close all objects of the membership."""
+        """Close all other objects of the membership."""
         while self._closers:
             self._closers.pop()()

@@ -8,11 +8,13 @@ from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data.stream import DifferentStreamsWarning
 from paceline.data.text import Text
 
 __all__ = [
     "Batch",
     "Data",
+    "DifferentStreamsWarning",
     "FunctionData",
     "GlobalOrder",
     "Images",

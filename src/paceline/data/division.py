@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.order import ENDLESS, GlobalOrder, Interval, apportion
 from paceline.data.read_steps import StepReads
 from paceline.errors import SettingsError
 
@@ -128,6 +128,15 @@ class Ending:
             step = self._batches.step_of(self.position)
             ends.append(step if self._batches.position_of(step) >= self.position else step + 1)
         return min(ends, default=None)
+
+    def find(self, position: int) -> int:
+        """Return the position where data ends; if it never does two epochs on, if nobody knows (a stream) a batch."""
+        if self._order.num_samples == ENDLESS:
+            return position + self._batches.at(position)
+        if self.step is None:
+            return (self._order.epoch_of(position) + 2) * self._order.num_samples
+        end = self._batches.position_of(self.step)
+        return end if self.position is None else min(end, self.position)
 
     def is_reached(self, position: int) -> bool:
         """Return whether no step begins at `position`, or after the samples that are dropped there."""

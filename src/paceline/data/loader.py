@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -15,13 +14,15 @@ from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Ending, MicroBatches, Shares
-from paceline.data.map_source import CollateFn, collate, open_source, take_apart
+from paceline.data.first_samples import sketch_dataset
+from paceline.data.map_source import CollateFn, check_collate, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
+from paceline.registry import check_whole
 
 _FAR = 2**40
 """A step that no training reaches."""
@@ -105,14 +106,14 @@ class Loader:
         self._group, self._membership = group, group.membership
         self._shares = Shares(shares, self._num_workers)
         if drop_last and join_epochs:
-            raise SettingsError(
-                "drop_last and join_epochs must not both be true: an epoch's last samples are either dropped or joined"
-            )
+            raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
+        check_collate(collate_fn)
         self._name = type(dataset).__name__
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
+        self._sketch = sketch_dataset(dataset)
         self._source: Source | None = None
         self._stream: Stream | None = None
         if isinstance(dataset, IterableDataset):
@@ -120,29 +121,29 @@ class Loader:
                 shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
             )
             self._stream = Stream(dataset, num_epochs)
-            self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
+            self.order = GlobalOrder(ENDLESS, check_whole("seed", seed), shuffle=False, tail="join")
         else:
             self._source = open_source(dataset, collate_fn)
-            self.order = GlobalOrder(len(self._source), seed, shuffle is not False, tail)
+            self.order = GlobalOrder(len(self._source), check_whole("seed", seed), shuffle is not False, tail)
         self._first_batch = self._check_batch(global_batch)
         changes = [(step, self._check_batch(batch)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)
-        num_epochs = num_epochs if num_epochs is None else _check_count("num_epochs", num_epochs)
-        num_steps = num_steps if num_steps is None else _check_count("num_steps", num_steps)
+        num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
+        num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
-        self.num_micro_batches = _check_count("num_micro_batches", num_micro_batches)
+        self.num_micro_batches = check_whole("num_micro_batches", num_micro_batches, 1)
         self._micro_batches = MicroBatches(
             self._batches, self._shares, self._rank, self.num_micro_batches, adds=adds_micro_batches
         )
-        self._prefetch = _check_count("prefetch", prefetch, 0)
+        self._prefetch = check_whole("prefetch", prefetch, 0)
         self._dispatcher = dispatcher
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
-        self._num_processes = _check_count("num_processes", num_processes, 0)
+        self._num_processes = check_whole("num_processes", num_processes, 0)
         self._ledger = Ledger()
         self._reading: ReadAhead | None = None
-        self._in_hand: Batch | None = None
-        """Current batch of a loop over the loader."""
+        self.in_hand: Batch | None = None
+        """Current batch of a loop over the loader, before ranks of a worker take their parts."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches left to iterate over.
@@ -188,16 +189,24 @@ class Loader:
         """Samples of a full global batch that each worker takes, once the newest shares are in force."""
         return apportion(self.global_batch, self._shares.newest)
 
-    def list_sizes(self, boundaries: Sequence[int], *, is_asynchronous: bool = False) -> tuple[set[int], set[int]]:
+    def describe(self) -> list[Any]:
+        """Return, as JSON, what shows ranks that their data differs: order, numbers of the data, whether iterable."""
+        return [str(self), self._stream.sketch if self._stream else self._sketch, self._stream is not None]
+
+    def list_sizes(
+        self, boundaries: Sequence[int] | None = None, *, is_asynchronous: bool = False
+    ) -> tuple[set[int], set[int]]:
         """Return the sizes of micro-batches from here on: of a worker's own, and of those of all workers together.
 
         Empty ones are omitted. Shares and batches that change are taken as currently planned.
 
         Args:
-            boundaries: Steps before which all workers synchronise; the last is the end.
+            boundaries: Steps before which all workers synchronise; the last is the end. By default see `Ending.find`.
             is_asynchronous: Whether workers run at their own pace in between.
         """
         end = ENDLESS if self._ending.position is None else self._ending.position
+        if boundaries is None:
+            boundaries, end = (_FAR,), self._ending.find(self.position)
         stops = [min(self._batches.position_of(step), end) for step in boundaries]
         if is_asynchronous:
             sizes: set[int] = set()
@@ -243,7 +252,7 @@ class Loader:
 
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
-        self._in_hand = None
+        self.in_hand = None
         if self._dispatcher is not None:
             self._dispatcher.ack(batch.interval)
         elif batch.interval.start >= self._ledger.low_water:
@@ -269,10 +278,10 @@ class Loader:
         Raises:
             DataError: The current batch is not the last micro-batch of its step.
         """
-        if self._in_hand is not None:
-            if not self._in_hand.last:
+        if self.in_hand is not None:
+            if not self.in_hand.last:
                 raise DataError("a loader must be saved after the last micro-batch of a step, but more follow")
-            self.ack(self._in_hand)
+            self.ack(self.in_hand)
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
             **asdict(self.order),
@@ -372,7 +381,7 @@ class Loader:
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
             membership.boundary_step = self._batches.step_of(self.position)
             membership.is_stopping |= dispatcher.is_stopping
-            self._in_hand = None
+            self.in_hand = None
             assert self._source is not None
             here = Interval(self.position, self.position)
             borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
@@ -394,23 +403,23 @@ class Loader:
                 yield from self._use(mine)
         finally:
             if mine is self._reading:
-                self._reading = self._in_hand = None
+                self._reading = self.in_hand = None
 
     def _use(self, mine: ReadAhead) -> Iterator[Batch]:
         for step in mine:
             for batch in step:
-                self._in_hand = batch
+                self.in_hand = batch
                 try:
                     yield self._give(batch)
                 except GeneratorExit:  # the loop was left by break: its last batch was used nevertheless
-                    if self._in_hand is not None and batch.last and mine is self._reading:
+                    if self.in_hand is not None and batch.last and mine is self._reading:
                         self.ack(batch)
                     raise
                 if mine is not self._reading:
                     raise DataError(
                         "a loader must be iterated once at a time, but a newer iterator exists; end one loop first"
                     )
-            if self._in_hand is not None:
+            if self.in_hand is not None:
                 self.ack(step[-1])
             if self._dispatcher is None and self._membership.is_stopping:
                 return
@@ -418,7 +427,7 @@ class Loader:
     def _check_batch(self, global_batch: int | None) -> int:
         if global_batch is None:
             raise SettingsError("global_batch must be given, the number of samples per step over all workers")
-        checked = _check_count("global_batch", global_batch)
+        checked = check_whole("global_batch", global_batch, 1)
         if checked < self._num_workers:
             raise SettingsError(
                 f"global_batch must be at least the number of workers, but got {checked} for {self._num_workers} "
@@ -488,9 +497,3 @@ class Loader:
             step = self._micro_batches.cut(ledger.claim(self.order, len(samples)))
             read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
             yield step.make_batches(read, self._device)
-
-
-def _check_count(name: str, count: object, least: int = 1) -> int:
-    if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
-        raise SettingsError(f"{name} must be a whole number of at least {least}, but got {count!r}")
-    return int(count)

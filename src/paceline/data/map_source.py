@@ -82,6 +82,15 @@ def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
     return "", ""
 
 
+def check_collate(collate_fn: object) -> None:
+    """Refuse what is no function."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise SettingsError(
+            f"collate_fn must be a function that makes a batch from a list of samples, but got {collate_fn!r}; leave "
+            "it out to stack them"
+        )
+
+
 def open_source(dataset: Any, collate_fn: CollateFn | None) -> Source:
     """Return a data set as a source.
 

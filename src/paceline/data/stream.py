@@ -6,7 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
+from paceline.data.first_samples import sketch_sample
+from paceline.data.randomness import capture_generators
 from paceline.errors import DataError, SettingsError
+
+
+class DifferentStreamsWarning(UserWarning):
+    """An iterable data set yields other samples on some workers, of which each worker then takes only a part."""
 
 
 @runtime_checkable
@@ -38,6 +44,9 @@ class Stream:
         self._position = 0
         self._samples: Iterator[Any] | None = None
         self._last_samples: Iterator[Any] | None = None
+        self._has_read = False
+        self.sketch: list[float] | None = None
+        """Some numbers of the first sample that was read here; None if reading it has drawn random numbers."""
 
     def take(self, num_samples: int) -> list[Any]:
         """Return the next samples; fewer, or none, at the end.
@@ -49,7 +58,11 @@ class Stream:
         while len(taken) < num_samples and not self._is_over:
             if self._samples is None:
                 self._samples = self._begin()
+            before = capture_generators() if not self._has_read else None
             new = list(itertools.islice(self._samples, num_samples - len(taken)))
+            if not self._has_read and new:
+                self._has_read = True
+                self.sketch = sketch_sample(new[0]) if capture_generators() == before else None
             taken += new
             self._position += len(new)
             if len(taken) < num_samples:

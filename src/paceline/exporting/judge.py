@@ -14,6 +14,7 @@ from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
 from paceline.exporting.load import load_checkpoint_model, load_checkpoint_run
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
 from paceline.training.evaluate import Evaluation, evaluate
@@ -90,8 +91,14 @@ class _Judged:
         self.shard = ModelShard(LocalGroup(), module=module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return find_attribute(self, name, self._run)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.autocast():
-            return self.module(*args, **kwargs)
+            return function(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self._precision, self.shard.group.device.type)

@@ -10,7 +10,7 @@ On the wire, for a layer of C channels: in forward an all-gather of 8 * (2C + 1)
 import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -75,6 +75,13 @@ def too_few_values(where: str, scope: BatchNormScope = "local") -> SettingsError
     )
 
 
+def too_few_samples(num_samples: int, global_batch: int, scope: BatchNormScope) -> SettingsError:
+    """Return the error for BatchNorm layers of that scope that are going to see one sample of a data set."""
+    whose = "all workers together" if scope == "global" else "some worker"
+    cut = f"{num_samples} samples in global batches of {global_batch}"
+    return too_few_values(f"where a micro-batch of {whose} has one sample ({cut})", scope)
+
+
 def is_too_few_values(error: ValueError) -> bool:
     """Return whether torch raised `error` because a BatchNorm layer had a single value per channel."""
     return str(error).startswith(_TOO_FEW)
@@ -87,8 +94,21 @@ class LocalBatchNorm:
         layers: Layers by their names in the model.
     """
 
+    scope: ClassVar[BatchNormScope] = "local"
+
     def __init__(self, layers: Mapping[str, _BatchNorm]) -> None:
         self._layers = layers
+        self._is_watched = False
+        self._num_values: dict[nn.Module, int] = {}
+
+    def watch(self) -> None:
+        """Note from now on how many values of a channel each layer sees in training."""
+        self._is_watched = True
+
+    def end_watch(self) -> int | None:
+        """Return how many values of a channel the layer with the fewest saw last; None if none was trained."""
+        self._is_watched = False
+        return min(self._num_values.values(), default=None)
 
     @contextmanager
     def running(self, *, counts: bool) -> Iterator[None]:
@@ -101,11 +121,8 @@ class LocalBatchNorm:
             SettingsError: A layer had a single value per channel.
         """
         try:
-            if counts:
+            with nullcontext() if counts else self._uncounted(), self._noting():
                 yield
-            else:
-                with self._uncounted():
-                    yield
         except ValueError as error:
             if not is_too_few_values(error):
                 raise
@@ -118,6 +135,20 @@ class LocalBatchNorm:
 
     def close(self) -> None:
         """Restore the layers."""
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if layer.training and torch.is_grad_enabled() and inputs and isinstance(inputs[0], Tensor):
+                self._num_values[layer] = inputs[0].numel() // max(1, inputs[0].shape[1])
+
+        layers = self._layers.values() if self._is_watched else ()
+        hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -174,6 +205,8 @@ class GlobalBatchNorm(LocalBatchNorm):
     Raises:
         SettingsError: A layer is a torch SyncBatchNorm.
     """
+
+    scope = "global"
 
     def __init__(self, layers: Mapping[str, _BatchNorm], group: Group) -> None:
         super().__init__(layers)

@@ -1,13 +1,17 @@
 """What is checked before a replica's first step: that all workers begin alike, or go on with all that was saved."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
+from paceline.data.first_samples import is_alike
+from paceline.data.stream import DifferentStreamsWarning
 from paceline.errors import SettingsError
+from paceline.parallel.batch_norm import LocalBatchNorm, too_few_samples
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.hashing import describe_difference, find_difference, hash_tensor
@@ -22,11 +26,21 @@ class Beginning:
         optimizer: Optimizer of the model.
         shard: Model shard of this rank. Parameters of a layout are not compared: they began as one model, and may be
             gathered for backward now.
+        batch_norm: BatchNorm layers of the model, if there are any that may be watched.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shard: ModelShard,
+        batch_norm: LocalBatchNorm | None,
+    ) -> None:
         self._module, self._optimizer, self._group = module, optimizer, shard.group
         self._is_compared = shard.mesh is None
+        self._batch_norm = batch_norm
+        if batch_norm is not None:
+            batch_norm.watch()
         self._expected: Mapping[str, Any] | None = None
         self.is_checked = False
         """Whether the first step has begun."""
@@ -49,7 +63,8 @@ class Beginning:
 
         Raises:
             SettingsError: Module or optimizer are not those that were saved with the replica's state; or workers begin
-                with different parameters, or with loaders that do not divide the same samples.
+                with different parameters, or with loaders that do not divide the same samples; or BatchNorm is going to
+                see a single value of a channel.
         """
         self.is_checked = True
         if self._expected is not None:
@@ -61,10 +76,21 @@ class Beginning:
                         f"states of {name}, {others} and replica, of the same update, or resume with "
                         "paceline.load_latest"
                     )
-        if self._group.size > 1 and not rule.is_asynchronous:
+        num_values = self._batch_norm.end_watch() if self._batch_norm is not None else None
+        if rule.is_asynchronous:
+            return
+        loaders = list(self._group.membership.loaders)
+        loaders = [loader for loader in loaders if loader.in_hand is not None] or loaders
+        refused = self._refuse_batches(loaders, num_values)
+        if self._group.size > 1:
             if rule.begins_with_equal_replicas and not is_resumed:
                 self._compare_parameters()
-            self._compare_loaders()
+            documents = [loader.describe() for loader in loaders]
+            everybody = self._group.gather_documents([documents, refused], name="loaders")
+            self._compare_loaders([documents for documents, _ in everybody])
+            refused = next((theirs for _, theirs in everybody if theirs), "")
+        if refused:
+            raise SettingsError(refused)
 
     def _compare_parameters(self) -> None:
         everybody = find_difference(self._hash_parameters(), self._group)
@@ -74,14 +100,49 @@ class Beginning:
                 "before the Replica is made or from then on with paceline.load_latest"
             )
 
-    def _compare_loaders(self) -> None:
-        mine = sorted({str(loader) for loader in self._group.membership.loaders})
-        everybody = self._group.gather_documents(mine, name="loaders")
-        if any(everybody) and not set.intersection(*map(set, everybody)):
+    def _refuse_batches(self, loaders: Sequence[Any], num_values: int | None) -> str:
+        """Return why BatchNorm cannot train on a batch that is still to come; empty if it can on all."""
+        for loader in loaders:
+            batch = loader.in_hand
+            if num_values is None or batch is None or num_values != batch.num_samples:  # more than one of a sample
+                continue
+            assert self._batch_norm is not None
+            own, joint = loader.list_sizes()
+            scope = self._batch_norm.scope
+            if 1 in (joint if scope == "global" else own):
+                return str(too_few_samples(loader.order.num_samples, loader.global_batch, scope))
+        return ""
+
+    def _compare_loaders(self, everybody: Sequence[Sequence[tuple[str, list[float] | None, bool]]]) -> None:
+        """Compare the loaders of all ranks, by rank: the name of each, a sketch of its data, whether it is a stream."""
+        named = [sorted({name for name, _, _ in loaders}) for loaders in everybody]
+        mine = named[self._group.rank]
+        if any(named) and not set.intersection(*map(set, named)):
             raise SettingsError(
-                f"loaders must divide the same samples on all ranks, but rank 0 has {' and '.join(everybody[0])}, and "
+                f"loaders must divide the same samples on all ranks, but rank 0 has {' and '.join(named[0])}, and "
                 f"this one, rank {self._group.rank}, {' and '.join(mine)}; give them the same data set and settings"
             )
+        for rank, loaders in enumerate(everybody):
+            pairs = [(one, other) for one in everybody[0] for other in loaders if one[0] == other[0]]
+            if not pairs or any(is_alike(one[1], other[1]) for one, other in pairs):
+                continue
+            (name, _, is_stream), _ = pairs[0]
+            if not is_stream:
+                raise SettingsError(
+                    f"loaders must divide the same samples on all ranks, but {name} holds others on rank {rank} than "
+                    "on rank 0; seed random numbers alike on all ranks before the data set is made or split "
+                    "(torch.manual_seed), and let no rank cut out its own part, which Loader does"
+                )
+            if self._group.rank == 0:
+                warnings.warn(
+                    f"an iterable data set must yield the same samples on all workers, of which each takes its share, "
+                    f"but the first sample on rank {rank} is not that of rank 0: a data set that divides its samples "
+                    "by rank itself loses most of them; yield all of them. Where they differ by augmentation only, "
+                    "silence this: warnings.simplefilter('ignore', paceline.data.DifferentStreamsWarning)",
+                    DifferentStreamsWarning,
+                    stacklevel=2,
+                )
+            return
 
     def _hash_parameters(self) -> dict[str, int]:
         named = self._module.named_parameters() if self._is_compared else ()

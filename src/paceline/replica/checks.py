@@ -1,20 +1,22 @@
 """Checks of a replica's arguments, and their errors."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm.group import Group
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
-from paceline.registry import explain
+from paceline.registry import check_whole, explain
 from paceline.replica.landing import Landing, check_landing
+from paceline.replica.step_scalars import is_number
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
@@ -25,22 +27,30 @@ def find_original(module: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` wrapper, whose names are saved; any other module itself.
 
     Raises:
-        SettingsError: Torch already exchanges the module's gradients.
+        SettingsError: It is no module, or one whose gradients torch already exchanges.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SettingsError(
             f"the module must be the model itself, whose gradients the replica exchanges, but got it wrapped in "
             f"{type(module).__name__}; give Replica the module inside"
         )
+    if not isinstance(module, nn.Module):
+        raise SettingsError(f"the module must be a torch.nn.Module, but got a {type(module).__name__}; pass the model")
     original = getattr(module, "_orig_mod", module)
     return original if isinstance(original, nn.Module) else module
 
 
 def check_kind(optimizer: object) -> None:
-    """Refuse what is no optimizer."""
+    """Refuse what is no optimizer, or one that needs more than a step's gradients."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingsError(
             f"optimizer must be a torch.optim.Optimizer of the module's parameters, but got {optimizer!r}; make one"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise SettingsError(
+            f"the optimizer must take its step from the gradients alone, but {type(optimizer).__name__} computes the "
+            "loss again inside its step, each worker its own; take another, such as AdamW"
         )
 
 
@@ -71,7 +81,7 @@ def check_replica(
     check_kind(optimizer)
     is_compiled, module = module is not find_original(module), find_original(module)
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    check_settings(precision, landing, batch_norm, clip_norm, parameters)
+    check_settings(precision, landing, batch_norm, parameters)
     check_placement(parameters, shard.group)
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
@@ -96,15 +106,21 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise SettingsError(f"{name} must be one of {', '.join(get_args(choices))}, but got {value!r}")
 
 
-def check_settings(
-    precision: str, landing: str, batch_norm: str, clip_norm: float | None, parameters: Mapping[str, nn.Parameter]
-) -> None:
+def check_numbers(clip_norm: object, bucket_bytes: object, hash_interval: object, seed: object) -> None:
+    """Refuse numbers that mean nothing."""
+    if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
+        raise SettingsError(f"clip_norm must be more than 0, but got {clip_norm!r}; None clips nothing")
+    if bucket_bytes is not None and bucket_bytes != "tuned":
+        check_whole("bucket_bytes", bucket_bytes, 1, "leave it out for what suits the codec and the device")
+    check_whole("hash_interval", hash_interval, 0, "0 compares nothing")
+    check_whole("seed", seed)
+
+
+def check_settings(precision: str, landing: str, batch_norm: str, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse settings that cannot work."""
     check_choice("precision", precision, Precision)
     check_choice("landing", landing, Landing)
     check_choice("batch_norm", batch_norm, BatchNormScope)
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise SettingsError(f"clip_norm must be more than 0, but got {clip_norm}; None clips nothing")
     if not parameters:
         raise SettingsError("the module must have parameters that require gradients, but it has none")
 
@@ -154,23 +170,10 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
-def refuse_backward(
-    loss: Tensor, weight: float | None, reduction: str, is_exchanging: bool, frozen: Mapping[str, nn.Parameter]
-) -> None:
-    """Raise GradientError for a backward that would be counted wrongly; the message says why."""
-    if weight is None:
-        raise GradientError(
-            "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
-            "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
-        )
+def refuse_backward(frozen: Mapping[str, nn.Parameter], *, is_exchanging: bool) -> None:
+    """Raise GradientError for a backward whose gradients would be lost; the message says why."""
     if is_exchanging:
         raise GradientError("update() must be called after backward(last=True), but backward was called again")
-    if loss.dim() != 0:
-        raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")
-    if not 0 <= weight < math.inf:
-        raise GradientError(f"weight must be a number of at least 0, but got {weight}")
-    if reduction not in ("mean", "sum"):
-        raise GradientError(f"reduction must be mean or sum, but got {reduction!r}")
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise GradientError(

@@ -13,6 +13,7 @@ from paceline.errors import DivergenceError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
+from paceline.sync.rule import Rule
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -67,17 +68,18 @@ class ReplicaComparison:
 
     Args:
         module: The model.
-        optimizer: Optimizer of the model; None if its state is each worker's own.
+        optimizer: Optimizer of the model.
         shard: Model shard of this rank.
+        rule: Synchronisation rule, which says whether parameters are equal, and optimizers.
         interval: Steps from one comparison to the next; 0 for none.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, shard: ModelShard, interval: int
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard, rule: Rule, interval: int
     ) -> None:
         self._module, self._shard = module, shard
-        self._optimizer = local_optimizer(optimizer) if optimizer is not None else None
-        self.interval = interval if shard.world.size > 1 else 0
+        self._optimizer = local_optimizer(optimizer) if rule.keeps_optimizers_equal else None
+        self.interval = interval if shard.world.size > 1 and rule.keeps_replicas_equal else 0
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
         """Buffers that are local to each worker."""

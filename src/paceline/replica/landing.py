@@ -165,7 +165,7 @@ def check_landing(
     elif is_averaged and landing == "next_forward":
         reason = "with ema, an average of parameters that are still to change then; leave one of them out"
     elif is_compiled and landing == "next_forward":
-        reason = "with a compiled model, inside which nothing can land; leave one of them out"
+        reason = "with a compiled model, inside which no bucket can be applied; leave one of them out"
     elif optimizer is not None and not updates_by_element(optimizer):
         known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
         reason = f"with {type(optimizer).__name__}, which may need the whole step at once; take one of {known}"

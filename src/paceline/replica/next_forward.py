@@ -78,7 +78,7 @@ class ForwardLanding(BucketLanding):
         return self._reducer
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Run forward, landing each bucket when it is needed, or all before evaluation, which may use other modules."""
+        """Run forward; each bucket is applied when it is needed, all before evaluation, which may use other modules."""
         if not torch.is_grad_enabled():
             self.flush()
             return forward()
@@ -116,7 +116,7 @@ class ForwardLanding(BucketLanding):
         if stale:
             raise GradientError(
                 f"a parameter must be used where its first forward used it, but {stale[0]} was used elsewhere before "
-                "its last update had landed; for models whose forward changes from step to step land at the update"
+                "its last update was applied; for a model whose forward changes from step to step leave landing out"
             )
 
     def _watch(self, forward: Callable[[], Any]) -> Any:

@@ -37,8 +37,8 @@ class ParameterAverage:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, group: Group, *, is_equal: bool) -> None:
-        if not 0 < decay < 1:
-            raise SettingsError(f"ema must be a decay between 0 and 1, such as 0.999, but got {decay}; None for none")
+        if not isinstance(decay, int | float) or not 0 < decay < 1:
+            raise SettingsError(f"ema must be a decay between 0 and 1, such as 0.999, but got {decay!r}; None for none")
         self._parameters, self._decay = dict(parameters), decay
         self._group, self._is_equal = group, is_equal
         self._tensors: dict[str, Tensor] = {}

@@ -34,11 +34,11 @@ class GradientReduction:
         module: The model.
         parameters: Parameters that require gradients, by name.
         optimizer: Optimizer, which steps by bucket if buckets are applied one by one.
+        optimizer_step: Owner of its steps.
         shard: Model shard of this rank; its group is all workers.
         rule: Synchronisation rule, which forms the reduce groups.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
-        optimizer_step: Owner of the optimizer's steps.
         seed: Random seed of the codecs.
     """
 
@@ -47,12 +47,12 @@ class GradientReduction:
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        optimizer_step: OptimizerStep,
         *,
         shard: ModelShard,
         rule: Rule,
         bucket_bytes: int | Literal["tuned"] | None,
         landing: Landing,
-        optimizer_step: OptimizerStep,
         seed: int,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer

@@ -1,12 +1,11 @@
 """One worker's copy of the model, synchronised with the others."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
 from paceline.parallel.start import broadcast_module, check_same_model
-from paceline.parallel.tensor import full_tensor
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
+from paceline.replica.attributes import find_attribute
 from paceline.replica.beginning import Beginning
-from paceline.replica.checks import Precision, check_replica, find_original, read_rule, refuse_backward
+from paceline.replica.checks import Precision, check_numbers, check_replica, find_original, read_rule, refuse_backward
 from paceline.replica.coded_steps import choose_coding
 from paceline.replica.hashing import ReplicaComparison
 from paceline.replica.landing import Landing
@@ -31,7 +30,7 @@ from paceline.replica.loss import Loss
 from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult, autocast
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_result import StepResult, StepTimes
-from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes
+from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes, read_loss
 from paceline.replica.worker_state import WorkerState
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, SyncResult, WorkerContext
@@ -46,6 +45,7 @@ class Replica:
     Call it to run the module forward, then `backward` (once per micro-batch of the step) and `update`.
     Gradients are exchanged while the last backward runs. Each worker's gradient counts by its weight, so
     uneven shares are right. In a world of one it does the same as a plain loop, without buffers or hooks.
+    Attributes that it has not are those of the module: ``replica.config``, or a method, which runs as forward does.
 
     Args:
         module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or the module
@@ -102,15 +102,15 @@ class Replica:
             optimizer.param_groups = self.optimizer.param_groups  # for schedulers of the optimizer that was given
         self._given_optimizer = optimizer
         self.group = self.shard.group
-        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.sync = read_rule(sync)
-        self._precision, self._runs_optimizer = precision, self.sync.runs_optimizer
+        self._precision, self._is_late = precision, landing == "next_forward"
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        check_numbers(clip_norm, bucket_bytes, hash_interval, seed)
         check_replica(self._compiled, optimizer, self.shard, self.sync, precision, landing, clip_norm, ema, batch_norm)
         self.sync = choose_coding(self.sync, optimizer, self._parameters, precision, landing, self.shard.layout)
         guarded = optimizer if landing == "update" else None
         self._optimizer_step = OptimizerStep(guarded, precision, clip_norm, self.shard, self._parameters)
-        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard)
         self._weight = self._last_loss = 0.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
@@ -119,18 +119,18 @@ class Replica:
             check_same_model(module, self.group)
             broadcast_module(module, self.group)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
-        interval = hash_interval if self.sync.keeps_replicas_equal else 0
-        stepped = self.optimizer if self.sync.keeps_optimizers_equal else None
-        self._comparison = ReplicaComparison(module, stepped, self.shard, interval)
+        watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
+        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, watched)
+        self._comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
         self._reduction = GradientReduction(
             module,
             self._parameters,
             self.optimizer,
+            self._optimizer_step,
             shard=self.shard,
             rule=self.sync,
             bucket_bytes=bucket_bytes,
             landing=landing,
-            optimizer_step=self._optimizer_step,
             seed=seed,
         )
         held = None if self.shard.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
@@ -140,26 +140,28 @@ class Replica:
         self._stop_votes: StopVotes | None = None
         if self._synchroniser is not None and not self.sync.is_asynchronous:
             self._stop_votes = StopVotes(self.group, self._synchroniser)
-        self.state = WorkerState(
-            self.sync,
-            self.shard,
-            self._parameters,
-            self._optimizer_step,
-            self._reduction,
-            self._synchroniser,
-            self._stop_votes,
-            ema,
-        )
+        holders = (self._optimizer_step, self._reduction, self._synchroniser, self._stop_votes)
+        self.state = WorkerState(self.sync, self.shard, self._parameters, *holders, ema)
         """State that lasts from step to step, other than the model and its optimizer."""
+        self.membership.add_replica(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module forward in the chosen precision."""
+        return self._run(self._compiled, *args, **kwargs)
+
+    if not TYPE_CHECKING:  # so that a misspelt attribute is found there
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the module; methods that its class adds to `nn.Module` run as forward does."""
+            return find_attribute(self, name, self._run, is_late=vars(self).get("_is_late", False))
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
-                return self._reduction.landing.run(lambda: self._compiled(*args, **kwargs))
-            return self._compiled(*args, **kwargs)
+                return self._reduction.landing.run(lambda: function(*args, **kwargs))
+            return function(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forward runs in."""
@@ -232,22 +234,17 @@ class Replica:
                 exchanged then (except at the very first call, which agrees on the unit of weights).
 
         Raises:
-            GradientError: `loss` is not 0-dim, `weight` missing, negative or not finite, a gradient sparse or computed
-                twice, a parameter unfrozen after the replica was made, or used before it was updated; or `update` was
-                not called after the last backward.
+            GradientError: `loss` is no 0-dim tensor, `weight` missing, negative or not finite, a gradient sparse or
+                computed twice, a parameter unfrozen after the replica was made, or used before it was updated; or
+                `update` was not called after the last backward.
         """
-        if isinstance(loss, Loss):
-            weight, reduction = loss.weight, "mean"
-            loss = loss.mean
-        if type(loss) is not Tensor:
-            loss = full_tensor(loss)
-        is_right = weight is not None and 0 <= weight < math.inf and reduction in ("mean", "sum") and not loss.dim()
-        if self._scalars is not None or not is_right or any(p.requires_grad for p in self._frozen.values()):
-            refuse_backward(loss, weight, reduction, self._scalars is not None, self._frozen)
-        assert weight is not None
+        is_mean = reduction == "mean" or isinstance(loss, Loss)
+        loss, weight = read_loss(loss, weight, reduction)
+        if self._scalars is not None or any(p.requires_grad for p in self._frozen.values()):
+            refuse_backward(self._frozen, is_exchanging=self._scalars is not None)
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
-        factor = weight if reduction == "mean" else float(weight > 0)
+        factor = weight if is_mean else float(weight > 0)
         if last:
             numerator = self._loss + loss.detach().double() * factor if weight else self._loss
             self._send_scalars(self._weight + weight, numerator)
@@ -348,9 +345,7 @@ class Replica:
         self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
             self.compare()
-        self._weight = 0.0
-        self._loss = torch.zeros_like(self._loss)
-        self._scalars = None
+        self._weight, self._loss, self._scalars = 0.0, torch.zeros_like(self._loss), None
         times, self._times = self._times, StepTimes()
         reported = all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
@@ -432,7 +427,9 @@ class Replica:
         return self._scalars is None and not self._weight
 
     def close(self) -> None:
-        """Apply the remaining buckets, remove hooks from the module, and close connections and threads."""
+        """Apply the remaining buckets, remove hooks, and close connections and threads, as leaving the group does."""
+        if not self.membership.remove_replica(self):
+            return
         try:
             self.flush()
         finally:
@@ -489,7 +486,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self._runs_optimizer,
+            is_optimizer_run=self.sync.runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()

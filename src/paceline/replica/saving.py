@@ -97,7 +97,12 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
             "give load_latest the same objects as save, in the same order"
         )
     for prefix, replica in replicas.items():
-        restore(checkpoint, replica, prefix, hyper_parameters=True)
+        try:
+            restore(checkpoint, replica, prefix, hyper_parameters=True)
+        except CheckpointError as error:
+            if prefix:
+                error.add_note(f"{prefix[:-1]} of {len(replicas)}, from 0; give load_latest the same order as save")
+            raise
     restore_objects(checkpoint, others, world, all_saved=True)
     prefix = f"rank{world.rank}/random/"
     wanted = {name: whole for name, whole in header[1].items() if name.startswith(prefix)}

@@ -3,13 +3,19 @@
 Workers that do not sum gradients at every step share them at sync steps, and vote on stopping in between.
 """
 
+import math
 import threading
 from dataclasses import dataclass
+from numbers import Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.errors import GradientError
+from paceline.parallel.tensor import full_tensor
+from paceline.replica.loss import Loss
 from paceline.sync.synchroniser import Synchroniser
 
 _VOTE_STEPS = 10
@@ -98,3 +104,34 @@ class StopVotes:
             stop |= self._vote.wait().stop
             self._vote = None
         return all_totals, stop
+
+
+def read_loss(given: object, weight: object, reduction: str) -> tuple[Tensor, float]:
+    """Return a loss that backward may run from, and its weight.
+
+    Raises:
+        GradientError: It would be counted wrongly; the message says why.
+    """
+    loss: object = given
+    if isinstance(given, Loss):
+        loss, weight, reduction = given.mean, given.weight, "mean"
+    if not isinstance(loss, Tensor):
+        raise GradientError(f"loss must be a 0-dim tensor, but got {loss!r}; pass what the forward pass led to")
+    loss = loss if type(loss) is Tensor else full_tensor(loss)
+    if loss.dim():
+        raise GradientError(f"loss must be 0-dim, but got shape {tuple(loss.shape)}; take its mean or sum first")
+    if weight is None:
+        raise GradientError(
+            "the weight of a loss must be given, or uneven shares would be averaged wrongly; call "
+            "replica.backward(loss, weight=batch.count()), or batch.count(mask) for a mean over the mask's elements"
+        )
+    if not is_number(weight) or not 0 <= weight < math.inf:
+        raise GradientError(f"weight must be a number of at least 0, but got {weight!r}; give batch.count()")
+    if reduction not in ("mean", "sum"):
+        raise GradientError(f"reduction must be mean or sum, but got {reduction!r}")
+    return loss, float(weight)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a number, or a tensor that holds one."""
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not value.dim())

@@ -46,9 +46,7 @@ class OuterSGD:
         """Load the result of `state`; one without numbers of steps was saved where momentum did not rise."""
         prefix = "velocity/"
         self._velocities = {n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)}
-        self._num_rounds = {
-            block: int(state.get(f"rounds/{block}", self._warmup_rounds)) for block in self._velocities
-        }
+        self._num_rounds = {block: int(state.get(f"rounds/{block}", self._warmup_rounds)) for block in self._velocities}
 
     def _rise(self, block: str) -> float:
         """Return the share of the momentum that a block's step has, and count the step."""

@@ -17,6 +17,6 @@ def run_checks(checks: Sequence[Callable[[T], str | None]], subject: T) -> list[
         try:
             reason = check(subject)
         except Exception as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
+            raise AssertionError(f"{check.__name__}: {str(error) or repr(error)}") from error
         lines.append(f"skipped: {check.__name__} ({reason})" if reason else f"passed: {check.__name__}")
     return lines

@@ -36,7 +36,7 @@ def check_group(group: Group) -> list[str]:
         try:
             check(group)
         except Exception as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
+            raise AssertionError(f"{check.__name__}: {str(error) or repr(error)}") from error
     return [check.__name__ for check in GROUP_CHECKS]
 
 

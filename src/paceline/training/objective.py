@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +63,10 @@ class OnBatch(Function):
 class FunctionLoss(OnBatch, Objective):
     """The loss that a function returns.
 
-    The function takes ``(model, batch)``, where the model is called like the module (the module itself is its
-    ``module``), or ``(output, batch)``. It returns a `Loss`; a mean over the batch's samples; or a pair of a mean and
-    its weight, such as the number of tokens in it. A layout with a pipeline takes ``(output, batch)``.
+    The function takes ``(model, batch)``, where the model is called like the module and has its attributes and methods
+    (the module itself is its ``module``), or ``(output, batch)``. It returns a `Loss`; a mean over the batch's samples;
+    or a pair of a mean and its weight, such as the number of tokens in it. A layout with a pipeline takes
+    ``(output, batch)``.
     """
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
@@ -83,16 +84,26 @@ class FunctionLoss(OnBatch, Objective):
             made = (made, batch.count())
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             made = Loss(made[0], float(made[1]))
-        if not isinstance(made, Loss) or made.mean.dim():
-            got = describe(made.mean if isinstance(made, Loss) else made)
-            raise SettingsError(
-                f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "
-                f"or a paceline.Loss, but got {got}; take the mean"
-            )
+        if not isinstance(made, Loss) or not isinstance(made.mean, Tensor) or made.mean.dim():
+            self._refuse(made.mean if isinstance(made, Loss) else made)
         if batch.num_samples:
             return made
         # The sample is borrowed, and the function cannot know that it does not count.
         return Loss(made.mean, 0.0, {name: total * 0 for name, total in made.totals.items()})
+
+    def _refuse(self, made: Any) -> NoReturn:
+        advice = "take the mean"
+        if made is None or (isinstance(made, tuple) and None in made[:1]):
+            advice = "return one"
+            if not self.takes_model:
+                advice = (
+                    "a model of the transformers library was not given the labels, so that its output.loss is None: "
+                    "compute the loss from output.logits and batch.targets, such as by --loss next_token"
+                )
+        raise SettingsError(
+            f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "
+            f"or a paceline.Loss, but got {describe(made)}; {advice}"
+        )
 
 
 @register("next_token")

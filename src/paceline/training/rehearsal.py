@@ -31,9 +31,10 @@ from paceline.memory import (
 from paceline.memory.absent_group import AbsentGroup
 from paceline.memory.rehearsal import UnknownValues
 from paceline.optim import SGD
-from paceline.parallel.batch_norm import is_too_few_values, too_few_values
+from paceline.parallel.batch_norm import is_too_few_values, too_few_samples
 from paceline.parallel.context import check_length
 from paceline.parallel.parallelize import check_model
+from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
 from paceline.training.model import Model
@@ -214,9 +215,7 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
             run.model_copy(update={"optimizer": SGD()}), splits, 1, torch.device("cpu"), num_samples=1
         )
         if not guarded(lambda: _takes_batch(described)):
-            whose = "all workers together" if run.batch_norm == "global" else "some worker"
-            cut = f"{loader.order.num_samples} samples in global batches of {run.global_batch}"
-            raise too_few_values(f"where a micro-batch of {whose} has one sample ({cut})", run.batch_norm)
+            raise too_few_samples(loader.order.num_samples, run.global_batch, run.batch_norm)
 
 
 def guarded(rehearsing: Callable[[], T]) -> T:
@@ -296,5 +295,11 @@ class _Forward:
     device: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return find_attribute(self, name, self._run)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with autocast(self.precision, self.device):
-            return self.module(*args, **kwargs)
+            return function(*args, **kwargs)
