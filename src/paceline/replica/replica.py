@@ -104,6 +104,7 @@ class Replica:
         self.group = self.shard.group
         self.sync = read_rule(sync)
         self._precision, self._is_late = precision, landing == "next_forward"
+        self._runs_optimizer = self.sync.runs_optimizer
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_numbers(clip_norm, bucket_bytes, hash_interval, seed)
@@ -486,7 +487,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self.sync.runs_optimizer,
+            is_optimizer_run=self._runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()
