@@ -17,6 +17,7 @@ from paceline.monitor.events import Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
+from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
@@ -268,6 +269,9 @@ def _log_start(session: Session) -> None:
             resumed_from=training.resumed_from,
         )
     )
+    shapes = [parameter.shape for parameter in training.module.parameters() if parameter.requires_grad]
+    for sentence in list_idle(training.run, training.num_steps, shapes, session.replica.shard.group.size):
+        session.log_event(Warned(message=sentence))
     if training.misfits:
         session.log_event(
             Warned(message=f"initial weights do not fit the model in all, the rest is new; {training.misfits}")

@@ -1,0 +1,66 @@
+"""What never acts in a run is told before it."""
+
+import re
+
+import pytest
+import torch
+
+from paceline.recipes import find_recipe
+from paceline.schedules import Cosine
+from paceline.sync import DiLoCo, EveryStep, LocalSGD, PostLocalSGD, StreamingDiLoCo
+from paceline.testing.rule_contract import every_rule
+from paceline.training.growth import Growth
+from paceline.training.idle import list_idle
+
+SHAPES = [torch.Size([8, 8]), torch.Size([8])]
+
+
+def idle(num_steps, num_workers=2, **changes):
+    run = find_recipe("transformer_lm")().model_copy(update={"schedule": Cosine(warmup_steps=0), **changes})
+    return list(list_idle(run, num_steps, SHAPES, num_workers))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_steps", "told"),
+    [
+        ({"sync": DiLoCo(period=50)}, 49, "sync diloco exchanges nothing in 49 steps, since its period is 50"),
+        ({"sync": LocalSGD(period=50)}, 49, "sync local_sgd exchanges nothing in 49 steps"),
+        ({"sync": PostLocalSGD()}, 1000, "sync post_local_sgd is every_step .* lower --sync.synchronous_steps"),
+        ({"sync": EveryStep(codec="int8", dense_steps=9)}, 9, "begins with step 9; lower --sync.dense_steps"),
+        ({"sync": DiLoCo(period=16)}, 300, "sync diloco has 18 rounds in 300 steps, .* take --sync.period 12"),
+        ({"sync": StreamingDiLoCo(period=16)}, 300, "streaming_diloco has 18 rounds"),
+        (
+            {"schedule": Cosine(warmup_steps=20)},
+            20,
+            "warm-up takes 20 steps, the run 20; lower --schedule.warmup_steps",
+        ),
+        ({"growth": Growth(steps=(5, 30), depths=(8, 16))}, 30, "does not grow at step 30: the run ends after 30"),
+    ],
+)
+def test_what_never_acts_is_told(changes, num_steps, told):
+    [sentence] = idle(num_steps, **changes)
+    assert re.search(told, sentence)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_steps"),
+    [
+        ({"sync": LocalSGD(period=50)}, 50),
+        ({"sync": PostLocalSGD()}, 1100),
+        ({"sync": EveryStep(codec="int8", dense_steps=9)}, 10),
+        ({"sync": DiLoCo(period=12)}, 300),
+        ({"schedule": Cosine(warmup_steps=20)}, 21),
+        ({"growth": Growth(steps=(5, 29), depths=(8, 16))}, 30),
+    ],
+)
+def test_what_acts_is_not_told(changes, num_steps):
+    assert idle(num_steps, **changes) == []
+
+
+def test_a_worker_alone_needs_no_exchange():
+    assert idle(49, num_workers=1, sync=DiLoCo(period=50)) == []
+
+
+@pytest.mark.parametrize("name", sorted(every_rule()))
+def test_every_rule_acts_in_a_long_run(name):
+    assert idle(2000, sync=every_rule()[name]) == []
