@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from paceline.compression import Codec, Int8, NoCodec, OneBit, RandomK
 from paceline.compression.codec import (
+    RESIDUALS,
     Algebra,
     AllGather,
     AllReduce,
@@ -20,6 +21,7 @@ from paceline.compression.codec import (
     dense_payloads,
     exchange_dense,
 )
+from paceline.compression.message import encode_blocks
 from paceline.registry import list_variants
 from paceline.testing import codec_contract
 from paceline.testing.codec_contract import CODEC_CHECKS, check_codec, every_codec, make_value
@@ -288,3 +290,30 @@ def test_compilers_are_imported_only_when_something_is_encoded():
     script = "import paceline.compression, sys; print([m for m in ('numba', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "none"},
+        {"name": "bf16"},
+        {"name": "int8"},
+        {"name": "one_bit"},
+        {"name": "top_k", "density": 0.01},
+        {"name": "top_k", "density": 0.3},
+        {"name": "top_k", "density": 1.0},
+        {"name": "random_k", "density": 0.1},
+        {"name": "power_sgd", "low_rank": 4},
+    ],
+    ids=str,
+)
+def test_its_contraction_is_that_of_normal_values(fields):
+    codec = Codec.model_validate({"dense_below": 0, **fields})
+    value = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    states = {}
+    for step in range(20):  # PowerSGD finds the largest directions by and by
+        _, done = encode_blocks(codec, {"w": value}, states, step=step)
+        states = {"w": {name: kept for name, kept in done["w"].state.items() if name not in RESIDUALS}}
+    left = float((value - done["w"].total).square().sum() / value.square().sum())
+    assert 1 - left == pytest.approx(codec.contraction(value.shape), rel=0.25)
+    assert codec.model_copy(update={"dense_below": 10_000}).contraction(value.shape) == 1

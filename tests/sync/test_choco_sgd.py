@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.compression import Codec, NoCodec, PowerSGD, RandomK, TopK
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.registry import list_variants
+from paceline.replica import Replica
 from paceline.sync.choco_sgd import ChocoSGD
 from paceline.sync.dpsgd import DPSGD
 from paceline.topology.graphs import EdgeListGraph, RingGraph
@@ -173,3 +175,34 @@ def test_a_graph_that_does_not_keep_the_mean_is_refused():
     graph = EdgeListGraph(edges=((0, 1), (1, 2), (2, 0), (0, 2)), is_directed=True)
     with pytest.raises(SettingsError, match=r"must sum to 1 with sync choco_sgd"):
         LocalGroup.run(3, lambda group: make_replica(group, ChocoSGD(graph=graph, codec=NoCodec())))
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential"])
+@pytest.mark.parametrize("codec", ["int8", "one_bit", "top_k", "power_sgd", "random_k"])
+def test_by_default_workers_stay_together_whatever_the_codec_drops(codec, graph):
+    """Where a step of 0.5 lets those codecs diverge that drop the most."""
+    settings = {"name": codec, "dense_below": 0, **({"density": 0.02} if codec in ("top_k", "random_k") else {})}
+
+    def run(group, step_size):
+        module = torch.nn.Linear(48, 48, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        rule = ChocoSGD(codec=settings, graph=graph, step_size=step_size)
+        replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.01), group=group, sync=rule)
+        noise = torch.Generator().manual_seed(group.rank)
+        weights = []
+        for step in range(301):
+            replica.backward((module.weight * torch.randn(48, 48, generator=noise)).sum(), weight=1.0)
+            replica.update()
+            if step in (150, 300):
+                weights.append(module.weight.detach().clone())
+        replica.close()
+        return torch.stack(weights)
+
+    def measure_growth(step_size):
+        weights = torch.stack(LocalGroup.run(4, partial(run, step_size=step_size)))
+        early, late = (weights - weights.mean(0)).square().mean((0, 2, 3))
+        return float(late / early)
+
+    assert measure_growth(None) < 1.3
+    if codec in ("top_k", "power_sgd", "random_k"):
+        assert measure_growth(0.5) > 3

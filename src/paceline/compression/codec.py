@@ -190,6 +190,14 @@ class Codec(Family):
         others = num_workers - 1
         return round(sum(others * copies[kind] * size for kind, size in self.payloads(shape, num_workers)))
 
+    def contraction(self, shape: Size) -> float:
+        """Return the share of the squared norm of a block of normal values that one message carries, in (0, 1].
+
+        It is delta in E ||x - Q(x)||^2 = (1 - delta) ||x||^2 (Stich et al. 2018, arXiv:1809.07599), by which rules
+        without error feedback choose how far to trust a message.
+        """
+        return 1.0
+
     def is_dense(self, shape: Size) -> bool:
         """Whether a block of `shape` is summed uncompressed (`exchange_dense`); an empty one always is."""
         return shape.numel() < max(self.dense_below, 1)

@@ -1,5 +1,9 @@
 """One bit an element: its sign."""
 
+import math
+
+from torch import Size
+
 from paceline.compression.codec import CodecContext
 from paceline.compression.requantise import Requantise
 from paceline.compression.rows import RowLayout
@@ -23,6 +27,10 @@ class OneBit(Requantise):
     suits_steps = True
     tile = 2048
     bits = 1
+
+    def contraction(self, shape: Size) -> float:
+        """Return 2 / pi: the squared mean magnitude of normal values."""
+        return 1.0 if self.is_dense(shape) else 2 / math.pi
 
     def _options(self, site: str, rows: RowLayout, context: CodecContext) -> dict[str, int | None]:
         return {}

@@ -4,6 +4,7 @@ Shapes: N rows, M columns, R low rank. Q is stored as ``(R, M)``, and P is compu
 rows the products take up to six times as long on a CPU.
 """
 
+import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -74,6 +75,13 @@ class PowerSGD(Codec):
         total = _multiply(p_NR, q_RM).view_as(value)
         kept = {"q": q_RM, "worker": x_NM.view_as(value)} if self.error_feedback else {"q": q_RM}
         return Exchanged(total, kept, finite)
+
+    def contraction(self, shape: Size) -> float:
+        """Return the share of the largest singular values of a random matrix (Marchenko and Pastur 1967)."""
+        if self.is_dense(shape):
+            return 1.0
+        num_rows, num_columns = _matrix_shape(shape)
+        return min(1.0, self.low_rank * (1 / math.sqrt(num_rows) + 1 / math.sqrt(num_columns)) ** 2)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """Two rounds, P and Q."""

@@ -70,6 +70,10 @@ class RandomK(Codec):
         total.view(-1).index_copy_(0, indices, summed * (value.numel() / num_kept) if self.scaled else summed)
         return Exchanged(total, {"worker": remainder} if self.error_feedback else {}, finite)
 
+    def contraction(self, shape: Size) -> float:
+        """Return the share of the elements that are sent."""
+        return 1.0 if self.is_dense(shape) else count_kept(shape, self.density) / shape.numel()
+
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """One round."""
         if self.is_dense(shape):

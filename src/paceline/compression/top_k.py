@@ -3,6 +3,7 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from pydantic import Field
@@ -56,6 +57,15 @@ class TopK(Codec):
         sent = yield from exchange_largest(value, state.get("worker"), num_kept)
         kept = {"worker": sent.remainder} if self.error_feedback else {}
         return Exchanged(sent.total, kept, sent.is_finite)
+
+    def contraction(self, shape: Size) -> float:
+        """Return the share of the squared norm in the largest elements: more than their share of the elements."""
+        if self.is_dense(shape):
+            return 1.0
+        share = count_kept(shape, self.density) / shape.numel()
+        normal = NormalDist()
+        least = normal.inv_cdf(1 - share / 2) if share < 1 else 0.0
+        return share + 2 * least * normal.pdf(least)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """One round; the same number of elements, whatever the values."""

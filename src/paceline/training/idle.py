@@ -38,8 +38,8 @@ def _list_idle_rule(run: Run, num_steps: int, shapes: Sequence[Size], num_worker
     period = max((each.period for each in traffic), default=1)
     if traffic and all(each.count(num_steps) < 1 for each in traffic):
         yield (
-            f"sync {rule.name} exchanges nothing in {num_steps} steps, since its period is {period}: each worker trains "
-            "alone; lower --sync.period"
+            f"sync {rule.name} exchanges nothing in {num_steps} steps, since its period is {period}, so that each "
+            "worker trains alone; lower --sync.period"
         )
     elif late := [each.first_step for each in traffic if each.first_step >= num_steps]:
         field = "synchronous_steps" if "synchronous_steps" in type(rule).model_fields else "dense_steps"
