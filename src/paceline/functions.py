@@ -43,7 +43,8 @@ class Argument(NamedTuple):
 class Function(Settings):
     """A function, or class, at the top of a module, with its keyword arguments.
 
-    In Python, pass the function itself, or a `functools.partial` of it with keyword arguments that JSON can represent.
+    In Python, pass the function itself, or a `functools.partial` of it, whose keyword arguments JSON can represent or are
+    again functions at the top of a module.
     """
 
     given: ClassVar[tuple[str, ...]] = ()
@@ -54,7 +55,7 @@ class Function(Settings):
     path: str
     """Path of the function: ``package.module:function`` or ``file.py:function``."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of each call."""
+    """Keyword arguments of each call. One that is a function is stored as its path: ``{"$function": path}``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +89,11 @@ class Function(Settings):
             )
         place, _, name = path.rpartition(":")
         return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else path
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _name_functions(cls, arguments: Any) -> Any:
+        return _encode(arguments)
 
     @field_validator("arguments")
     @classmethod
@@ -214,7 +220,7 @@ def _check(path: str, parameters: Mapping[str, inspect.Parameter], name: str, va
     if name not in named and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise unknown_name(f"an argument of {path}", name, named)
     hint = find_hint(path, name)
-    if hint is None:
+    if hint is None or _has_function(value):
         return value
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
@@ -229,8 +235,46 @@ def _prepare(path: str, arguments: str) -> tuple[Callable[..., Any], dict[str, A
     """Return a function, and its arguments in the types of their annotations."""
     function = find_function(path)
     hints = _hints(function)
-    values = json.loads(arguments)
-    return function, {n: TypeAdapter(hints[n]).validate_python(v) if n in hints else v for n, v in values.items()}
+    values = {}
+    for name, value in json.loads(arguments).items():
+        is_typed = name in hints and not _has_function(value)
+        values[name] = TypeAdapter(hints[name]).validate_python(value) if is_typed else _decode(value)
+    return function, values
+
+
+_FUNCTION = "$function"
+"""Key of the path of a function that is an argument of another."""
+
+
+def _encode(value: Any) -> Any:
+    """Return an argument with the paths of functions in their place."""
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        if _FUNCTION not in value:
+            return {name: _encode(item) for name, item in value.items()}
+        value = {"path": value[_FUNCTION], "arguments": value.get("arguments", {})}
+    elif not callable(value):
+        return value
+    function = Function.model_validate(value)
+    arguments = {"arguments": function.arguments} if function.arguments else {}
+    return {_FUNCTION: function.path, **arguments}
+
+
+def _decode(value: Any) -> Any:
+    """Return an argument with functions in the place of their paths."""
+    if isinstance(value, dict) and _FUNCTION in value:
+        function, arguments = _prepare(value[_FUNCTION], json.dumps(value.get("arguments", {})))
+        return functools.partial(function, **arguments) if arguments else function
+    if isinstance(value, dict):
+        return {name: _decode(item) for name, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_function(value: JsonValue) -> bool:
+    if isinstance(value, dict):
+        return _FUNCTION in value or any(map(_has_function, value.values()))
+    return isinstance(value, list) and any(map(_has_function, value))
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -160,6 +160,8 @@ def _explain_one(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{path} must be given"
     rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if problem["type"] == "invalid-json-value":
+        rule = "a value that JSON can represent, or a function or class at the top of a module"
     if problem["type"] == "value_error":
         return rule if path == "settings" else f"{path}: {rule}"
     return f"{path} must be {rule}, but got {problem['input']!r}"

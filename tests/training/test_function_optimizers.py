@@ -45,6 +45,10 @@ def make_nothing(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
 
 
+def halve(step):
+    return 0.5**step
+
+
 WAYS = {
     "groups and stages": (make_groups, make_stages),
     "class and cycle": (partial(torch.optim.SGD, lr=0.05, momentum=0.9), make_one_cycle),
@@ -52,6 +56,7 @@ WAYS = {
         partial(torch.optim.Adam, lr=0.05),
         partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4, eta_min=0.001),
     ),
+    "class and function": (partial(torch.optim.SGD, lr=0.05), partial(lr_scheduler.LambdaLR, lr_lambda=halve)),
 }
 
 
