@@ -43,8 +43,8 @@ class Argument(NamedTuple):
 class Function(Settings):
     """A function, or class, at the top of a module, with its keyword arguments.
 
-    In Python, pass the function itself, or a `functools.partial` of it, whose keyword arguments JSON can represent or are
-    again functions at the top of a module.
+    In Python, pass the function itself, or a `functools.partial` of it. Its keyword arguments are values that JSON can
+    represent, or again functions at the top of a module.
     """
 
     given: ClassVar[tuple[str, ...]] = ()

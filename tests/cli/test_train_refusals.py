@@ -191,9 +191,16 @@ def test_an_error_of_the_users_own_code_shows_its_traceback_and_is_not_retried(h
     assert "restart" not in done.stdout
 
 
+def fail_on_disk(run_here, *arguments):
+    done = run_here(*arguments)
+    assert done.returncode == 1, "no fault of the input's"
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
+def test_a_full_or_read_only_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
     disk = here / "disk"
     disk.mkdir()
     if (
@@ -203,9 +210,20 @@ def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         done = run_here("train", "transformer_lm", "--out", disk / "run", *TINY, "--model.width", 128)
-        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.returncode == 1, done.stdout + done.stderr
         assert "No space left on device" in done.stdout
         assert "restart" not in done.stdout
+        with contextlib.suppress(OSError):
+            (disk / "fill").write_bytes(bytes(2**20))
+        assert "report.png could not be written: No space left" in fail_on_disk(run_here, "report", disk / "run")
+        told = fail_on_disk(run_here, "train", "transformer_lm", "--out", disk / "new", *TINY)
+        assert f"{disk / 'new' / 'run.json'} could not be written: No space left on device; free space there" in told
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        advice = "could not be written: Read-only file system; make the directory writable, or choose another"
+        assert f"report.png {advice}" in fail_on_disk(run_here, "report", disk / "run")
+        assert f".lock {advice}" in fail_on_disk(run_here, "train", "--resume", disk / "run")
+        (here / "runs").symlink_to(disk)
+        assert f"runs/transformer_lm-1 {advice}" in fail_on_disk(run_here, "train", "transformer_lm", *TINY)
     finally:
         subprocess.run(["umount", disk], check=True)
 

@@ -13,7 +13,7 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
-from paceline.errors import MissingExtraError, SettingsError
+from paceline.errors import MissingExtraError, SettingsError, StorageError, storing
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
@@ -197,7 +197,7 @@ def write_report(directory: Path) -> None:
 
     try:
         picture, page = write_report(directory)
-    except MissingExtraError as error:
+    except (MissingExtraError, StorageError) as error:  # the run is finished nevertheless
         typer.echo(f"report: none, {error}")
         return
     typer.echo(f"report: {page}\npicture: {picture}")
@@ -230,11 +230,10 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
     number = 1
     while True:
         directory = Path("runs").absolute() / f"{title}-{number}"
-        try:
+        with storing(directory), contextlib.suppress(FileExistsError):
             directory.mkdir(parents=True)
             return directory
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def _is_unused(directory: Path) -> bool:

@@ -44,8 +44,8 @@ def train(
     For a job that may be submitted again give `--out DIRECTORY --go_on`: the same command then starts the run, resumes
     it, or reports that it is finished. Other options change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (resume with
-    --go_on or --resume), 1 failed.
+    Exit codes: 0 finished, 2 bad input, refused with a message, 75 stopped by a signal with a checkpoint saved (resume
+    with --go_on or --resume), 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 

@@ -14,7 +14,7 @@ from paceline.compression.codec import Codec
 from paceline.data import FunctionData, GlobalOrder, IterableSource
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, storing
 from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, FunctionOptimizer, Optimizer
@@ -329,14 +329,19 @@ class RunFile(Settings):
         return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
 
     def save(self, directory: Path) -> None:
-        """Write the file; an older one is kept beside it under a number."""
+        """Write the file; an older one is kept beside it under a number.
+
+        Raises:
+            StorageError: The disk is full or read-only; an older file stays as it was.
+        """
         path = directory / "run.json"
-        if path.exists():
-            number = len(list(directory.glob("run-*.json"))) + 1
-            shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
-        temporary = directory / f".run.json.{os.getpid()}"
-        temporary.write_text(self.model_dump_json(indent=2) + "\n")
-        temporary.replace(path)
+        with storing(path):
+            if path.exists():
+                number = len(list(directory.glob("run-*.json"))) + 1
+                shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
+            temporary = directory / f".run.json.{os.getpid()}"
+            temporary.write_text(self.model_dump_json(indent=2) + "\n")
+            temporary.replace(path)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
