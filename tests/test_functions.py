@@ -168,7 +168,10 @@ def test_a_function_among_the_arguments_must_be_found_too():
         (functools.partial(take, free=object()), "arguments.free must be a value that JSON can represent, or a func"),
         (functools.partial(take, free=lambda: None), "at the top of a module"),
         (lambda: None, "at the top of a module"),
-        (torch.nn.CrossEntropyLoss(), "but got an object of CrossEntropyLoss; define one with def that calls it"),
+        (
+            torch.nn.CrossEntropyLoss(),
+            "but got an object of CrossEntropyLoss; define one with def that calls or returns it",
+        ),
         (operator.itemgetter(1), "but got an object of itemgetter"),
         ([].append, "that a module defines"),
     ],

@@ -62,8 +62,10 @@ class Function(Settings):
     def _accept_callable(cls, value: Any) -> Any:
         if isinstance(value, str) or (callable(value) and not isinstance(value, Settings)):
             value = {"path": value}
-        if not isinstance(value, Mapping) or not callable(function := value.get("path")):
+        if not isinstance(value, Mapping) or "path" not in value:
             return value
+        if not callable(function := value["path"]):
+            return {**value, "path": cls._find(function)} if isinstance(function, str) else value
         arguments = dict(value.get("arguments") or {})
         while isinstance(function, functools.partial):
             if function.args:
@@ -73,11 +75,11 @@ class Function(Settings):
                 )
             arguments = function.keywords | arguments
             function = function.func
-        return {**value, "path": name_function(function), "arguments": arguments}
+        return {**value, "path": cls._find(name_function(function)), "arguments": arguments}
 
-    @field_validator("path")
     @classmethod
-    def _must_be_found(cls, path: str) -> str:
+    def _find(cls, path: str) -> str:
+        """Return the path, with that of its file as an absolute one, of a function that takes what it is given."""
         function = find_function(path)
         parameters = _list_parameters(function)
         places = sum(parameter.kind in _BY_POSITION for parameter in parameters.values())
@@ -98,7 +100,7 @@ class Function(Settings):
     @field_validator("arguments")
     @classmethod
     def _must_fit(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        if "path" not in info.data:  # the path was refused
+        if "path" not in info.data:  # it was no text
             return arguments
         parameters = cls._list_open(info.data["path"])
         return {name: _check(info.data["path"], parameters, name, value) for name, value in arguments.items()}
@@ -188,7 +190,7 @@ def name_function(function: Callable[..., Any]) -> str:
     if name is None or place is None:
         raise SettingsError(
             f"a function in a run must be one that a module defines, but got {_describe(function)}; define one with "
-            "def that calls it"
+            "def that calls or returns it"
         )
     if "." in name or name == "<lambda>":
         raise SettingsError(f"a function in a run must stand at the top of a module, but got {name}; move it there")
