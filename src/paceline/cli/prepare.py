@@ -215,10 +215,9 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
     if out is not None:
         directory = out.absolute()
         if directory.exists() and (not directory.is_dir() or not _is_unused(directory)):
-            raise SettingsError(
-                f"--out must be a new or empty directory, but {directory} exists; "
-                "choose another, or go on with that run by --go_on"
-            )
+            is_run = (directory / "run.json").is_file()
+            advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
+            raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
