@@ -141,7 +141,9 @@ def test_a_partial_with_keywords_is_its_function_with_arguments():
 
 
 @pytest.mark.parametrize(
-    "given", [take_model, [take, {"of": take}], functools.partial(take_anything, of=[take]), torch.nn.GELU], ids=str
+    "given",
+    [take_model, [take, {"of": take}], functools.partial(take_anything, of=[take]), torch.nn.GELU],
+    ids=["function", "functions inside", "partial", "class"],
 )
 @pytest.mark.parametrize("argument", ["free", "name"], ids=["unannotated", "annotated as text"])
 def test_an_argument_may_be_a_function(given, argument):
