@@ -141,16 +141,43 @@ def test_a_partial_with_keywords_is_its_function_with_arguments():
 
 
 @pytest.mark.parametrize(
+    "given",
+    [take_model, [take, {"of": take}], functools.partial(take_anything, of=[take]), torch.nn.GELU],
+    ids=["function", "functions inside", "partial", "class"],
+)
+@pytest.mark.parametrize("argument", ["free", "name"], ids=["unannotated", "annotated as text"])
+def test_an_argument_may_be_a_function(given, argument):
+    made = load(functools.partial(take, **{argument: given}))
+    saved = load(json.loads(made.model_dump_json()))
+    assert saved == made
+    got = saved.call(0)[argument]
+    if isinstance(given, functools.partial):
+        assert got() == given()
+    else:
+        assert got == given
+
+
+def test_a_function_among_the_arguments_must_be_found_too():
+    assert "must define the function 'nothing'" in refuse(
+        {"path": f"{HERE}:take", "arguments": {"free": [{"$function": f"{HERE}:nothing"}]}}
+    )
+
+
+@pytest.mark.parametrize(
     ("value", "problem"),
     [
         (functools.partial(take, 3), "a partial in a run must have keyword arguments only, but got (3,) for take"),
-        (functools.partial(take, free=object()), "arguments.free"),
+        (functools.partial(take, free=object()), "arguments.free must be a value that JSON can represent, or a func"),
+        (functools.partial(take, free=lambda: None), "at the top of a module"),
         (lambda: None, "at the top of a module"),
-        (torch.nn.CrossEntropyLoss(), "but got an object of CrossEntropyLoss; define one with def that calls it"),
+        (
+            torch.nn.CrossEntropyLoss(),
+            "but got an object of CrossEntropyLoss; define one with def that calls or returns it",
+        ),
         (operator.itemgetter(1), "but got an object of itemgetter"),
         ([].append, "that a module defines"),
     ],
-    ids=["position", "object", "lambda", "object that can be called", "of C", "method of C"],
+    ids=["position", "object", "lambda as argument", "lambda", "object that can be called", "of C", "method of C"],
 )
 def test_what_a_saved_run_could_not_find_again_is_refused(value, problem):
     assert problem in refuse(value)

@@ -8,7 +8,10 @@ which is a `ValueError` but no `PacelineError`.
 """
 
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class PacelineError(Exception):
@@ -33,6 +36,10 @@ class DataError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A checkpoint could not be written, or no complete one was found."""
+
+
+class StorageError(CheckpointError):
+    """A checkpoint, or another file of a run, could not be written: the disk is full or read-only, for instance."""
 
 
 class CommunicationError(PacelineError):
@@ -71,3 +78,25 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> UnknownNameError
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     """Return the error for a missing optional `package`, with the pip line that installs it."""
     return MissingExtraError(f"{purpose} needs the package {package}; pip install 'paceline[{extra}]'")
+
+
+@contextmanager
+def storing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, an error of the file system is a `StorageError`, which says that `path` could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{os.fspath(path)} could not be written: {error.strerror or error}; {advise_on_storage(error)}"
+        ) from error
+
+
+def advise_on_storage(error: OSError) -> str:
+    """Return what to do about an error of the file system."""
+    if error.errno == errno.ENOSPC:
+        return "free space there, or choose another directory"
+    if error.errno == errno.EDQUOT:
+        return "raise the quota, or choose another directory"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the directory writable, or choose another"
+    return "check the disk, or choose another directory"

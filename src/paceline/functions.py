@@ -43,7 +43,8 @@ class Argument(NamedTuple):
 class Function(Settings):
     """A function, or class, at the top of a module, with its keyword arguments.
 
-    In Python, pass the function itself, or a `functools.partial` of it with keyword arguments that JSON can represent.
+    In Python, pass the function itself, or a `functools.partial` of it. Its keyword arguments are values that JSON can
+    represent, or again functions at the top of a module.
     """
 
     given: ClassVar[tuple[str, ...]] = ()
@@ -54,15 +55,17 @@ class Function(Settings):
     path: str
     """Path of the function: ``package.module:function`` or ``file.py:function``."""
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of each call."""
+    """Keyword arguments of each call. One that is a function is stored as its path: ``{"$function": path}``."""
 
     @model_validator(mode="before")
     @classmethod
     def _accept_callable(cls, value: Any) -> Any:
         if isinstance(value, str) or (callable(value) and not isinstance(value, Settings)):
             value = {"path": value}
-        if not isinstance(value, Mapping) or not callable(function := value.get("path")):
+        if not isinstance(value, Mapping) or "path" not in value:
             return value
+        if not callable(function := value["path"]):
+            return {**value, "path": cls._find(function)} if isinstance(function, str) else value
         arguments = dict(value.get("arguments") or {})
         while isinstance(function, functools.partial):
             if function.args:
@@ -72,11 +75,11 @@ class Function(Settings):
                 )
             arguments = function.keywords | arguments
             function = function.func
-        return {**value, "path": name_function(function), "arguments": arguments}
+        return {**value, "path": cls._find(name_function(function)), "arguments": arguments}
 
-    @field_validator("path")
     @classmethod
-    def _must_be_found(cls, path: str) -> str:
+    def _find(cls, path: str) -> str:
+        """Return the path, with that of its file as an absolute one, of a function that takes what it is given."""
         function = find_function(path)
         parameters = _list_parameters(function)
         places = sum(parameter.kind in _BY_POSITION for parameter in parameters.values())
@@ -89,10 +92,15 @@ class Function(Settings):
         place, _, name = path.rpartition(":")
         return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else path
 
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _name_functions(cls, arguments: Any) -> Any:
+        return _encode(arguments)
+
     @field_validator("arguments")
     @classmethod
     def _must_fit(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        if "path" not in info.data:  # the path was refused
+        if "path" not in info.data:  # it was no text
             return arguments
         parameters = cls._list_open(info.data["path"])
         return {name: _check(info.data["path"], parameters, name, value) for name, value in arguments.items()}
@@ -182,7 +190,7 @@ def name_function(function: Callable[..., Any]) -> str:
     if name is None or place is None:
         raise SettingsError(
             f"a function in a run must be one that a module defines, but got {_describe(function)}; define one with "
-            "def that calls it"
+            "def that calls or returns it"
         )
     if "." in name or name == "<lambda>":
         raise SettingsError(f"a function in a run must stand at the top of a module, but got {name}; move it there")
@@ -214,7 +222,7 @@ def _check(path: str, parameters: Mapping[str, inspect.Parameter], name: str, va
     if name not in named and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise unknown_name(f"an argument of {path}", name, named)
     hint = find_hint(path, name)
-    if hint is None:
+    if hint is None or _has_function(value):
         return value
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
@@ -229,8 +237,46 @@ def _prepare(path: str, arguments: str) -> tuple[Callable[..., Any], dict[str, A
     """Return a function, and its arguments in the types of their annotations."""
     function = find_function(path)
     hints = _hints(function)
-    values = json.loads(arguments)
-    return function, {n: TypeAdapter(hints[n]).validate_python(v) if n in hints else v for n, v in values.items()}
+    values = {}
+    for name, value in json.loads(arguments).items():
+        is_typed = name in hints and not _has_function(value)
+        values[name] = TypeAdapter(hints[name]).validate_python(value) if is_typed else _decode(value)
+    return function, values
+
+
+_FUNCTION = "$function"
+"""Key of the path of a function that is an argument of another."""
+
+
+def _encode(value: Any) -> Any:
+    """Return an argument with the paths of functions in their place."""
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        if _FUNCTION not in value:
+            return {name: _encode(item) for name, item in value.items()}
+        value = {"path": value[_FUNCTION], "arguments": value.get("arguments", {})}
+    elif not callable(value):
+        return value
+    function = Function.model_validate(value)
+    arguments = {"arguments": function.arguments} if function.arguments else {}
+    return {_FUNCTION: function.path, **arguments}
+
+
+def _decode(value: Any) -> Any:
+    """Return an argument with functions in the place of their paths."""
+    if isinstance(value, dict) and _FUNCTION in value:
+        function, arguments = _prepare(value[_FUNCTION], json.dumps(value.get("arguments", {})))
+        return functools.partial(function, **arguments) if arguments else function
+    if isinstance(value, dict):
+        return {name: _decode(item) for name, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_function(value: JsonValue) -> bool:
+    if isinstance(value, dict):
+        return _FUNCTION in value or any(map(_has_function, value.values()))
+    return isinstance(value, list) and any(map(_has_function, value))
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -38,6 +38,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _know_the_fields(cls, value: Any) -> Any:
+        unknown = [key for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
+        if unknown:
+            raise unknown_name(f"a field of {cls.__name__}", str(unknown[0]), cls.model_fields)
+        return value
+
 
 class Family(Settings):
     """A settings class whose variants are told apart by their registered name.
@@ -60,6 +68,8 @@ class Family(Settings):
             is_function = "function" in list_variants(cls) and (callable(value) or ":" in value)
             value = {"name": "function", "path": value} if is_function else {"name": value}
         if not isinstance(value, Mapping):
+            if "family" in vars(cls):
+                raise SettingsError(_describe_misfit(cls, value))
             return handler(value)
         fields = {key: item for key, item in value.items() if key != "name"}
         name = value.get("name", cls.name)
@@ -74,6 +84,16 @@ class Family(Settings):
     def _with_name(self) -> dict[str, Any]:
         fields = {field: getattr(self, field) for field in type(self).model_fields}
         return {"name": self.name, **fields} if self.name else fields
+
+
+def _describe_misfit(family: type[Family], value: object) -> str:
+    """Return what a field of a family must be, for a value that is no settings, name or function."""
+    takes_functions = "function" in list_variants(family)
+    function = " a function at the top of a module that returns it," if takes_functions else ""
+    found = repr(value) if isinstance(value, int | float | None) else f"an object of {type(value).__qualname__}"
+    known = ", ".join(list_variants(family))
+    advice = "define such a function, and give that" if takes_functions else f"known: {known}"
+    return f"{family.family} must be{function} a registered name or settings, but got {found}; {advice}"
 
 
 _VARIANTS: dict[type[Family], dict[str, type[Family]]] = {}
@@ -161,13 +181,14 @@ def explain(error: ValidationError) -> str:
 
 def _explain_one(problem: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in problem["loc"]) or "settings"
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of events
         return f"{path} is not a field here"
     if problem["type"] == "missing":
         return f"{path} must be given"
-    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    rule = describe_rule(problem)
     if problem["type"] == "value_error":
-        return rule if path == "settings" else f"{path}: {rule}"
+        begins_with_name = bool(problem["loc"]) and rule.startswith(f"{problem['loc'][-1]} ")
+        return rule if path == "settings" or begins_with_name else f"{path}: {rule}"
     return f"{path} must be {rule}, but got {problem['input']!r}"
 
 
@@ -187,6 +208,20 @@ def check_whole(name: str, value: object, least: int | None = None, advice: str 
         rule = "a whole number" if least is None else f"a whole number of at least {least}"
         raise SettingsError(f"{name} must be {rule}, but got {value!r}{advice and '; '}{advice}")
     return int(value)
+
+
+def describe_rule(problem: Mapping[str, Any]) -> str:
+    """Return what a value must be, of a problem in a pydantic error; or the message of an error of Paceline's."""
+    if problem["type"] in _RULES:
+        return _RULES[problem["type"]]
+    rule = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    return rule.partition(", unable to parse")[0]
+
+
+_RULES = {
+    "invalid-json-value": "a value that JSON can represent, or a function or class at the top of a module",
+    "tuple_type": "a list such as [1, 2]",
+}
 
 
 def _root(cls: type[Family]) -> type[Family]:

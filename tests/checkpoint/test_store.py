@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
-from paceline.errors import CheckpointError, SettingsError
+from paceline.errors import CheckpointError, SettingsError, StorageError
 
 
 def state(step):
@@ -220,7 +220,7 @@ class TestFailures:
     def test_a_full_disk_is_a_clear_error_and_leaves_the_rest_as_it_was(self, mount):
         with CheckpointStore(mount) as store:
             save(store, 1)
-            with pytest.raises(CheckpointError) as caught:
+            with pytest.raises(StorageError) as caught:
                 store.save({"a": torch.zeros(500_000)}, {}, step=2)
             message = str(caught.value)
             assert "step-00000002 could not be written: No space left on device; free 9" in message
@@ -243,7 +243,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("number", "advice"),
         [
-            (errno.ENOSPC, "it needs 3"),
+            (errno.ENOSPC, "free space there, or choose another directory: it needs 3.* takes whole blocks of"),
             (errno.EDQUOT, "raise the quota"),
             (errno.EACCES, "make the directory writable"),
             (errno.EIO, "check the disk"),
@@ -266,7 +266,7 @@ class TestFailures:
         for call in range(1, 8):  # tensors, document, manifest, directory, store, marker, directory
             calls.clear()
             monkeypatch.setattr(os, "fsync", fail_at(call))
-            with pytest.raises(CheckpointError, match=f"step-00000002 could not be written: .*{advice}"):
+            with pytest.raises(StorageError, match=f"step-00000002 could not be written: .*{advice}"):
                 save(store, 2)
             assert names(store) == ["step-00000001"]
             assert not (tmp_path / "step-00000002").exists()
@@ -276,7 +276,7 @@ class TestFailures:
 
     def test_a_store_that_is_a_file_is_a_clear_error(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(CheckpointError, match=r"file could not be written: File exists"):
+        with pytest.raises(StorageError, match=r"file could not be written: File exists"):
             save(CheckpointStore(tmp_path / "file"), 1)
         with pytest.raises(CheckpointError, match=r"file must be a directory of checkpoints, but Not a directory"):
             newest(tmp_path / "file")

@@ -91,7 +91,11 @@ BASE = "from paceline.recipes.transformer_lm import run as base\nimport paceline
         ("import torch\nimport no_such_thing\n", 1, "2: ModuleNotFoundError: No module named 'no_such_thing'"),
         ("def run(:\n    pass\n", 1, "1: SyntaxError: invalid syntax"),
         ("def run():\n    return [][3]\n", 1, "2: IndexError: list index out of range"),
-        ("import paceline\nRUN = paceline.Run(modle=3)\n", 2, "2: model must be given"),
+        (
+            "import paceline\nRUN = paceline.Run(modle=3)\n",
+            2,
+            "2: a field of Run must be a known name",
+        ),
         (f"{BASE}def run():\n    return paceline.Run(modle=3)\n", 2, "4: recipe {file}:run must return a valid run"),
         ("from paceline.errors import DataError\ndef run():\n    raise DataError('no')\n", 2, "3: no"),
     ],

@@ -30,13 +30,35 @@ def refuse(monkeypatch, capsys, *arguments):
     return capsys.readouterr().err
 
 
+PLAIN = """
+from functools import partial
+import torch, paceline
+from torch.utils.data import Dataset
+def build(): return torch.nn.Linear(1, 1)
+def data(): return [(torch.zeros(1), torch.zeros(1))] * 8
+def loss(output, batch): return output.mean()
+settings = dict(model=build, loss=loss, optimizer=partial(torch.optim.SGD, lr=1.0), global_batch=4, num_steps=2)
+def run(): return paceline.Run(data=data, **settings)
+def held(): return paceline.Run(data=Dataset(), **settings)
+"""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("train nope", "recipe must be a known name, but got 'nope'"),
         ("train transformer", "did you mean 'transformer_lm'?"),
-        ("train", "either a recipe or --resume RUN must be given"),
-        ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given"),
+        ("train", "either a recipe or --resume RUN must be given, but got neither"),
+        ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given, but got both"),
+        ("train transformer_lm --go_on", "--out DIRECTORY, and starts or resumes the run there, but got no --out"),
+        ("train --go_on", "but got no recipe; write paceline train RECIPE --out DIRECTORY --go_on"),
+        ("train --go_on --resume somewhere", "but got --resume; write"),
+        ("train transformer_lm --go_on --out empty_folder/..", "is neither; choose another\n"),
+        ("train transformer_lm --max-restarts -1", "--max-restarts must be at least 0, but got -1"),
+        ("train plain.py --lr 1", "did you mean --optimizer.arguments.lr?"),
+        ("train plain.py --data nofile.py:f", "paceline: data: the file of a function must exist"),
+        ("train plain.py:held", "data must be a function at the top of a module that returns it, a registered name"),
+        ("export missing --to .", "what is exported must have a name, but got '.'"),
         ("train transformer_lm --num_stps 4", "did you mean --num_steps?"),
         ("train transformer_lm --optimizer.learning_rat 4", "did you mean --optimizer.learning_rate?"),
         (
@@ -71,7 +93,7 @@ def refuse(monkeypatch, capsys, *arguments):
             "train transformer_lm --workers 3 --shares [1,2]",
             "shares must be 3 weights (one per worker)",
         ),
-        ("train transformer_lm --data.path missing", "missing"),
+        ("train transformer_lm --data.path missing", "check --data.path"),
         ("train resnet --data.path missing", "missing"),
         ("train transformer_lm --data.path empty.txt", "empty.txt"),
         ("train transformer_lm --data.path short.txt", "short.txt"),
@@ -110,6 +132,7 @@ def test_bad_input_is_refused(here, monkeypatch, capsys, arguments, message):
     np.save(here / "floats.npy", np.zeros(10_000))
     (here / "empty_folder").mkdir()
     (here / "mine.py").write_text("def number(): return 3\n")
+    (here / "plain.py").write_text(PLAIN)
     before = sorted(here.iterdir())
     assert message in refuse(monkeypatch, capsys, *arguments.split())
     assert [path for path in sorted(here.iterdir()) if path.name != "__pycache__"] == before
@@ -191,9 +214,16 @@ def test_an_error_of_the_users_own_code_shows_its_traceback_and_is_not_retried(h
     assert "restart" not in done.stdout
 
 
+def fail_on_disk(run_here, *arguments):
+    done = run_here(*arguments)
+    assert done.returncode == 1, "no fault of the input's"
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
+def test_a_full_or_read_only_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
     disk = here / "disk"
     disk.mkdir()
     if (
@@ -203,9 +233,20 @@ def test_a_full_disk_is_a_clear_error_and_keeps_what_there_is(here, run_here):
         pytest.skip("a tmpfs cannot be mounted here")
     try:
         done = run_here("train", "transformer_lm", "--out", disk / "run", *TINY, "--model.width", 128)
-        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.returncode == 1, done.stdout + done.stderr
         assert "No space left on device" in done.stdout
         assert "restart" not in done.stdout
+        with contextlib.suppress(OSError):
+            (disk / "fill").write_bytes(bytes(2**20))
+        assert "report.png could not be written: No space left" in fail_on_disk(run_here, "report", disk / "run")
+        told = fail_on_disk(run_here, "train", "transformer_lm", "--out", disk / "new", *TINY)
+        assert f"{disk / 'new' / 'run.json'} could not be written: No space left on device; free space there" in told
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        advice = "could not be written: Read-only file system; make the directory writable, or choose another"
+        assert f"report.png {advice}" in fail_on_disk(run_here, "report", disk / "run")
+        assert f".lock {advice}" in fail_on_disk(run_here, "train", "--resume", disk / "run")
+        (here / "runs").symlink_to(disk)
+        assert f"runs/transformer_lm-1 {advice}" in fail_on_disk(run_here, "train", "transformer_lm", *TINY)
     finally:
         subprocess.run(["umount", disk], check=True)
 

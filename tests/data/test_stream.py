@@ -192,13 +192,16 @@ def test_states_of_iterable_data_and_of_others_are_kept_apart():
     ("options", "words"),
     [
         ({"shuffle": True}, "shuffle in the data set itself"),
-        ({"drop_last": True}, "drop_last; its epochs are joined"),
-        ({"num_processes": 2}, "num_processes 2; .* leave it out"),
-        ({"dispatcher": object()}, "take a synchronous rule"),
+        (
+            {"drop_last": True},
+            "drop_last must be false .*, but got true; leave it out: the last samples",
+        ),
+        ({"num_processes": 2}, "num_processes must be 0 .*, but got 2; leave it out"),
+        ({"dispatcher": object()}, "the rule must be synchronous .* take every_step"),
     ],
 )
 def test_what_needs_an_index_is_refused(options, words):
-    with pytest.raises(SettingsError, match=f"must be read in its own order, but got .*{words}"):
+    with pytest.raises(SettingsError, match=words):
         Loader(Numbers(9), 3, **options)
 
 
@@ -207,5 +210,5 @@ def test_a_data_loader_of_one_is_taken_apart():
         DataLoader(Numbers(5), batch_size=2, collate_fn=lambda samples: torch.tensor(samples)), num_epochs=1
     )
     assert [batch.data.shape for batch in loader] == [(2, 2), (2, 2), (1, 2)]
-    with pytest.raises(SettingsError, match="num_processes 1"):
+    with pytest.raises(SettingsError, match=r"num_processes must be 0 .*, but got 1"):
         Loader(DataLoader(Numbers(5), batch_size=2, num_workers=1))

@@ -25,10 +25,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     modules = set(sys.modules)
+    monkeypatch.setattr(registry, "_VARIANTS", {family: dict(known) for family, known in registry._VARIANTS.items()})
     yield tmp_path
-    for variants in registry._VARIANTS.values():
-        for name in [name for name, variant in variants.items() if not variant.__module__.startswith("paceline.")]:
-            del variants[name]
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", None)).startswith((str(tmp_path), str(ROOT / "examples"))):
             del sys.modules[name]

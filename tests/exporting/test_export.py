@@ -1,5 +1,6 @@
 """Trained models written for other tools, and loaded again."""
 
+import os
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import LocalGroup
-from paceline.errors import CheckpointError, SettingsError
+from paceline.errors import CheckpointError, SettingsError, StorageError
 from paceline.exporting import export, load_model
 from paceline.optim import SGD
 from plain_functions import make_points_run, train_here
@@ -141,14 +142,15 @@ def test_the_replica_of_ones_own_loop_is_exported_as_all_workers_stand_for_it(tm
         assert torch.equal(module(make_batch()[0]), expected[0])
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_stays(counted, tmp_path, monkeypatch):
+def test_nothing_is_overwritten_and_nothing_half_written_stays(counted, tmp_path):
     (tmp_path / "there.pt").write_text("mine")
     with pytest.raises(SettingsError, match=r"must be new, but .*there\.pt exists; remove it"):
         export(counted, tmp_path / "there.pt")
     assert (tmp_path / "there.pt").read_text() == "mine"
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match="could not be written: No space left"):
-        export(counted, tmp_path / "full.pt")
+    for name in ("full.pt", "full.safetensors"):
+        (tmp_path / f".{name}.{os.getpid()}.part").symlink_to("/dev/full")  # not torch's "iostream error"
+        with pytest.raises(StorageError, match=rf"{name} could not be written: .*; (free space there|check the disk)"):
+            export(counted, tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there.pt"]
 
 

@@ -1,13 +1,15 @@
 """What the launcher makes of how workers ended: the last line names the one that is to blame."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
+from paceline.errors import StorageError
 from paceline.launch.exit_codes import ExitCode
-from paceline.launch.local import _judge
+from paceline.launch.local import _judge, _tell
 from paceline.launch.processes import Ended
-from paceline.monitor.events import Failed, Preempted, Record, RunFinished
+from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished
 from paceline.monitor.reader import read_log, select
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
@@ -61,6 +63,9 @@ def test_the_reason_of_a_restart_names_the_guilty(failures, ended, reason):
     [
         ([record(0, Preempted(checkpoint="c", signal="SIGTERM"))], True, ExitCode.PREEMPTED),
         ([fail(0, "SettingsError", "no")], False, ExitCode.REFUSED),
+        ([fail(0, "DivergenceError", "they differ")], False, ExitCode.FAILED),
+        ([fail(0, "NonFiniteError", "NaN")], False, ExitCode.FAILED),
+        ([fail(0, "StorageError", "the disk is full")], False, ExitCode.FAILED),
         ([fail(0, "KeyError", "no"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
         ([record(0, RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0))], True, 0),
         ([], True, ExitCode.PREEMPTED),
@@ -68,6 +73,12 @@ def test_the_reason_of_a_restart_names_the_guilty(failures, ended, reason):
 )
 def test_the_exit_code_says_how_it_ended(records, signalled, code):
     assert _judge(records, Ended(), signalled).code == code
+
+
+def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):
+    """Or a full disk would be met again at once, and nothing would tell of it."""
+    with pytest.raises(StorageError, match="/dev/full could not be written: No space left on device; free space there"):
+        _tell(tmp_path, Path("/dev/full"), 1, Restarted(attempt=1, reason="rank 0 exited with code 1"))
 
 
 FREEZING = """

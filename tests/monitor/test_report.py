@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from story import make_bucket, make_record, make_start, make_step, make_timed_step, make_times, tell_run
 
-from paceline.errors import MissingExtraError
+from paceline.errors import MissingExtraError, StorageError
 from paceline.monitor import (
     CheckpointSkipped,
     Evaluated,
@@ -177,7 +177,7 @@ def test_a_report_that_fails_leaves_the_former_one(run_dir: Path, monkeypatch: p
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "write_bytes", write_half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageError, match="disk full"):
         write_report(run_dir)
     assert (run_dir / "report.png").read_bytes() == b"former"
     assert sorted(path.name for path in run_dir.iterdir()) == ["events.jsonl", "report.png"]

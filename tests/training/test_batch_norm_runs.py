@@ -5,6 +5,7 @@ import torch
 from test_loop import Points, losses_of, make_run, read_tensors, train_here
 from torch import nn
 
+from paceline.data import Loader
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.memory.absent_group import AbsentGroup
 from paceline.monitor.events import Evaluated, StepFinished
@@ -54,6 +55,8 @@ def test_a_run_equals_one_of_one_worker_and_goes_on_bit_for_bit(tmp_path, num_wo
     assert all(torch.equal(resumed[name], tensor) for name, tensor in tensors.items())
 
 
+ASYNCHRONOUS = {"sync": "asgd", "optimizer": SGD(momentum=0.0), "clip_norm": None}
+
 SIZES = [
     (2, {}, "some worker"),
     (3, {}, "some worker"),
@@ -67,12 +70,30 @@ SIZES = [
     (2, {"global_batch": 2, "drop_last": True}, "some worker"),
     (2, {"shares": (11, 1), "drop_last": True}, "some worker"),
     (2, {"shares": (1, 0)}, ""),  # who has no sample learns from none
-    (2, {"sync": "asgd", "optimizer": SGD(momentum=0.0), "clip_norm": None}, ""),  # 6 samples each, and one of 2
-    (2, {"sync": "asgd", "optimizer": SGD(momentum=0.0), "clip_norm": None, "global_batch": 14}, "some worker"),
+    (2, ASYNCHRONOUS, ""),  # 6 samples each, and one of 2
+    (2, {**ASYNCHRONOUS, "global_batch": 14}, "some worker"),
     (1, {"global_batch": 4}, ""),
     (1, {"global_batch": 4, "layout": {"pipeline": 2}}, "some worker"),  # which cuts them into 4
     (2, {"model": make_run().model}, ""),  # a picture has more than one pixel
 ]
+
+
+@pytest.mark.parametrize("changes", [{}, ASYNCHRONOUS], ids=["together", "at their own pace"])
+def test_the_check_looks_at_as_many_boundaries_however_long_the_run_is(monkeypatch, changes):
+    """`--num_steps 1e9` was silent for minutes before its first step."""
+    counts = []
+    list_sizes = Loader.list_sizes
+
+    def count(self, boundaries, **options):
+        counts.append(len(boundaries))
+        return list_sizes(self, boundaries, **options)
+
+    monkeypatch.setattr(Loader, "list_sizes", count)
+    for num_steps in (10**5, 10**6):
+        run = make_normed_run(num_steps=num_steps, global_batch=4, checkpoint_interval=5, **changes)
+        splits = run.open_data()
+        check_batch_norm_sizes(run, splits, make_loader(run, splits, AbsentGroup(0, 1, torch.device("cpu"))))
+    assert counts[0] == counts[1] <= 10_000
 
 
 @pytest.mark.parametrize(("num_workers", "changes", "whose"), SIZES, ids=str)

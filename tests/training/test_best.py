@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointStore
 from paceline.errors import DataError, SettingsError, UnknownNameError
-from paceline.monitor.events import Evaluated, RunFinished, StepFinished, StoppedEarly
+from paceline.monitor.events import Evaluated, RunFinished, StepFinished, StoppedEarly, Warned
 from paceline.optim import SGD
 from paceline.training import Evaluation, Run
 from paceline.training.best import BestSoFar
@@ -206,6 +206,18 @@ def test_the_best_of_nothing_is_refused(tmp_path):
 
 def make_evaluation(loss):
     return Evaluation(loss, 1.0, {}, 1, 0.0)
+
+
+def judge_badly(output, batch):
+    return {"lost": (0.0 * output.mean() + math.nan, 1)}
+
+
+def test_a_metric_that_is_nan_is_told_once(tmp_path):
+    train_here(make_countdown(metrics=judge_badly, keep_best="max:lost"), tmp_path, 2)
+    assert [record.event.message for record in read(tmp_path, Warned)] == [
+        "lost must be a number for keep_best and stop_after, but it is NaN after step 2; an evaluation with NaN is "
+        "never the best: look at the metric and its samples"
+    ]
 
 
 def test_nan_is_never_the_best():

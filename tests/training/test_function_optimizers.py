@@ -45,6 +45,10 @@ def make_nothing(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
 
 
+def halve(step):
+    return 0.5**step
+
+
 WAYS = {
     "groups and stages": (make_groups, make_stages),
     "class and cycle": (partial(torch.optim.SGD, lr=0.05, momentum=0.9), make_one_cycle),
@@ -52,6 +56,7 @@ WAYS = {
         partial(torch.optim.Adam, lr=0.05),
         partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4, eta_min=0.001),
     ),
+    "class and function": (partial(torch.optim.SGD, lr=0.05), partial(lr_scheduler.LambdaLR, lr_lambda=halve)),
 }
 
 
@@ -161,6 +166,22 @@ def test_what_is_no_optimizer_is_refused(function, got):
 def test_what_is_no_schedule_is_refused(tmp_path, schedule, got):
     with pytest.raises(SettingsError, match=f"that is stepped without a loss, but got {got}"):
         train_here(make_points_run(schedule=schedule), tmp_path)
+
+
+def make_two_stages(optimizer):
+    short = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+    return lr_scheduler.SequentialLR(optimizer, [short, lr_scheduler.ConstantLR(optimizer)], milestones=[7])
+
+
+def test_a_schedule_that_ends_before_the_training_is_told(tmp_path):
+    """Before the first step, where the schedule says how long it is."""
+    run = run_of("class and cycle", schedule=partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=NUM_STEPS - 2))
+    with pytest.raises(SettingsError, match=f"must be at least the run's {NUM_STEPS} steps, but got {NUM_STEPS - 2}"):
+        train_here(run, tmp_path / "one")
+    assert not read(tmp_path / "one", StepFinished)
+    with pytest.raises(ValueError, match="Tried to step 3 times") as caught:
+        train_here(run_of("class and cycle", schedule=make_two_stages), tmp_path / "other")
+    assert f"each of the run's {NUM_STEPS} steps, at step 3" in caught.value.__notes__[0]
 
 
 def test_arguments_of_torchs_classes_are_known_before_they_are_called():

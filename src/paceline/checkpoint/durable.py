@@ -9,7 +9,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, storing
 
 MARKER_NAME = "COMMITTED"
 _OWN_FILE = re.compile(r"COMMITTED(\.part)?|manifest\.json|state\.json|tensors-\d+-\d+\.safetensors")
@@ -77,15 +77,17 @@ class WriterLock:
 
         Raises:
             CheckpointError: Another process, or another object of this one, holds it.
+            StorageError: The disk is full or read-only, or the directory does not exist.
         """
         if self._close is not None:
             return
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        with storing(self._path):
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                self._lock(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def _lock(self, descriptor: int) -> None:

@@ -21,7 +21,7 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.storage import SafetensorsWriter, save_tensors
-from paceline.errors import CheckpointError, SettingsError
+from paceline.errors import CheckpointError, SettingsError, StorageError, advise_on_storage, storing
 
 BEST_NAME = "best.json"
 _NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
@@ -94,8 +94,8 @@ class CheckpointStore:
             is_best: Whether the checkpoint becomes the best one.
 
         Raises:
-            CheckpointError: The write failed; older checkpoints are untouched, and the new one is
-                removed.
+            StorageError: The disk failed; older checkpoints are untouched, and the new one is removed.
+            CheckpointError: The write failed otherwise; the same holds.
         """
         assert step >= 0
         start_s = time.perf_counter()
@@ -117,12 +117,17 @@ class CheckpointStore:
         return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
 
     def mark_best(self, path: Path) -> None:
-        """Make a committed checkpoint the best one, atomically."""
+        """Make a committed checkpoint the best one, atomically.
+
+        Raises:
+            StorageError: The disk is full, or another failure of the file system.
+        """
         part = self.directory / f"{BEST_NAME}.part"
-        part.unlink(missing_ok=True)
-        write_file(part, json.dumps({"checkpoint": path.name}).encode())
-        os.rename(part, self.directory / BEST_NAME)
-        sync_directory(self.directory)
+        with storing(self.directory / BEST_NAME):
+            part.unlink(missing_ok=True)
+            write_file(part, json.dumps({"checkpoint": path.name}).encode())
+            os.rename(part, self.directory / BEST_NAME)
+            sync_directory(self.directory)
 
     def find_best(self) -> Path | None:
         """Return the directory of the best checkpoint, unverified; None if there is none.
@@ -267,13 +272,22 @@ def _explain(path: Path, error: BaseException, num_bytes: int) -> CheckpointErro
         where = f"checkpoint {path}, rank {rank},"
     if not isinstance(error, OSError):
         return CheckpointError(f"{where} could not be written: {error}")
-    advice = "check the disk, or choose another directory"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = next(place for place in (path, *path.parents) if place.exists())
-        status = os.statvfs(place)
-        free_bytes = status.f_bavail * status.f_frsize
-        missing = f"free {num_bytes - free_bytes:,} bytes" if num_bytes > free_bytes else "raise the quota"
-        advice = f"{missing}: it needs {num_bytes:,}, and {free_bytes:,} are free on the device"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        advice = "make the directory writable, or choose another"
-    return CheckpointError(f"{where} could not be written: {error.strerror}; {advice}")
+    advice = advise_on_storage(error)
+    if error.errno == errno.ENOSPC:
+        advice = _advise_on_full_disk(path, num_bytes, advice)
+    return StorageError(f"{where} could not be written: {error.strerror}; {advice}")
+
+
+def _advise_on_full_disk(path: Path, num_bytes: int, advice: str) -> str:
+    """Return `advice` with the numbers of a disk that is too full for `num_bytes`; 0 if nothing was to be written."""
+    status = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+    free_bytes = status.f_bavail * status.f_frsize
+    if status.f_files and not status.f_favail:
+        return "remove files there, or choose another directory: the device can hold no more of them"
+    if not num_bytes:
+        return advice
+    if num_bytes > free_bytes:
+        missing = num_bytes - free_bytes
+        return f"free {missing:,} bytes: it needs {num_bytes:,}, and {free_bytes:,} are free on the device"
+    blocks = f"each of its files takes whole blocks of {status.f_frsize:,}"
+    return f"{advice}: it needs {num_bytes:,} bytes ({blocks}), and {free_bytes:,} are free on the device"

@@ -23,7 +23,7 @@ from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
 from paceline.checkpoint.durable import sync_directory
 from paceline.checkpoint.find import find_checkpoint, holds_checkpoint
 from paceline.checkpoint.tensor_file import Entry, read_block, read_header, write_tensor_file
-from paceline.errors import CheckpointError, SettingsError
+from paceline.errors import CheckpointError, SettingsError, storing
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 _INDEX = "model.safetensors.index.json"
@@ -194,8 +194,8 @@ def write_torch(path: Path, weights: Weights) -> None:
     """Write weights into a new file, as `torch.save` does with a `state_dict`."""
     state = {name: weights.read(name) for name in weights.specs}
     state |= {name: state[first] for name, first in weights.ties.items()}
-    with writing_anew(path) as part:
-        torch.save(state, part)
+    with writing_anew(path) as part, open(part, "wb") as file:  # torch's own file would hide the reason of a failure
+        torch.save(state, file)
 
 
 @contextmanager
@@ -204,22 +204,22 @@ def writing_anew(path: Path) -> Iterator[Path]:
 
     Raises:
         SettingsError: The path exists.
-        CheckpointError: The file or folder cannot be written.
+        StorageError: The file or folder cannot be written.
     """
     if path.exists():
         raise SettingsError(f"what is exported must be new, but {path} exists; remove it, or choose another name")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        part.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror}; choose another place") from error
-    finally:
-        if part.is_dir():
-            shutil.rmtree(part)
-        part.unlink(missing_ok=True)
+    with storing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.rename(path)
+            sync_directory(path.parent)
+        finally:
+            if part.is_dir():
+                shutil.rmtree(part)
+            elif part.exists():
+                part.unlink()
 
 
 def _list_tensors(module: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:

@@ -18,6 +18,7 @@ from paceline.cli.report import report
 from paceline.cli.trace import trace
 from paceline.cli.train import train
 from paceline.errors import PacelineError
+from paceline.launch.exit_codes import find_exit_code
 from paceline.registry import explain
 
 app = typer.Typer(
@@ -62,7 +63,7 @@ app.command()(recipes)
 
 
 def main() -> None:
-    """Run the command line; an error of Paceline's is one message and exit code 2.
+    """Run the command line; an error of Paceline's is one message, and bad input is exit code 2.
 
     An error in the user's own code begins with its line.
     """
@@ -76,7 +77,7 @@ def main() -> None:
         if isinstance(error, PacelineError | ValidationError):
             what = explain(error) if isinstance(error, ValidationError) else str(error)
             typer.secho(f"paceline: {where}{what}", err=True, fg="red")
-            sys.exit(2)
+            sys.exit(find_exit_code(type(error)))
         if not place:  # ours
             raise
         typer.secho(f"{where}{type(error).__name__}: {error}", err=True, fg="red")

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -11,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.functions import Function, find_hint
-from paceline.registry import Family, Settings, explain, find_variant, list_variants
+from paceline.registry import Family, Settings, describe_rule, explain, find_variant, list_variants
 
 S = TypeVar("S", bound=Settings)
 
@@ -159,7 +160,8 @@ def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
     names = [wanted for wanted in (name, *_ALIASES.get(name, "").split()) if wanted in by_name]
     names = names or difflib.get_close_matches(name, by_name, n=2, cutoff=0.7)
     if names:
-        hint = f"did you mean {' or '.join(f'--{one}' for wanted in names for one in by_name[wanted])}?"
+        meant = dict.fromkeys(f"--{one}" for wanted in names for one in by_name[wanted])
+        hint = f"did you mean {' or '.join(meant)}?"
     else:
         is_parent_known = any(one.startswith(f"{parent}.") for one in known)
         beside = [one for one in known if one.rpartition(".")[0] == (parent if is_parent_known else "")]
@@ -175,21 +177,35 @@ def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:
         find_variant(family, value)
         is_present = isinstance(present, dict) and present.get("name") == value
         return present if is_present else {"name": value}
+    item = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is tuple else None
+    if isinstance(item, type) and issubclass(item, Settings) and isinstance(_from_json(value), str):
+        return _validate(field.annotation, path, [value])  # one of them, without brackets
     return _validate(field.annotation or str, path, value)
 
 
-def _validate(annotation: Any, path: str, value: str) -> Any:
+def _validate(annotation: Any, path: str, value: str | list[str]) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     # "none" means none for every field that allows none, also for text.
-    candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
+    candidates: tuple[Any, ...] = (value,)
+    if isinstance(value, str):
+        candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
     refused = None
     for candidate in candidates:
         try:
             return adapter.validate_python(candidate)
         except ValidationError as error:
-            refused = refused if refused and candidate is not value else error
+            is_vague = isinstance(candidate, str | None) or error.errors()[0]["type"] == "missing"
+            refused = refused if refused and is_vague else error
     assert refused is not None
-    lines = (line.removeprefix("settings") for line in explain(refused).splitlines())
+    problems = refused.errors()
+    deepest = [problem for problem in problems if len(problem["loc"]) == max(len(one["loc"]) for one in problems)]
+    own = [describe_rule(problem) for problem in deepest if problem["type"] == "value_error"]
+    if len(problems) > 1 and not own:  # one of each type that the field may have
+        rules = " or ".join(dict.fromkeys(map(describe_rule, deepest)))
+        raise SettingsError(f"--{path} must be {rules}, but got {deepest[0]['input']!r}")
+    if len(problems) > 1 and own[0].startswith("must "):
+        raise SettingsError(f"--{path} {own[0]}")
+    lines = (re.sub(r"^(settings|\d+: )", "", line) for line in explain(refused).splitlines())
     # A pydantic rule begins with " must be"; one of Paceline's is a whole sentence.
     raise SettingsError("\n".join(f"--{path}{line if line.startswith(' ') else f': {line}'}" for line in lines))
 

@@ -13,7 +13,7 @@ from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
-from paceline.errors import MissingExtraError, SettingsError
+from paceline.errors import MissingExtraError, SettingsError, StorageError, storing
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
@@ -197,7 +197,7 @@ def write_report(directory: Path) -> None:
 
     try:
         picture, page = write_report(directory)
-    except MissingExtraError as error:
+    except (MissingExtraError, StorageError) as error:  # the run is finished nevertheless
         typer.echo(f"report: none, {error}")
         return
     typer.echo(f"report: {page}\npicture: {picture}")
@@ -215,10 +215,9 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
     if out is not None:
         directory = out.absolute()
         if directory.exists() and (not directory.is_dir() or not _is_unused(directory)):
-            raise SettingsError(
-                f"--out must be a new or empty directory, but {directory} exists; "
-                "choose another, or go on with that run by --go_on"
-            )
+            is_run = (directory / "run.json").is_file()
+            advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
+            raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -230,11 +229,10 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
     number = 1
     while True:
         directory = Path("runs").absolute() / f"{title}-{number}"
-        try:
+        with storing(directory), contextlib.suppress(FileExistsError):
             directory.mkdir(parents=True)
             return directory
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def _is_unused(directory: Path) -> bool:

@@ -27,7 +27,9 @@ def report(
     for sentence in describe_stragglers(summary):
         typer.echo(sentence)
     if tensorboard is not None:
+        from paceline.errors import storing
         from paceline.monitor.tensorboard import export_tensorboard
 
-        num_scalars = export_tensorboard(run, tensorboard)
+        with storing(tensorboard):
+            num_scalars = export_tensorboard(run, tensorboard)
         typer.echo(f"tensorboard: {num_scalars} values in {tensorboard}; tensorboard --logdir {tensorboard}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, storing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,8 @@ def simulate(
     if picture is not None:
         picture.write_bytes(draw_scaling(_at(predictions, compared), _title(scaling), picture.suffix[1:]))
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(point) for point in predictions], indent=2) + "\n")
+        with storing(json_file):
+            json_file.write_text(json.dumps([asdict(point) for point in predictions], indent=2) + "\n")
     _print_tables(scaling, predictions, compared)
     for name, reason in refusals.items():
         typer.echo(f"{name} is skipped where it cannot run: {reason}")

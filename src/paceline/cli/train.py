@@ -44,19 +44,23 @@ def train(
     For a job that may be submitted again give `--out DIRECTORY --go_on`: the same command then starts the run, resumes
     it, or reports that it is finished. Other options change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 refused with a message, 75 stopped by a signal with a checkpoint saved (resume with
-    --go_on or --resume), 1 failed.
+    Exit codes: 0 finished, 2 bad input, refused with a message, 75 stopped by a signal with a checkpoint saved (resume
+    with --go_on or --resume), 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 
     overrides = parse_pairs(context.args)
-    if (recipe is None) == (resume is None):
-        raise SettingsError("either a recipe or --resume RUN must be given; `paceline recipes` lists the recipes")
-    if go_on and (recipe is None or out is None):
+    if go_on and (recipe is None or out is None or resume is not None):
+        found = "--resume" if resume is not None else "no recipe" if recipe is None else "no --out"
         raise SettingsError(
-            "--go_on must be given with a recipe and --out DIRECTORY, where the run is begun or was; "
-            "add them, or give --resume RUN alone"
+            f"--go_on must be given with a recipe and --out DIRECTORY, and starts or resumes the run there, but got "
+            f"{found}; write paceline train RECIPE --out DIRECTORY --go_on, or --resume RUN without --go_on"
         )
+    if (recipe is None) == (resume is None):
+        found = "neither; `paceline recipes` lists the recipes" if recipe is None else "both; leave one of them out"
+        raise SettingsError(f"either a recipe or --resume RUN must be given, but got {found}")
+    if max_restarts < 0:
+        raise SettingsError(f"--max-restarts must be at least 0, but got {max_restarts}; 0 is for no restart")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from paceline.cli.train_worker import train_as_worker
 

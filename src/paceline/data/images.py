@@ -69,7 +69,9 @@ class Images(Data):
             return self._open_arrays(str(path), _read_idx_pair(idx), _read_idx_pair(test) if test else None)
         except OSError as error:
             found = error.strerror or error
-            raise DataError(f"{error.filename or path} must be readable, but got: {found}; check data.path") from error
+            raise DataError(
+                f"{error.filename or path} must be readable, but got: {found}; check --data.path"
+            ) from error
 
     def _open_arrays(self, name: str, train: "_Arrays", test: "_Arrays | None") -> Splits:
         labels = train.labels_N if test is None else torch.cat([train.labels_N, test.labels_N])
@@ -255,7 +257,7 @@ def _read_idx_pair(images: Path) -> _Arrays:
     if labels is None or labels == images:
         raise DataError(
             f"the labels of {images} must lie beside it, with labels for images, idx1 for idx3, "
-            f"but got {'one name for both' if expected == images else f'no {expected}'}; check data.path"
+            f"but got {'one name for both' if expected == images else f'no {expected}'}; check --data.path"
         )
     images_NHW, labels_N = _read_idx(images, num_dims=3), _read_idx(labels, num_dims=1)
     if len(images_NHW) != len(labels_N):
@@ -276,7 +278,7 @@ def _read_idx(path: Path, num_dims: int) -> Tensor:
     if data[:4] != magic or len(data) < header:
         raise DataError(
             f"{path} must be an IDX file of bytes in {num_dims} dims, which starts with 0x{magic.hex()}, but "
-            f"got 0x{data[:4].hex()} and {len(data)} bytes; check data.path"
+            f"got 0x{data[:4].hex()} and {len(data)} bytes; check --data.path"
         )
     dims = [int(dim) for dim in np.frombuffer(data, dtype=">u4", count=num_dims, offset=4)]
     if len(data) != header + math.prod(dims) or not math.prod(dims):

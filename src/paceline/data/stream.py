@@ -128,14 +128,24 @@ def refuse_for_stream(*, shuffle: bool, drop_last: bool, num_processes: int, dis
     Raises:
         SettingsError: A setting needs them; the message names it.
     """
-    reason = ""
+    what = "for an iterable data set"
     if shuffle:
-        reason = "shuffle; shuffle in the data set itself, the same on every worker"
-    elif drop_last:
-        reason = "drop_last; its epochs are joined anyway, leave it out"
-    elif num_processes:
-        reason = f"num_processes {num_processes}; its samples come one after another, leave it out"
-    elif dispatcher is not None:
-        reason = "workers that run at their own pace, which take any samples; take a synchronous rule"
-    if reason:
-        raise SettingsError(f"an iterable data set must be read in its own order, but got {reason}")
+        raise SettingsError(
+            f"shuffle must be false {what}, which is read in its own order, but got true; shuffle in the data set "
+            "itself, the same on every worker"
+        )
+    if drop_last:
+        raise SettingsError(
+            f"drop_last must be false {what}, but got true; leave it out: the last samples of a pass share a batch "
+            "with the first of the next, so that no batch is short"
+        )
+    if num_processes:
+        raise SettingsError(
+            f"num_processes must be 0 {what}, whose samples come one after another, but got {num_processes}; leave it "
+            "out"
+        )
+    if dispatcher is not None:
+        raise SettingsError(
+            f"the rule must be synchronous {what}, since workers that run at their own pace take any samples; take "
+            "every_step or diloco, for instance"
+        )

@@ -68,7 +68,9 @@ class Text(Data):
             train, held_out = self._open_folder(path) if path.is_dir() else self._split(path, _open_file(path))
         except OSError as error:
             found = error.strerror or error
-            raise DataError(f"{error.filename or path} must be readable, but got: {found}; check data.path") from error
+            raise DataError(
+                f"{error.filename or path} must be readable, but got: {found}; check --data.path"
+            ) from error
         return Splits(self._source(path, train), self._source(path, held_out))
 
     def _source(self, path: Path, tokens: Tokens) -> "TokenSource":
@@ -78,7 +80,7 @@ class Text(Data):
         suffix, excluded = (".py", LEFT_OUT) if self.path is None else ("", frozenset[str]())
         files = _limit(list(_find_texts(folder, suffix, excluded)), self.max_bytes)
         if not files:
-            raise DataError(f"{folder} must hold text files, but got none; give data.path a folder or file of text")
+            raise DataError(f"{folder} must hold text files, but got none; give --data.path a folder or file of text")
         if len(files) == 1:
             return self._split(folder, _join(files))
         window = self.sequence_length + 1
@@ -230,7 +232,7 @@ def _join(files: list[_File]) -> Tokens:
 def _open_file(path: Path) -> Tokens:
     num_bytes = path.stat().st_size
     if not num_bytes:
-        raise DataError(f"{path} must hold text or tokens, but got an empty file; give data.path another")
+        raise DataError(f"{path} must hold text or tokens, but got an empty file; give --data.path another")
     if path.suffix == ".npy":
         return _open_npy(path)
     if path.suffix != ".bin":

@@ -73,6 +73,8 @@ def find_format(path: Path) -> Format:
     Raises:
         SettingsError: The ending is unknown.
     """
+    if path.name in ("", ".."):
+        raise SettingsError(f"what is exported must have a name, but got {str(path)!r}; write model.safetensors")
     if path.suffix in SAFETENSORS:
         return "safetensors"
     if path.suffix in TORCH:

@@ -6,19 +6,33 @@ import os
 import sys
 from typing import NoReturn
 
+from pydantic import ValidationError
+
+from paceline.errors import CommunicationError, DivergenceError, NonFiniteError, PacelineError, StorageError
+
 
 class ExitCode(enum.IntEnum):
     """Exit codes; those from 64 on are sysexits.h's."""
 
     FINISHED = 0
     FAILED = 1
-    """Code raised an error that is not Paceline's."""
+    """The training failed: an error in other code, replicas that differ, a loss that is not finite, or a disk that is
+    full or read-only."""
     REFUSED = 2
-    """Paceline said what is wrong; the same start would end the same way."""
+    """The input is wrong, and the message says what; the same start would end the same way."""
     PEERS_LOST = 69
     """Another worker died or stopped answering; a new start can go on."""
     PREEMPTED = 75
     """A signal asked to stop; what was trained is saved, and a new start goes on from there."""
+
+
+def find_exit_code(error: type[BaseException]) -> ExitCode:
+    """Return the exit code of a process that a kind of error ends."""
+    if issubclass(error, CommunicationError):
+        return ExitCode.PEERS_LOST
+    if issubclass(error, DivergenceError | NonFiniteError | StorageError):
+        return ExitCode.FAILED
+    return ExitCode.REFUSED if issubclass(error, PacelineError | ValidationError) else ExitCode.FAILED
 
 
 def leave(code: int) -> NoReturn:

@@ -2,11 +2,13 @@
 
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import paceline.errors
-from paceline.launch.exit_codes import ExitCode
+from paceline.errors import storing
+from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import Ended, watch_processes
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
@@ -33,9 +35,13 @@ def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: 
     When a worker is killed, or loses the others, all start again from the newest valid checkpoint: as often as that
     gets the run further, and `max_restarts` times without progress. An error that would only happen again ends the
     run at once. SIGTERM, SIGINT and SIGHUP are handed on to the workers, which save and leave.
+
+    Raises:
+        StorageError: The directory cannot be written.
     """
     log_path = directory / "events.jsonl"
-    (directory / "workers").mkdir(exist_ok=True)
+    with storing(directory / "workers"):
+        (directory / "workers").mkdir(exist_ok=True)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
         code = _launch_until_done(directory, log_path, num_processes, max_restarts, stop)
     drop_lost_output()
@@ -76,8 +82,7 @@ def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
         return _Outcome(ExitCode.PREEMPTED)
     final = [failure.event for failure in failures if failure.event.error not in _LOST_PEERS]
     if final:
-        is_ours = hasattr(paceline.errors, final[0].error)
-        return _Outcome(ExitCode.REFUSED if is_ours else ExitCode.FAILED)
+        return _Outcome(find_exit_code(getattr(paceline.errors, final[0].error, Exception)))
     if select(records, RunFinished):
         return _Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
@@ -105,5 +110,16 @@ def _describe_exit(rank: int, code: int) -> str:
 
 
 def _tell(directory: Path, log_path: Path, attempt: int, event: Event) -> None:
-    with EventLog(log_path, run=directory.name, rank=-1, epoch=attempt, clock=time.monotonic) as log:
+    """Log an event of the launcher's.
+
+    Raises:
+        StorageError: The log cannot be written, so that a new start would end the same way.
+    """
+    with (
+        storing(log_path),
+        warnings.catch_warnings(action="ignore"),
+        EventLog(log_path, run=directory.name, rank=-1, epoch=attempt, clock=time.monotonic) as log,
+    ):
         log.write(event, step=-1)
+        if log.last_error is not None:
+            raise log.last_error

@@ -17,8 +17,8 @@ import torch
 from pydantic import ValidationError
 
 from paceline.comm import Group, join
-from paceline.errors import CommunicationError, PacelineError, SettingsError
-from paceline.launch.exit_codes import ExitCode, leave
+from paceline.errors import PacelineError, SettingsError, storing
+from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
 from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.recipes import find_recipe
@@ -46,8 +46,9 @@ def load_run(file: RunFile) -> Run:
 
 def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode:
     """Train as one worker of `group` and return how it ended; whatever goes wrong is in the log."""
-    directory.mkdir(parents=True, exist_ok=True)
-    log = EventLog(directory / "events.jsonl", run=directory.name, rank=group.rank, epoch=attempt)
+    with storing(directory / "events.jsonl"):
+        directory.mkdir(parents=True, exist_ok=True)
+        log = EventLog(directory / "events.jsonl", run=directory.name, rank=group.rank, epoch=attempt)
     with log, _warnings_in(log):
         try:
             run = load_run(file)
@@ -106,11 +107,11 @@ def _join_and_work(directory: Path, attempt: int) -> ExitCode:
 
 
 def _code_of(error: BaseException) -> ExitCode:
-    if not isinstance(error, PacelineError):
+    if isinstance(error, PacelineError):
+        print(f"paceline: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    else:
         traceback.print_exception(error)
-        return ExitCode.FAILED
-    print(f"paceline: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return ExitCode.PEERS_LOST if isinstance(error, CommunicationError) else ExitCode.REFUSED
+    return find_exit_code(type(error))
 
 
 def _leave_with_launcher() -> None:

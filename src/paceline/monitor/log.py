@@ -54,6 +54,8 @@ class EventLog:
         self._lock = threading.RLock()  # a signal handler may write while its thread is inside `write`
         self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._num_unreported = 0
+        self.last_error: OSError | None = None
+        """Reason for which the latest lost event could not be written."""
         _LOGS.add(self)
 
     def write(self, event: Event, *, step: int) -> None:
@@ -119,6 +121,7 @@ class EventLog:
 
     def _count_lost(self, error: OSError) -> None:
         self.num_lost += 1
+        self.last_error = error
         self._num_unreported += 1
         if self.num_lost == 1:
             warnings.warn(

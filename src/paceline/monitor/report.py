@@ -1,8 +1,10 @@
 """The report of a run: a picture of its curves, and a self-contained page."""
 
+import contextlib
 import os
 from pathlib import Path
 
+from paceline.errors import storing
 from paceline.monitor.gantt import draw_gantt
 from paceline.monitor.html_elements import Pictures
 from paceline.monitor.html_page import render_page
@@ -23,6 +25,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
     Raises:
         MissingExtraError: matplotlib is not installed.
         EventError: `run_dir` holds no log.
+        StorageError: The disk is full or read-only.
     """
     run_dir = Path(run_dir)
     records = read_log(run_dir / "events.jsonl")
@@ -45,8 +48,10 @@ def write_report(run_dir: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def _write_whole(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with storing(path):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):  # on a read-only disk there is none
+                temporary.unlink()

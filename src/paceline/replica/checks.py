@@ -27,7 +27,7 @@ def find_original(module: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` wrapper, whose names are saved; any other module itself.
 
     Raises:
-        SettingsError: It is no module, or one whose gradients torch already exchanges.
+        SettingsError: The argument is no module, or one whose gradients torch already exchanges.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SettingsError(

@@ -144,7 +144,11 @@ class GradientReduction:
                 "learning rate, clip gradients, or look at the data of that step"
             )
         if totals.weight <= 0 and self.covers_all_workers and not self._rule.is_asynchronous:
-            raise GradientError(f"the weights of a global batch must add up to more than 0, but got {totals.weight}")
+            raise GradientError(
+                f"the weights of a global batch must add up to more than 0, but at step {step} got {totals.weight}; "
+                "see that some sample of each batch counts: check the weight given with the loss, such as a number of "
+                "unmasked tokens, or drop samples without any"
+            )
         return totals
 
     def begin_backward(self, *, is_first: bool) -> None:

@@ -110,7 +110,7 @@ def read_loss(given: object, weight: object, reduction: str) -> tuple[Tensor, fl
     """Return a loss that backward may run from, and its weight.
 
     Raises:
-        GradientError: It would be counted wrongly; the message says why.
+        GradientError: The loss would be counted wrongly; the message says why.
     """
     loss: object = given
     if isinstance(given, Loss):

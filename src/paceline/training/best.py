@@ -1,5 +1,6 @@
 """The best evaluation of a training so far, and the number of evaluations since."""
 
+import math
 from typing import Any
 
 from paceline.errors import SettingsError, unknown_name
@@ -26,6 +27,8 @@ class BestSoFar:
         """Step after which it was made."""
         self.num_since = 0
         """Number of evaluations since then."""
+        self.warning = ""
+        """Report of the first evaluation that could not be compared; empty if there was none."""
 
     def note(self, evaluation: Evaluation, step: int) -> bool:
         """Record an evaluation after `step`, and return whether it is the best.
@@ -40,8 +43,13 @@ class BestSoFar:
         if name not in values:
             raise unknown_name("the metric of keep_best", name, values)
         value = values[name]
+        if math.isnan(value) and not self.warning:
+            self.warning = (
+                f"{name} must be a number for keep_best and stop_after, but it is NaN after step {step}; an evaluation "
+                "with NaN is never the best: look at the metric and its samples"
+            )
         is_better = self.value is None or (value < self.value if kind == "min" else value > self.value)
-        if is_better and value == value:  # NaN is not better than nothing
+        if is_better and not math.isnan(value):
             self.value, self.step, self.num_since = value, step, 0
             return True
         self.num_since += 1

@@ -13,7 +13,16 @@ from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
 from paceline.errors import CommunicationError, DataError, NonFiniteError, SettingsError
-from paceline.monitor.events import BatchChanged, Evaluated, ModelGrown, Preempted, RunFinished, Showcased, StoppedEarly
+from paceline.monitor.events import (
+    BatchChanged,
+    Evaluated,
+    ModelGrown,
+    Preempted,
+    RunFinished,
+    Showcased,
+    StoppedEarly,
+    Warned,
+)
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
 from paceline.replica.named_tensors import capture_objects
@@ -361,6 +370,7 @@ def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Ev
             "have none; check their targets"
         )
     training.evaluation = (training.step, evaluation)
+    warned = training.best.warning
     session.log_event(
         Evaluated(
             loss=evaluation.loss,
@@ -371,6 +381,8 @@ def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Ev
             unaveraged={"loss": plain.loss} | plain.metrics if plain is not None else None,
         )
     )
+    if training.best.warning != warned:
+        session.log_event(Warned(message=training.best.warning))
     return evaluation
 
 

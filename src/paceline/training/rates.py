@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from paceline.errors import SettingsError
 from paceline.optim import Optimizer
@@ -24,7 +24,7 @@ class Rates:
         num_steps: Number of steps of the whole training.
 
     Raises:
-        SettingsError: The schedule returns no scheduler, or one that follows a loss.
+        SettingsError: The schedule returns no scheduler, or one that follows a loss or ends before the training.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Rates:
         self._scheduler: Any = None
         if isinstance(schedule, FunctionSchedule):
             self._scheduler = schedule.build(self._stand_in, num_steps)
-            _check(self._scheduler, schedule.path)
+            _check(self._scheduler, schedule.path, num_steps)
 
     def set(self, step: int, global_batch: int) -> None:
         """Set the rates of `step`, which takes `global_batch` samples; steps must ascend."""
@@ -50,11 +50,21 @@ class Rates:
                 group["lr"] = rate * factor * scheduled
             return
         while self._num_scheduled < step:
-            self._scheduler.step()
-            self._num_scheduled += 1
+            self._step()
         for group, changed in zip(groups, self._stand_in.param_groups, strict=True):
             settings = {name: value for name, value in changed.items() if name in group and name != "params"}
             group.update(settings | {"lr": settings["lr"] * factor})
+
+    def _step(self) -> None:
+        try:
+            self._scheduler.step()
+        except Exception as error:
+            error.add_note(
+                f"This is of the schedule, which must have a learning rate for each of the run's {self._num_steps} "
+                f"steps, at step {self._num_scheduled + 1}; give it the run's number of steps."
+            )
+            raise
+        self._num_scheduled += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the scheduler and the stand-in; empty without a scheduler."""
@@ -92,9 +102,14 @@ class _StandIn(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def _check(scheduler: Any, path: str) -> None:
+def _check(scheduler: Any, path: str, num_steps: int) -> None:
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise SettingsError(
             f"{path} must return a torch learning-rate scheduler that is stepped without a loss, but got "
             f"{type(scheduler).__name__}; take one such as OneCycleLR, and for a plateau stop_after"
+        )
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < num_steps - 1:
+        raise SettingsError(
+            f"total_steps of {path} must be at least the run's {num_steps} steps, but got {scheduler.total_steps}; "
+            "leave it out, for the run's own number, or lower --num_steps"
         )

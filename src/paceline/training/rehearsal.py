@@ -1,6 +1,8 @@
 """Rehearsal of a run's step to estimate its memory, and the run's savings of memory."""
 
 import contextlib
+import heapq
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
 T = TypeVar("T")
+
+_MAX_BOUNDARIES = 1000
+"""Number of boundaries for which sizes of micro-batches are listed before a run."""
 
 
 class RehearsalError(SettingsError):
@@ -200,10 +205,9 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
     Raises:
         SettingsError: There is such a micro-batch; the message says what to do.
     """
-    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     num_steps = run.count_steps(splits)
-    boundaries = {step for interval in intervals for step in range(interval, num_steps, interval)} | {num_steps}
-    own, joint = loader.list_sizes(sorted(boundaries), is_asynchronous=run.sync.is_asynchronous)
+    boundaries = _list_boundaries(run, loader, num_steps) if run.sync.is_asynchronous else []
+    own, joint = loader.list_sizes([*boundaries, num_steps], is_asynchronous=run.sync.is_asynchronous)
     sizes = joint if run.batch_norm == "global" else own
     if run.layout.pipeline > 1:
         sizes = {size // run.pipeline.count_micro_batches(size, run.layout.pipeline) for size in sizes}
@@ -216,6 +220,17 @@ def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
         )
         if not guarded(lambda: _takes_batch(described)):
             raise too_few_samples(loader.order.num_samples, run.global_batch, run.batch_norm)
+
+
+def _list_boundaries(run: Run, loader: Loader, num_steps: int) -> list[int]:
+    """Return the next steps before which workers that run at their own pace synchronise: the first ones of a long run.
+
+    Sizes repeat with the epochs and intervals, so that later ones seldom add any.
+    """
+    here = loader.order.step_of(loader.position, run.global_batch)
+    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
+    steps = [range((here // interval + 1) * interval, num_steps, interval) for interval in intervals]
+    return list(itertools.islice(heapq.merge(*steps), _MAX_BOUNDARIES))
 
 
 def guarded(rehearsing: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from paceline.compression.codec import Codec
 from paceline.data import FunctionData, GlobalOrder, IterableSource
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, storing
 from paceline.functions import Function
 from paceline.memory import Memory
 from paceline.optim import AdamW, FunctionOptimizer, Optimizer
@@ -56,9 +56,9 @@ class Run(Settings):
     model's own."""
     global_batch: int = Field(ge=1)
     """Samples per step, over all workers; where `batch_schedule` changes it, those of the first step."""
-    num_steps: int | None = Field(default=None, ge=1)
+    num_steps: int | None = Field(default=None, ge=1, le=10**15)
     """Optimizer updates; give either this or `num_epochs`."""
-    num_epochs: int | None = Field(default=None, ge=1)
+    num_epochs: int | None = Field(default=None, ge=1, le=10**15)
     """Passes over the data set."""
     collate_fn: Collate | None = None
     """Function that makes a batch from a list of samples; by default tensors are stacked."""
@@ -101,7 +101,7 @@ class Run(Settings):
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the parameters, such as 0.999, with which evaluation then runs; none
     for no average."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed of initial weights, data order and dropout."""
     shares: tuple[float, ...] | Literal["measured"] | None = None
     """Shares of a global batch: one weight per worker, or measured, by each worker's speed; even by default."""
@@ -329,14 +329,19 @@ class RunFile(Settings):
         return self.num_workers * Layout.model_validate(self.run.get("layout", {})).ranks_of_worker + num_servers
 
     def save(self, directory: Path) -> None:
-        """Write the file; an older one is kept beside it under a number."""
+        """Write the file; an older one is kept beside it under a number.
+
+        Raises:
+            StorageError: The disk is full or read-only; an older file stays as it was.
+        """
         path = directory / "run.json"
-        if path.exists():
-            number = len(list(directory.glob("run-*.json"))) + 1
-            shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
-        temporary = directory / f".run.json.{os.getpid()}"
-        temporary.write_text(self.model_dump_json(indent=2) + "\n")
-        temporary.replace(path)
+        with storing(path):
+            if path.exists():
+                number = len(list(directory.glob("run-*.json"))) + 1
+                shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
+            temporary = directory / f".run.json.{os.getpid()}"
+            temporary.write_text(self.model_dump_json(indent=2) + "\n")
+            temporary.replace(path)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
