@@ -221,6 +221,7 @@ def describe_rule(problem: Mapping[str, Any]) -> str:
 _RULES = {
     "invalid-json-value": "a value that JSON can represent, or a function or class at the top of a module",
     "tuple_type": "a list such as [1, 2]",
+    "model_type": "its fields by name, each given by itself as NAME.FIELD, or a mapping of them",
 }
 
 

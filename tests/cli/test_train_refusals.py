@@ -50,6 +50,8 @@ def held(): return paceline.Run(data=Dataset(), **settings)
         ("train transformer", "did you mean 'transformer_lm'?"),
         ("train", "either a recipe or --resume RUN must be given, but got neither"),
         ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given, but got both"),
+        ("train --resume somewhere --out elsewhere", "--resume goes on in the run's own directory, but got --out"),
+        ("train transformer_lm --layout tp", "--layout must be its fields by name, each given by itself as NAME.FIELD"),
         ("train transformer_lm --go_on", "--out DIRECTORY, and starts or resumes the run there, but got no --out"),
         ("train --go_on", "but got no recipe; write paceline train RECIPE --out DIRECTORY --go_on"),
         ("train --go_on --resume somewhere", "but got --resume; write"),
