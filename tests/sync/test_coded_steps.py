@@ -149,6 +149,7 @@ def test_it_keeps_the_contract_of_rules(codec, dense_steps):
         ("one_bit", make_adamw, "step"),
         ("top_k", make_adamw, "step"),
         ("power_sgd", make_adamw, "step"),
+        ("random_k", make_adamw, "step"),
         ("one_bit", make_sgd, "gradient"),
         ("int8", make_adamw, "gradient"),
         ("bf16", make_adamw, "gradient"),

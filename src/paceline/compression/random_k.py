@@ -38,6 +38,7 @@ class RandomK(Codec):
     """
 
     algebra = Algebra.LINEAR
+    suits_steps = True
 
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of the elements that are sent."""

