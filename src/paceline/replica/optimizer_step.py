@@ -152,7 +152,7 @@ class OptimizerStep:
         """Clip the gradients by their global norm, and return it.
 
         Raises:
-            NonFiniteError: It is not finite, in a precision that does not overflow.
+            NonFiniteError: The norm is not finite, in a precision that does not overflow.
         """
         assert self.clip_norm is not None
         if self._shard.is_whole:

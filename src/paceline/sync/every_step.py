@@ -43,7 +43,7 @@ class EveryStep(Rule):
     codec: Codec = NoCodec()
     """Codec of the gradients or steps. On a fast network none is best."""
     codec_of: Literal["gradient", "step"] | None = None
-    """What the codec encodes: the gradient, or the step that each worker's optimizer takes with its own gradient.
+    """Input of the codec: the gradient, or the step that each worker's optimizer takes with its own gradient.
     Adaptive optimizers, such as Adam, end much worse if they see coded gradients, whose size comes in bursts. By
     default steps with optimizers that have betas and one_bit, top_k, random_k or power_sgd; else gradients."""
     step_beta1: float | None = Field(default=0.5, ge=0, lt=1)
