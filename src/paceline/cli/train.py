@@ -61,8 +61,8 @@ def train(
         raise SettingsError(f"either a recipe or --resume RUN must be given, but got {found}")
     if resume is not None and out is not None:
         raise SettingsError(
-            f"--resume goes on in the run's own directory, but got --out {out}; leave --out out, or begin a new run from "
-            "these weights: --initial RUN"
+            f"--resume goes on in the run's own directory, but got --out {out}; leave --out out, or begin a new run "
+            "from these weights with --initial RUN"
         )
     if max_restarts < 0:
         raise SettingsError(f"--max-restarts must be at least 0, but got {max_restarts}; 0 is for no restart")
