@@ -132,7 +132,7 @@ class Codec(Family):
         max_in_flight: Best number of buckets under way at a time: while one is encoded, or waits for the last byte of a
             round, others keep the wire busy.
         is_exact: Whether sums are the same as without the codec.
-        suits_steps: Whether it is better on the steps of adaptive optimizers than on their gradients.
+        suits_steps: Whether training with adaptive optimizers ends better where their steps are encoded, not gradients.
         conserves: Whether, with error feedback, sent values and residuals add up to the inputs (up to rounding).
             Momentum inside a codec breaks this.
     """
