@@ -12,9 +12,24 @@ from paceline.comm import LocalGroup
 from paceline.data import DifferentStreamsWarning
 from paceline.data.batch import list_tensors
 from paceline.errors import GradientError, SettingsError
-from paceline.sync import DPSGD, DiLoCo, EveryStep, LocalSGD
+from paceline.sync import (
+    ADPSGD,
+    ASGD,
+    DPSGD,
+    EASGD,
+    SSP,
+    AdaptiveMixing,
+    ChocoSGD,
+    DiLoCo,
+    EveryStep,
+    LocalSGD,
+    ParameterServer,
+    PushSum,
+)
 
 RULES = [EveryStep(), LocalSGD(period=4), DiLoCo(period=4)]
+NEIGHBOURS = [DPSGD(), PushSum(), ChocoSGD(), AdaptiveMixing()]
+COPYING = [EASGD(period=4), EASGD(asynchronous=True), ASGD(), SSP(), ParameterServer(), ADPSGD()]
 
 
 def make_dataset(num_samples=64):
@@ -38,7 +53,7 @@ def run(work, size=2):
     return LocalGroup.run(size, work, timeout_s=20)
 
 
-@pytest.mark.parametrize("sync", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("sync", RULES + NEIGHBOURS, ids=lambda rule: rule.name)
 def test_weights_that_one_rank_alone_has_loaded_are_refused(sync):
     def work(group):
         replica = make_replica(group, sync)
@@ -48,6 +63,77 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(sync):
             SettingsError, match=r"begin with the same parameters, but the 2 ranks differ, first in .*weight"
         ):
             step(replica)
+
+    run(work)
+
+
+@pytest.mark.parametrize("sync", COPYING, ids=lambda rule: rule.name)
+def test_weights_that_come_after_a_rule_has_copied_them_are_refused(sync):
+    def work(group):
+        replica = make_replica(group, sync)
+        with replica.consensus():  # which changes nothing
+            pass
+        torch.nn.init.ones_(replica.module.weight)
+        with pytest.raises(SettingsError, match=rf"since sync {sync.name} has copied them, but they changed; load"):
+            step(replica)
+        replica.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_steps", [None, 2])
+def test_a_loop_over_epochs_around_a_loader_is_refused(num_steps):
+    ending = {"num_epochs": 1} if num_steps is None else {"num_steps": num_steps}
+
+    def work(group):
+        with group:
+            loader = paceline.Loader(make_dataset(), 16, **ending)
+            state = loader.state_dict()
+            for _ in loader:
+                break  # it goes on from there
+            assert len(list(loader)) == (4 if num_steps is None else num_steps) - 1
+            with pytest.raises(SettingsError, match="leave the loop over epochs out and give num_epochs"):
+                next(iter(loader))
+            loader.load_state_dict(state)
+            assert len(list(loader)) == (4 if num_steps is None else num_steps)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-6),
+        lambda module: module.weight.grad.zero_(),
+        lambda module: module.weight.grad.norm(),
+    ],
+    ids=["clip", "zero", "norm"],
+)
+@pytest.mark.parametrize("settings", [{}, {"landing": "arrival"}, {"clip_norm": 1.0}], ids=str)
+def test_gradients_on_their_way_are_left_alone(meddle, settings):
+    def work(group):
+        replica = make_replica(group, **{"sync": EveryStep(), **settings})
+        for _ in range(2):
+            inputs, targets = make_dataset(8).tensors
+            replica.backward(F.mse_loss(replica(inputs), targets), weight=8)
+            with pytest.raises(GradientError, match="to clip them give Replica clip_norm"):
+                meddle(replica.module)
+            before = replica.module.weight.detach().clone()
+            replica.update()
+            assert not torch.equal(replica.module.weight, before), "the step is taken as if nothing had been"
+        replica.close()
+
+    run(work)
+
+
+def test_a_loss_without_gradients_is_refused():
+    def work(group):
+        replica = make_replica(group, EveryStep())
+        with torch.no_grad():
+            loss = replica(torch.ones(2, 4)).mean()
+        with pytest.raises(GradientError, match="run forward without torch"):
+            replica.backward(loss, weight=2)
+        replica.close()
 
     run(work)
 

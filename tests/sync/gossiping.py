@@ -54,6 +54,7 @@ def make_replica(group, rule, *, lr=0.1, apart=True, dtype=torch.float64, **sett
     replica = Replica(module, make_optimizer(module, lr), group=group, sync=rule, **settings)
     if apart:
         module.load_state_dict(make_module(group.rank, dtype).state_dict())
+        replica.begin_anew()
     return replica
 
 

@@ -126,6 +126,7 @@ def _swap_at_own_pace(group, elasticity, num_steps):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(group.rank + 1.0)
+    replica.begin_anew()
     pause = random.Random(group.rank)
     for step in range(num_steps):
         time.sleep(0.003 * pause.random())

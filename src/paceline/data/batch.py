@@ -45,7 +45,7 @@ class Batch:
         """
         if not self.num_samples:
             return 0.0
-        return float(self.num_samples if mask is None else mask.count_nonzero())
+        return float(self.num_samples if mask is None else torch.as_tensor(mask).count_nonzero())
 
     @property
     def inputs(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from paceline.data.order import ENDLESS, GlobalOrder, Interval, apportion
 from paceline.data.read_steps import StepReads
 from paceline.errors import SettingsError
+from paceline.registry import check_whole
 
 
 class Stretch(NamedTuple):
@@ -272,3 +273,25 @@ def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float
             f"shares must be {num_workers} weights (one per worker), none negative and not all 0, but got {shares}"
         )
     return weights
+
+
+def check_batch(global_batch: int | None, num_workers: int, order: GlobalOrder) -> int:
+    """Return a size of the global batch.
+
+    Raises:
+        SettingsError: There is none, or it does not fit the workers or the data set.
+    """
+    if global_batch is None:
+        raise SettingsError("global_batch must be given, the number of samples per step over all workers")
+    checked = check_whole("global_batch", global_batch, 1)
+    if checked < num_workers:
+        raise SettingsError(
+            f"global_batch must be at least the number of workers, but got {checked} for {num_workers} workers; raise "
+            "global_batch or start fewer workers"
+        )
+    if order.tail == "drop" and checked > order.num_samples:
+        raise SettingsError(
+            f"global_batch must be at most the data set's {order.num_samples} samples with drop_last, or nothing is "
+            f"left, but got {checked}; lower it, or leave drop_last out"
+        )
+    return checked

@@ -13,7 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, MicroBatches, Shares
+from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_collate, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
@@ -93,7 +93,7 @@ class Loader:
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
             shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
-        self._finds_dispatcher = False
+        self._is_used_up = self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
         if group is None:
             group = find_group()
@@ -125,8 +125,8 @@ class Loader:
         else:
             self._source = open_source(dataset, collate_fn)
             self.order = GlobalOrder(len(self._source), check_whole("seed", seed), shuffle is not False, tail)
-        self._first_batch = self._check_batch(global_batch)
-        changes = [(step, self._check_batch(batch)) for step, batch in changes]
+        self._first_batch = check_batch(global_batch, self._num_workers, self.order)
+        changes = [(step, check_batch(batch, self._num_workers, self.order)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)
         num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
         num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
@@ -243,7 +243,7 @@ class Loader:
             SettingsError: The global batch is below the number of workers.
         """
         start = self._first_unread
-        self._batches.change(start, self._check_batch(global_batch))
+        self._batches.change(start, check_batch(global_batch, self._num_workers, self.order))
         return start
 
     def load_shares(self, state: dict[str, Any]) -> bool:
@@ -299,7 +299,7 @@ class Loader:
             SettingsError: A global batch is below the number of workers.
         """
         for _, _, batch in state["batches"]:
-            self._check_batch(batch)
+            check_batch(batch, self._num_workers, self.order)
         self._batches.load(state["batches"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class Loader:
                     f"the data's {name} must be that of the checkpoint, but got {here} instead of {saved}; "
                     "resume with the data and order that the run was started with"
                 )
-        self._ledger = Ledger.from_state(state)
+        self._ledger, self._is_used_up = Ledger.from_state(state), False
         self._membership.save_every = state.get("save_every")
         if self._stream is not None:
             self._stream = self._stream.resume(state["stream"], self.position)
@@ -339,7 +339,13 @@ class Loader:
                 if self._found_dispatcher is not None:
                     yield from self._iterate_at_own_pace(self._found_dispatcher)
                 else:
+                    if self._is_used_up and self._finds_dispatcher:
+                        raise SettingsError(
+                            "a loader must be iterated once, over all epochs, but it was iterated again after its end; "
+                            "leave the loop over epochs out and give num_epochs, or make a new Loader for each"
+                        )
                     yield from self._iterate()
+                    self._is_used_up = not self._membership.is_stopping
             finally:
                 note_given(None)
         if self._membership.is_saved:
@@ -423,22 +429,6 @@ class Loader:
                 self.ack(step[-1])
             if self._dispatcher is None and self._membership.is_stopping:
                 return
-
-    def _check_batch(self, global_batch: int | None) -> int:
-        if global_batch is None:
-            raise SettingsError("global_batch must be given, the number of samples per step over all workers")
-        checked = check_whole("global_batch", global_batch, 1)
-        if checked < self._num_workers:
-            raise SettingsError(
-                f"global_batch must be at least the number of workers, but got {checked} for {self._num_workers} "
-                "workers; raise global_batch or start fewer workers"
-            )
-        if self.order.tail == "drop" and checked > self.order.num_samples:
-            raise SettingsError(
-                f"global_batch must be at most the data set's {self.order.num_samples} samples with drop_last, or "
-                f"nothing is left, but got {checked}; lower it, or leave drop_last out"
-            )
-        return checked
 
     @property
     def _first_unread(self) -> int:

@@ -26,6 +26,7 @@ class Beginning:
         optimizer: Optimizer of the model.
         shard: Model shard of this rank. Parameters of a layout are not compared: they began as one model, and may be
             gathered for backward now.
+        rule: Synchronisation rule; workers that run at their own pace cannot be compared.
         batch_norm: BatchNorm layers of the model, if there are any that may be watched.
     """
 
@@ -34,10 +35,13 @@ class Beginning:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         shard: ModelShard,
+        rule: Rule,
         batch_norm: LocalBatchNorm | None,
     ) -> None:
         self._module, self._optimizer, self._group = module, optimizer, shard.group
         self._is_compared = shard.mesh is None
+        self._rule = rule
+        self._copied = self._hash_parameters() if rule.copies_first_parameters else None
         self._batch_norm = batch_norm
         if batch_norm is not None:
             batch_norm.watch()
@@ -54,12 +58,11 @@ class Beginning:
         """Note the fingerprint that was saved with the state that was loaded."""
         self._expected = fingerprint
 
-    def check(self, rule: Rule, *, is_resumed: bool) -> None:
+    def check(self, *, is_resumed: bool) -> None:
         """Check module and optimizer before the first backward.
 
         Args:
-            rule: Synchronisation rule; workers that run at their own pace cannot be compared.
-            is_resumed: Whether the replica goes on from a saved state, or begins anew by the user's word.
+                is_resumed: Whether the replica goes on from a saved state, or begins anew by the user's word.
 
         Raises:
             SettingsError: Module or optimizer are not those that were saved with the replica's state; or workers begin
@@ -77,13 +80,19 @@ class Beginning:
                         "paceline.load_latest"
                     )
         num_values = self._batch_norm.end_watch() if self._batch_norm is not None else None
-        if rule.is_asynchronous:
+        if self._copied is not None and not is_resumed and self._hash_parameters() != self._copied:
+            raise SettingsError(
+                f"parameters must be at the first step what they were when the Replica was made, since sync "
+                f"{self._rule.name} has copied them, but they changed; load weights before it is made, or with "
+                "paceline.load_latest"
+            )
+        if self._rule.is_asynchronous:
             return
         loaders = list(self._group.membership.loaders)
         loaders = [loader for loader in loaders if loader.in_hand is not None] or loaders
         refused = self._refuse_batches(loaders, num_values)
         if self._group.size > 1:
-            if rule.begins_with_equal_replicas and not is_resumed:
+            if not is_resumed:
                 self._compare_parameters()
             documents = [loader.describe() for loader in loaders]
             everybody = self._group.gather_documents([documents, refused], name="loaders")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,23 @@ def plan_layout(parameters: Mapping[str, nn.Parameter], order: Iterable[str], bu
     return layout
 
 
+class SentGradient(Tensor):
+    """A gradient that is on its way to the other workers: who reads or changes it would do so in vain."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse.
+
+        Raises:
+            GradientError: Always.
+        """
+        raise GradientError(
+            "gradients must be left alone between replica.backward and replica.update, since they are on their way to "
+            f"the other workers, but {getattr(func, '__name__', func)} was called with one; to clip them give Replica "
+            "clip_norm, for their norm read gradient_norm of what update returns"
+        )
+
+
 @dataclass
 class Slot:
     """One parameter's place in a bucket."""
@@ -49,6 +67,8 @@ class Slot:
     gradient: Tensor
     """The view as the parameter's ``.grad``: the same, except for a parameter that ranks share."""
     bucket: "Bucket"
+    sent: Tensor | None = None
+    """The parameter's ``.grad`` while the bucket is under way, which refuses every use; None for a DTensor."""
     used: bool = False
     """Whether the parameter has had a gradient since the last update."""
     fired: bool = False
@@ -98,6 +118,12 @@ class Bucket:
         for slot in self.slots:
             slot.used = slot.fired = False
 
+    def hide_gradients(self) -> None:
+        """Put in the place of gradients that are on their way what no code can read or change by mistake."""
+        for slot in self.slots:
+            if slot.sent is not None and slot.parameter.grad is slot.gradient:
+                slot.parameter.grad = slot.sent
+
     def clear_unused(self) -> None:
         """Zero the gradients that the step's backward passes did not write, and mark them in the flags."""
         for number, slot in enumerate(self.slots):
@@ -136,7 +162,9 @@ def make_buckets(parameters: Mapping[str, nn.Parameter], layout: BucketLayout, g
         views = {name: _view_as(chunk, local(parameters[name])) for name, chunk in zip(names, chunks, strict=True)}
         bucket = Bucket(index, FlatBucket(f"bucket {index}", buffer, views))
         for name, view in views.items():
-            bucket.slots.append(Slot(name, parameters[name], view, wrap(parameters[name], view), bucket))
+            gradient = wrap(parameters[name], view)
+            sent = view.as_subclass(SentGradient) if type(gradient) is Tensor else None
+            bucket.slots.append(Slot(name, parameters[name], view, gradient, bucket, sent))
         buckets.append(bucket)
     return buckets
 

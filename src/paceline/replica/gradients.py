@@ -78,6 +78,8 @@ class Gradients:
     def finish(self) -> None:
         """Launch the remaining buckets after the backward pass."""
         self._launcher.finish()
+        for bucket in self.buckets:
+            bucket.hide_gradients()
 
     def receive(self, bucket: Bucket, divisor: float) -> list[str]:
         """Wait for a bucket, give its gradients to the parameters, and return the parameters that no rank used."""

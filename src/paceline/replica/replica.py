@@ -121,7 +121,7 @@ class Replica:
             broadcast_module(module, self.group)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
-        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, watched)
+        self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, self.sync, watched)
         self._comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
         self._reduction = GradientReduction(
             module,
@@ -444,7 +444,7 @@ class Replica:
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if not self._beginning.is_checked:
-            self._beginning.check(self.sync, is_resumed=self.state.is_begun)
+            self._beginning.check(is_resumed=self.state.is_begun)
         if not self.state.is_begun:
             self.state.check_begin(local_optimizer(self.optimizer))
         self._reduction.begin_backward(is_first=not self._times.backward_began_s)

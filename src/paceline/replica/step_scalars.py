@@ -129,6 +129,10 @@ def read_loss(given: object, weight: object, reduction: str) -> tuple[Tensor, fl
         raise GradientError(f"weight must be a number of at least 0, but got {weight!r}; give batch.count()")
     if reduction not in ("mean", "sum"):
         raise GradientError(f"reduction must be mean or sum, but got {reduction!r}")
+    if weight and not loss.requires_grad:
+        raise GradientError(
+            "loss must depend on parameters that require gradients, but it does not; run forward without torch.no_grad"
+        )
     return loss, float(weight)
 
 

@@ -55,6 +55,11 @@ class EASGD(PeriodicRule):
         return self
 
     @property
+    def copies_first_parameters(self) -> bool:
+        """Always true: the centre begins with them."""
+        return True
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether workers swap at their own pace."""
         return self.asynchronous

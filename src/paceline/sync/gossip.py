@@ -33,11 +33,6 @@ class GossipRule(Rule):
         return False
 
     @property
-    def begins_with_equal_replicas(self) -> bool:
-        """Always false: mixing brings workers together from wherever they begin."""
-        return False
-
-    @property
     def weighs_samples(self) -> bool:
         """Always false: the graph decides."""
         return False

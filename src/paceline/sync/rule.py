@@ -63,9 +63,9 @@ class Rule(Family):
         return self.keeps_replicas_equal
 
     @property
-    def begins_with_equal_replicas(self) -> bool:
-        """Whether workers must begin with the same parameters, or would never come together."""
-        return True
+    def copies_first_parameters(self) -> bool:
+        """Whether parameters are copied when the replica is made, so that they must be right by then."""
+        return self.is_asynchronous
 
     @property
     def carries_momentum(self) -> bool:

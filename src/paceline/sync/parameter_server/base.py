@@ -9,6 +9,11 @@ from paceline.sync.synchroniser import Synchroniser, WorkerContext
 class ServedRule(ServerSettings):
     """A rule whose servers keep the parameters."""
 
+    @property
+    def copies_first_parameters(self) -> bool:
+        """Always true: the servers begin with them."""
+        return True
+
     def serve(self, context: WorkerContext, num_workers: int) -> None:
         """Run a server in its own process."""
         serve(self, context, num_workers)
