@@ -100,7 +100,7 @@ def test_a_run_of_epochs_goes_on_and_may_go_further(tmp_path):
 
 
 def test_what_is_not_held_out_is_not_evaluated_and_that_is_said(tmp_path):
-    train_here(make_run(data=mine.make_one, metrics=None), tmp_path, 2)
+    train_here(make_run(data=mine.make_one, metrics=None, schedule="constant"), tmp_path, 2)
     assert not read(tmp_path, Evaluated)
     assert read(tmp_path, RunFinished)[0].event.held_out_loss is None
     (warned,) = read(tmp_path, Warned)
@@ -292,7 +292,7 @@ def build_configured():
 def test_a_loss_may_use_attributes_and_methods_of_the_model(tmp_path):
     """In training, in evaluation with metrics and without, and where memory is rehearsed."""
     for number, metrics in enumerate((mine.measure, None)):
-        run = make_run(model=build_configured, loss=loss_of_parts, metrics=metrics)
+        run = make_run(model=build_configured, loss=loss_of_parts, metrics=metrics, schedule="constant")
         train_here(run, tmp_path / str(number), 2, recipe="plain_functions:make_run")
         assert not read(tmp_path / str(number), Warned)
         assert read(tmp_path / str(number), Evaluated)

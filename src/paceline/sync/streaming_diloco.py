@@ -100,6 +100,8 @@ class StreamingSynchroniser(Synchroniser):
         """Weight of this worker's samples from each fragment's last turn to the last turn of any."""
         self._total_weights = [0.0] * rule.num_fragments
         """Weight of all workers' samples in the same steps."""
+        self._sent_weights = [0.0] * rule.num_fragments
+        """Weight with which each fragment was sent last: its own parameters count by it until the mean is applied."""
         self._weight = 0.0
         """Weight of this worker's samples since the last turn of any."""
 
@@ -132,8 +134,8 @@ class StreamingSynchroniser(Synchroniser):
     def consensus(self) -> Iterator[None]:
         """While active, parameters are the workers' mean, by the samples used since each fragment's last turn."""
         with ExitStack() as stack:
-            for fragment, weight in zip(self._fragments, self._weights, strict=False):
-                stack.enter_context(fragment.averaged(weight + self._weight))
+            for fragment, weight, sent in zip(self._fragments, self._weights, self._sent_weights, strict=False):
+                stack.enter_context(fragment.averaged(weight + self._weight + (sent if fragment.is_sent else 0.0)))
             yield
 
     def shared_state(self) -> dict[str, Tensor]:
@@ -161,12 +163,18 @@ class StreamingSynchroniser(Synchroniser):
 
     def document(self) -> dict[str, Any]:
         """Return the weights."""
-        return {"weight": self._weight, "weights": self._weights, "total_weights": self._total_weights}
+        return {
+            "weight": self._weight,
+            "weights": self._weights,
+            "total_weights": self._total_weights,
+            "sent_weights": self._sent_weights,
+        }
 
     def load_document(self, document: Mapping[str, Any]) -> None:
         """Load them."""
         self._weight = document["weight"]
         self._weights, self._total_weights = list(document["weights"]), list(document["total_weights"])
+        self._sent_weights = list(document.get("sent_weights", self._sent_weights))
 
     def close(self) -> None:
         """Close connections and threads."""
@@ -189,7 +197,7 @@ class StreamingSynchroniser(Synchroniser):
         turn = self._turn(number)
         place = self._rule.turns.index(turn)
         weight, total_weight = self._weights[place], self._total_weights[place]
-        self._weights[place] = self._total_weights[place] = 0.0
+        self._weights[place], self._total_weights[place], self._sent_weights[place] = 0.0, 0.0, weight
         if not total_weight:
             return 0
         self._fragments[place].send(weight, total_weight, number)
