@@ -93,7 +93,8 @@ class Loader:
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
             shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
-        self._is_used_up = self._finds_dispatcher = False
+        self._is_used_up = False
+        self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
         if group is None:
             group = find_group()

@@ -52,10 +52,9 @@ class EveryStep(Rule):
     program: Algorithm | None = None
     """Collective program that sums the gradients; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
-    """Steps at the beginning without the codec. Adaptive optimizers need them most: the size of gradients that they
-    learn there is not that of a codec's bursts (Tang et al. 2021, arXiv:2102.02888, take about a fifth of
-    the steps for one_bit with Adam; Lin et al. 2018, arXiv:1712.01887, let the density of top_k fall over four
-    epochs)."""
+    """Steps at the beginning without the codec. They help where the gradients of adaptive optimizers are coded, and
+    cost most of what a codec saves (Tang et al. 2021, arXiv:2102.02888, take about a fifth of the steps for one_bit
+    with Adam; Lin et al. 2018, arXiv:1712.01887, let the density of top_k fall over four epochs)."""
 
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
