@@ -2,7 +2,8 @@
 
 It shares nothing with `verify` but the description of the execution: ranks run their rounds in order and at their own
 pace; a message is read at some time while its sender is in the round and the receiver has posted its receive, and
-lands at some later time; a rank leaves a round when all its messages have landed.
+lands at some later time, when nothing of what it overwrites is still to be read in that round; a rank leaves a round
+when all its messages have landed.
 """
 
 import random
@@ -50,6 +51,7 @@ class _Exploration:
             [k for k, message in enumerate(self.messages) if rank in (message.source, message.destination)]
             for rank in self.ranks
         ]
+        self.readers = [[k for k, other in enumerate(self.messages) if _reads(other, one)] for one in self.messages]
         self.wanted = _wanted(program)
 
     def start(self):
@@ -90,7 +92,11 @@ class _Exploration:
                 if is_in and (self.eager or rounds[message.destination] == message.destination_round):
                     read = tuple(contents[message.source][chunk] for chunk in message.chunks)
                     following.append(((*status[:k], read, *status[k + 1 :]), contents))
-            elif status[k] != "landed" and rounds[message.destination] == message.destination_round:
+            elif (
+                status[k] != "landed"
+                and rounds[message.destination] == message.destination_round
+                and not any(status[other] is None for other in self.readers[k])
+            ):
                 landed = self.land(contents, message, status[k])
                 following.append(((*status[:k], "landed", *status[k + 1 :]), landed))
         return following
@@ -112,6 +118,12 @@ class _Exploration:
         for chunk, value in zip(message.chunks, values, strict=True):
             row[chunk] = row[chunk] + value if message.adds else value
         return (*contents[: message.destination], tuple(row), *contents[message.destination + 1 :])
+
+
+def _reads(sent, received):
+    """Whether a rank sends, in the round in which it receives `received`, what that overwrites."""
+    is_there = (sent.source, sent.source_round) == (received.destination, received.destination_round)
+    return is_there and bool(set(sent.chunks) & set(received.chunks))
 
 
 def _match(program):

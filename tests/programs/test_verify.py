@@ -88,7 +88,9 @@ def check_mutants(program):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(("name", "collective"), EVERYTHING)
 def test_no_wrong_mutant_is_accepted(name, collective, num_ranks):
-    assert check_mutants(small(name, collective, num_ranks)), "a transfer with a round of its own changes nothing"
+    accepted = check_mutants(small(name, collective, num_ranks))
+    if num_ranks == 3 or name != "recursive_doubling":
+        assert accepted, "a transfer with a round of its own changes nothing, unless two must swap"
 
 
 @pytest.mark.parametrize(
@@ -168,14 +170,25 @@ def test_the_oracle_knows_wrong_from_right():
     assert not is_right_in_every_order(Shifted(program))
 
 
-RACE = table("all_reduce", 2, 1, [[(0, 1, 0, 1, True), (1, 0, 0, 1, False)]])
+RACE = table("broadcast", 3, 1, [[(0, 1, 0, 1, False)], [(0, 2, 0, 1, False), (1, 2, 0, 1, True)]])
+"""Right if the copy comes last."""
 
 
 def test_a_race_is_told_with_its_place():
     assert refusal(RACE) == (
-        "round 0: chunk 0 from rank 0 to rank 1 must not change while it is sent, but in the same round its source "
-        "receives it: a race; move either"
+        "round 1: chunk 0 from rank 0 to rank 2 must be the only one to arrive there in its round, but another does "
+        "too: a race; move either"
     )
+
+
+def test_a_round_sends_what_was_there_before_it():
+    swap = table("all_reduce", 2, 1, [[(0, 1, 0, 1, True), (1, 0, 0, 1, True)]])
+    assert verify(swap).num_rounds == 1
+    assert is_right_in_every_order(swap)
+    assert is_right_in_every_order(swap, eager=True)
+    replaced = table("all_reduce", 2, 1, [[(0, 1, 0, 1, True), (1, 0, 0, 1, False)]])
+    assert "must end with the right chunk 0, but" in refusal(replaced)
+    assert not is_right_in_every_order(replaced)
 
 
 def test_two_additions_to_a_chunk_in_a_round_are_a_race():

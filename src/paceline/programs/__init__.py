@@ -6,6 +6,7 @@ from paceline.programs.double_tree import DoubleTree
 from paceline.programs.halving_doubling import HalvingDoubling
 from paceline.programs.hierarchical import Hierarchical
 from paceline.programs.naive import Naive
+from paceline.programs.recursive_doubling import RecursiveDoubling
 from paceline.programs.ring import Ring
 from paceline.programs.torus import Torus
 from paceline.registry import find_variant, list_variants
@@ -19,6 +20,7 @@ __all__ = [
     "Hierarchical",
     "Naive",
     "Program",
+    "RecursiveDoubling",
     "Ring",
     "Round",
     "Torus",

@@ -7,8 +7,9 @@ chunks it owns, after it every rank holds all. All-to-all: chunk ``source * num_
 source for destination.
 
 Ranks run their rounds in order, each at its own pace: only the messages keep them together. In a round a rank
-posts all its receives, then its sends, and goes on when all have ended; a send ends when it has been received. The k-th
-receive from a rank gets the k-th send of that rank. `verify` proves a program under these rules.
+posts all its receives, then its sends, and goes on when all have ended; a send ends when it has been received. What it
+receives is written once the sends of that round that read the same chunk have ended, so a round sends what was there
+before it. The k-th receive from a rank gets the k-th send of that rank. `verify` proves a program under these rules.
 """
 
 from abc import abstractmethod

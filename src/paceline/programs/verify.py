@@ -3,9 +3,10 @@
 The proof holds for every interleaving of the execution that `paceline.programs.base` describes: a rank posts
 all receives of a round, then its sends, and leaves the round when all have ended; a send ends when it has been
 received; ranks may be in different rounds. Since a send and its receive are in the same round, the ranks
-that are furthest behind can always go on; and since inside a round no rank touches a chunk twice, except to send it
-more than once, the order of messages inside it makes no difference. One execution, round by round, then stands for
-all. It stands for eager sends too, which end before they have been received, if they copy their data.
+that are furthest behind can always go on; and since inside a round no rank receives a chunk twice, and writes one that
+it also sends only when it has been sent, the order of messages inside it makes no difference. One execution, round by
+round, then stands for all. It stands for eager sends too, which end before they have been received, if they copy their
+data.
 """
 
 from collections.abc import Sequence
@@ -40,10 +41,10 @@ def verify(program: Program) -> ProgramSummary:
     """Prove `program` and return the amounts that it moves.
 
     It is wrong unless all of these hold: sends match receives; ranks never wait for each other for ever; no rank
-    receives a chunk twice in a round, or both sends and receives it (a race: its value would depend on timing, and the
-    order of two additions changes their rounding); every rank sends only chunks that it holds; no rank is counted twice
-    or left out; every rank ends with bitwise the same value, because it was added up in the same order (sums are
-    compared by a 64-bit hash of their expression, in which a + b is b + a); no chunk of a transfer could be left out.
+    receives a chunk twice in a round (a race: its value would depend on timing, and the order of two additions changes
+    their rounding); every rank sends only chunks that it holds; no rank is counted twice or left out; every rank ends
+    with bitwise the same value, because it was added up in the same order (sums are compared by a 64-bit hash of their
+    expression, in which a + b is b + a); no chunk of a transfer could be left out.
 
     Raises:
         ProgramError: The program is wrong; the message says in which round, between which ranks, and at which chunk.
@@ -120,13 +121,7 @@ class _Contents:
             self.last_writer[step.targets] != arrivals,
             "must be the only one to arrive there in its round, but another does too: a race; move either",
         )
-        is_overwritten = self.last_writer[step.origins]
         self.last_writer[step.targets] = -1
-        self._refuse(
-            step,
-            is_overwritten >= 0,
-            "must not change while it is sent, but in the same round its source receives it: a race; move either",
-        )
 
     def _check_held(self, step: "_Step") -> None:
         sent, present = self.bits[step.origins], self.bits[step.targets]
