@@ -41,10 +41,20 @@ def test_halving_doubling_takes_the_least_rounds_and_bytes_for_any_number_of_ran
 
 def test_halving_doubling_swaps_between_corners_of_a_cube_at_powers_of_two():
     for index, round_ in enumerate(build("halving_doubling", "all_reduce", 8).rounds()):
-        distance = [4, 2, 1, 1, 2, 4][index]
-        assert (round_.sources ^ round_.destinations == distance).all()
-        assert (round_.counts == distance).all(), "first the largest part goes, and it goes back last"
+        assert (round_.sources ^ round_.destinations == [1, 2, 4, 4, 2, 1][index]).all(), "nearest first"
+        assert (round_.counts == [4, 2, 1, 1, 2, 4][index]).all(), "first the largest part goes, and it goes back last"
         assert round_.adds.all() == (index < 3)
+    assert build("halving_doubling", "reduce_scatter", 8).owners.tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+
+
+def test_recursive_doubling_takes_the_least_rounds():
+    for n in RANKS:
+        num_rounds, sent = measure("recursive_doubling", "all_reduce", n)
+        cube = 1 << (n.bit_length() - 1)
+        assert num_rounds == log2(cube) + 2 * (n > cube)
+        folded = n - cube
+        ends = [log2(cube) + 1] * folded + [log2(cube)] * (cube - folded) + [1] * folded
+        assert sent == pytest.approx(ends)
 
 
 def test_naive_puts_everything_through_the_root():
@@ -217,7 +227,7 @@ def test_owners_have_equal_parts(name, num_ranks, num_chunks):
         allowed = 2 if name == "torus" and num_chunks else 1 if num_chunks else 0
         assert parts.max() - parts.min() <= allowed
         assert parts.sum() == program.num_chunks
-        if name not in ("hierarchical", "torus"):
+        if name not in ("halving_doubling", "hierarchical", "torus"):
             assert (np.diff(program.owners) >= 0).all(), "chunks are owned in the order of ranks"
 
 

@@ -21,11 +21,12 @@ from paceline.registry import register
 class HalvingDoubling(Algorithm):
     """Recursive halving, then recursive doubling, for any number of ranks.
 
-    At powers of two the hypercube of Thakur, Rabenseifner and Gropp (2005): ranks at distance n/2, n/4, ..., 1 swap and
-    add halves of the data that they still hold, and go back in the opposite order. For other numbers the circulant
-    graph of Bruck et al. (1997) for the gathering half, and the same run backwards for the reducing half (Träff 2024):
-    a rank sends to one rank and receives from another, and no rank is idle, as some are where ranks are folded to a
-    power of two.
+    At powers of two the hypercube of Thakur, Rabenseifner and Gropp (2005), nearest first: ranks at distance 1, 2, ...,
+    n/2 swap and add halves of the data that they still hold, and go back in the opposite order. So most bytes stay
+    between neighbours, and the fewest cross the top of a tree of switches. The rank that ends with a part of the data
+    is the part's number with its bits reversed. For other numbers the circulant graph of Bruck et al. (1997) for the
+    gathering half, and the same run backwards for the reducing half (Träff 2024): a rank sends to one rank and receives
+    from another, the farthest first, and no rank is idle, as some are where ranks are folded to a power of two.
 
     On the wire, of S bytes among n ranks, any n: reduce-scatter and all-gather ceil(log2 n) rounds and (n-1)/n * S a
     rank, which is the least possible of both; all-reduce twice that, the least possible bytes. All-to-all (Bruck)
@@ -46,7 +47,8 @@ class HalvingDoubling(Algorithm):
             return Program.of_phases(collective, self.name, num_ranks, num_chunks, [tree], root=root)
         num_chunks = self.num_chunks or num_ranks
         bounds = chunk_bounds(num_chunks, num_ranks)
-        exchange = _swap if num_ranks == 1 << len(distances) else _circulate
+        is_cube = num_ranks == 1 << len(distances)
+        exchange = _swap if is_cube else _circulate
         halving = Phase(len(distances), lambda index: exchange(num_ranks, bounds, distances[-1 - index], adds=True))
         doubling = Phase(len(distances), lambda index: exchange(num_ranks, bounds, distances[index], adds=False))
         phases = {
@@ -54,16 +56,28 @@ class HalvingDoubling(Algorithm):
             Collective.REDUCE_SCATTER: [halving],
             Collective.ALL_GATHER: [doubling],
         }
-        owners = None if collective == Collective.ALL_REDUCE else np.repeat(np.arange(num_ranks), np.diff(bounds))
+        ranks = _reverse_bits(num_ranks) if is_cube else np.arange(num_ranks)
+        owners = None if collective == Collective.ALL_REDUCE else np.repeat(ranks, np.diff(bounds))
         return Program.of_phases(collective, self.name, num_ranks, num_chunks, phases[collective], owners=owners)
 
 
 def _swap(num_ranks: int, bounds: Integers, distance: int, *, adds: bool) -> Round:
-    """Swap blocks with the rank whose number differs in one bit: to be added, its half; else this rank's half."""
-    ranks = np.arange(num_ranks)
-    partners = ranks ^ distance
-    begins = (partners if adds else ranks) // distance * distance
-    return make_round(ranks, partners, bounds[begins], bounds[begins + distance] - bounds[begins], adds=adds)
+    """Swap blocks between corners of a cube: to be added, those of the other's half; else those of this rank's half.
+
+    Corners are numbered as blocks are: those whose blocks lie far apart are neighbours among the ranks.
+    """
+    corners, ranks = np.arange(num_ranks), _reverse_bits(num_ranks)
+    partners = corners ^ distance
+    begins = (partners if adds else corners) // distance * distance
+    return make_round(ranks, ranks[partners], bounds[begins], bounds[begins + distance] - bounds[begins], adds=adds)
+
+
+def _reverse_bits(num_ranks: int) -> Integers:
+    """Return 0, 1, ..., num_ranks - 1, a power of two, each with its bits in reverse."""
+    numbers = np.zeros(1, np.int64)
+    while len(numbers) < num_ranks:
+        numbers = np.concatenate([2 * numbers, 2 * numbers + 1])
+    return numbers
 
 
 def _circulate(num_ranks: int, bounds: Integers, distance: int, *, adds: bool) -> Round:
