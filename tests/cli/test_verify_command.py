@@ -83,6 +83,36 @@ def test_a_wrong_program_is_refused(monkeypatch):
     assert "does not reach it" in str(error)
 
 
+CHAIN = """
+import paceline
+from paceline.programs import Algorithm, Collective, Program
+from paceline.programs.base import make_round
+
+@paceline.register("{name}")
+class Broken(Algorithm):
+    collectives = frozenset({{Collective.ALL_REDUCE}})
+
+    def _build(self, collective, num_ranks, root):
+        make = lambda index: make_round(index, index + 1, 0, 1, adds=True)
+        return Program(collective, self.name, num_ranks, 1, num_ranks - 1, make)
+
+def run():
+    pass
+"""
+
+
+def test_a_program_of_the_users_is_proven_from_its_file(tmp_path):
+    file = tmp_path / "mine_of_programs.py"
+    file.write_text(CHAIN.format(name="broken_chain"))
+    error = run(f"{file}:Broken", "--ranks", "2").exception
+    assert isinstance(error, ProgramError)
+    assert "rank 0 must end with the right chunk 0" in str(error)
+    assert rows(f"{file}:Broken", "--ranks", "1") == [
+        ["broken_chain", "all_reduce", "1", "0", "0", "0.0000", "0.0000", "0.0000"]
+    ]
+    assert "must be a class derived from paceline.programs.Algorithm" in str(run(f"{file}:run").exception)
+
+
 def test_proofs_need_no_torch():
     code = "import sys, paceline.programs.verify; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

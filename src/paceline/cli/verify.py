@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def verify(
     context: typer.Context,
-    algorithm: Annotated[str, typer.Argument(help="Name of an algorithm; `all` for every one.")],
+    algorithm: Annotated[str, typer.Argument(help="Name of an algorithm, file.py:Class, or `all`.")],
     ranks: Annotated[str, typer.Option(help="Number of ranks; `2:17` for all from 2 to 17.")] = "2:17",
     collective: Annotated[str | None, typer.Option(help="Collective, such as all-reduce; all by default.")] = None,
     root: Annotated[int, typer.Option(help="Rank that a broadcast starts from.")] = 0,
@@ -21,20 +21,20 @@ def verify(
     Settings of the algorithm can be overridden: `paceline verify hierarchical --ranks 12 --ranks_per_host 4`.
     """
     from paceline.cli.overrides import apply_overrides, parse_pairs
-    from paceline.programs import find_algorithm, list_algorithms
+    from paceline.programs import list_algorithms
     from paceline.programs.verify import verify as prove
 
     names = list(list_algorithms()) if algorithm == "all" else [algorithm]
     pairs = parse_pairs(context.args)
     numbers = parse_ranks(ranks)
-    chosen = [apply_overrides(find_algorithm(name)(), pairs) for name in names]
+    chosen = [apply_overrides(_find(name), pairs) for name in names]
     typer.echo(_HEADER)
     for settings in chosen:
         for wanted in _collectives(settings, collective, is_alone=len(chosen) == 1):
             for num_ranks in numbers:
                 summary = prove(settings.build(wanted, num_ranks, root=root))
                 typer.echo(
-                    f"{settings.name:17} {wanted:15} {num_ranks:5}  {summary.num_rounds:6}  {summary.num_transfers:9}  "
+                    f"{settings.name:18} {wanted:15} {num_ranks:5}  {summary.num_rounds:6}  {summary.num_transfers:9}  "
                     f"{summary.sent.mean():8.4f}  {summary.sent.max():8.4f}  {summary.most_in_a_round:8.4f}"
                 )
     typer.echo("All proven. Sent: fractions of the buffer, by a rank in all (mean, most) and in one round (most).")
@@ -42,12 +42,24 @@ def verify(
 
 def find_settings(arguments: Sequence[str]) -> "Algorithm | None":
     """Return the settings of the named algorithm."""
-    from paceline.programs import find_algorithm
-
-    return find_algorithm(arguments[0])() if arguments and arguments[0] != "all" else None
+    return _find(arguments[0]) if arguments and arguments[0] != "all" else None
 
 
-_HEADER = f"{'algorithm':17} {'collective':15} ranks  rounds  transfers  {'mean':>8}  {'most':>8}  {'a round':>8}"
+def _find(name: str) -> "Algorithm":
+    """Return the settings of the algorithm with that name, or at ``file.py:Class``."""
+    from paceline.errors import SettingsError
+    from paceline.functions import find_function
+    from paceline.programs import Algorithm, find_algorithm
+
+    if ":" not in name:
+        return find_algorithm(name)()
+    found = find_function(name)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise SettingsError(f"{name} must be a class derived from paceline.programs.Algorithm, but is none")
+    return found()
+
+
+_HEADER = f"{'algorithm':18} {'collective':15} ranks  rounds  transfers  {'mean':>8}  {'most':>8}  {'a round':>8}"
 
 
 def parse_ranks(text: str) -> list[int]:
