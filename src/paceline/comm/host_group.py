@@ -30,8 +30,8 @@ class HostGroup(Group):
 
     The first rank of each host is its leader. Large tensors are summed inside each host, then among the leaders by a
     collective program, and copied to the other ranks of the host: each host sends as much as one rank would. Broadcast
-    and all-gather go through the leaders too. Small operations, all-to-all (which sends no byte twice anyway) and
-    messages use a `TorchGroup` of all ranks.
+    and all-gather go through the leaders too. All-to-all (which sends no byte twice anyway), messages and small
+    operations use a `TorchGroup` of all ranks; small sums run on it by `recursive_doubling`.
 
     Args:
         store: Store by which the ranks find each other; all its keys belong to this group (give it a prefix).
@@ -40,7 +40,8 @@ class HostGroup(Group):
         timeout_s: Longest time of an operation before `PeerTimeoutError`.
         epoch: Number of the membership that the group belongs to.
         algorithm: Algorithm of the leaders' programs; by default halving-doubling, which takes the fewest steps, if
-            their number is a power of two, else the ring, which then sends the least.
+            their number is a power of two, and for small tensors recursive doubling where that is faster, as the first
+            steps show; else the ring, which then sends the least.
         host: Key that is the same on all ranks of a host; by default `host_key`.
         names: Number of each rank in errors.
 
@@ -69,15 +70,17 @@ class HostGroup(Group):
         self._here = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
         self._neighbours = self._open_host()
         self._everyone = self._open_network("everyone", range(size))
+        self._small = ProgramGroup(self._everyone, "recursive_doubling")
         num_hosts = len(self._hosts)
+        self._is_tuned = algorithm is None
         self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
         self._leaders: ProgramGroup | None = None
         """Group of the leaders; None on other ranks."""
-        self._parts: list[Group] = [self._neighbours, self._everyone]
+        self._parts: list[Group] = [self._neighbours, self._small, self._everyone]
         if rank == self._hosts[self._here][0]:
             links = self._open_network("leaders", [ranks[0] for ranks in self._hosts])
-            self._leaders = ProgramGroup(links, self._algorithm)
-            self._parts = [self._neighbours, self._leaders, links, self._everyone]
+            self._leaders = ProgramGroup(links, self._algorithm, is_tuned=self._is_tuned)
+            self._parts = [self._neighbours, self._leaders, links, self._small, self._everyone]
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
         self._sequence = 0
         self._channel = Channel("paceline-hosts", on_wait=self._board.wait_in, waiters_run=True)
@@ -89,7 +92,7 @@ class HostGroup(Group):
         flat = flatten(tensor, name)
         check_sum(flat.dtype)
         if flat.nbytes <= SMALL_BYTES:
-            return self._everyone.all_reduce(tensor, name=name)
+            return self._small.all_reduce(tensor, name=name)
 
         def run() -> None:
             self._neighbours.all_reduce(flat, name=name).wait()
@@ -178,7 +181,7 @@ class HostGroup(Group):
             self.size,
             timeout_s=self.timeout_s,
             epoch=self.epoch,
-            algorithm=self._algorithm,
+            algorithm=None if self._is_tuned else self._algorithm,
             host=self._key,
             names=self.names,
         )

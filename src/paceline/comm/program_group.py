@@ -9,7 +9,8 @@ from torch import Tensor
 from paceline.comm.channel import Channel
 from paceline.comm.execute import Scratch, check_tensors, execute
 from paceline.comm.group import Group, Work
-from paceline.programs import Algorithm, Collective, Program, find_algorithm
+from paceline.comm.program_choice import ProgramChoice
+from paceline.programs import Algorithm, Collective, HalvingDoubling, Program, RecursiveDoubling, find_algorithm
 
 
 class ProgramGroup(Group):
@@ -25,6 +26,8 @@ class ProgramGroup(Group):
         algorithm: Settings of an algorithm, or its name.
         needs: Collectives that must be programs.
         segment_bytes: Largest size of a message; see `execute`.
+        is_tuned: Whether small all-reduces may run by `recursive_doubling`, where that is faster and adds in the same
+            order: with halving-doubling among a power of two of ranks.
 
     Raises:
         SettingsError: There is no such algorithm, or it lacks a collective of `needs` for that number of ranks.
@@ -37,6 +40,7 @@ class ProgramGroup(Group):
         *,
         needs: Collection[Collective] = (),
         segment_bytes: int | None = None,
+        is_tuned: bool = False,
     ) -> None:
         super().__init__(group.rank, group.size, group.device, group.epoch, group.names)
         self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
@@ -51,6 +55,12 @@ class ProgramGroup(Group):
         self._owned: list[Group] = [self._messages]
         self._duplicates: weakref.WeakSet[ProgramGroup] = weakref.WeakSet()
         self._channel = Channel(f"paceline-{self.algorithm.name}")
+        self._is_tuned = is_tuned
+        self._choice: ProgramChoice | None = None
+        if is_tuned and isinstance(self.algorithm, HalvingDoubling) and group.size & (group.size - 1) == 0:
+            few_rounds = RecursiveDoubling().build(Collective.ALL_REDUCE, group.size)
+            few_bytes = self.algorithm.build(Collective.ALL_REDUCE, group.size)
+            self._choice = ProgramChoice(few_rounds, few_bytes, self._gather_now)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Run the program, or the group's own collective."""
@@ -87,7 +97,9 @@ class ProgramGroup(Group):
     def duplicate(self, name: str) -> "ProgramGroup":
         """Return a group of the same algorithm over a duplicate of the group."""
         base = self._group.duplicate(name)
-        duplicate = ProgramGroup(base, self.algorithm, needs=self._needs, segment_bytes=self._segment_bytes)
+        duplicate = ProgramGroup(
+            base, self.algorithm, needs=self._needs, segment_bytes=self._segment_bytes, is_tuned=self._is_tuned
+        )
         duplicate._owned.append(base)
         self._duplicates.add(duplicate)
         return duplicate
@@ -124,9 +136,10 @@ class ProgramGroup(Group):
             self._programs[collective, root] = self.algorithm.build(collective, self.size, root=root)
         program = self._programs[collective, root]
         check_tensors(program, tensor, output, self._segment_bytes)
-        return self._channel.submit(
-            lambda: execute(
-                program,
+
+        def run(chosen: Program) -> None:
+            execute(
+                chosen,
                 tensor,
                 self._messages,
                 output=output,
@@ -134,4 +147,15 @@ class ProgramGroup(Group):
                 segment_bytes=self._segment_bytes,
                 scratch=self._scratch,
             )
-        )
+
+        if self._choice is None or collective != Collective.ALL_REDUCE:
+            return self._channel.submit(lambda: run(program))
+        choice = self._choice
+        return self._channel.submit(lambda: choice.run(tensor.nbytes, run))
+
+    def _gather_now(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks; called in the channel, by all ranks between the same operations."""
+        output = tensor.new_empty(self.size, *tensor.shape)
+        program = self.algorithm.build(Collective.ALL_GATHER, self.size)
+        execute(program, tensor, self._messages, output=output, name="times of programs")
+        return output
