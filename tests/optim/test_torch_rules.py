@@ -44,7 +44,7 @@ def plain_adamw(module, lr, weight_decay, **options):
         ),
         (Adam(weight_decay=0.3), lambda m: plain_adam(m, 1e-3, 0.3)),
         (Adam(betas=(0.5, 0.6), epsilon=0.01), lambda m: plain_adam(m, 1e-3, 0.0, betas=(0.5, 0.6), eps=0.01)),
-        (Adafactor(), lambda m: plain_adafactor(m, 1e-2, 0.0)),
+        (Adafactor(), lambda m: plain_adafactor(m, 3e-2, 0.0)),
         (
             Adafactor(learning_rate=0.3, weight_decay=0.2, beta2_decay=-0.5, epsilon=0.1, clip_threshold=2),
             lambda m: plain_adafactor(m, 0.3, 0.2, beta2_decay=-0.5, eps=(None, 0.1), d=2.0),

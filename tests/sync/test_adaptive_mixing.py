@@ -45,6 +45,25 @@ def test_between_two_choices_it_is_dpsgd():
         assert torch.equal(mean, other_mean)
 
 
+def test_links_are_measured_by_messages_of_the_models_size(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        adaptive_mixing,
+        "measure_links",
+        lambda group, edges, size: (sizes.append(size), measure_links(group, edges, size))[1],
+    )
+
+    def run(group):
+        replica = make_replica(group, AdaptiveMixing(interval=2))
+        for step in range(3):
+            take_step(replica, step)
+        replica.close()
+        return sum(parameter.nbytes for parameter in replica.module.parameters())
+
+    (num_bytes, *_) = LocalGroup.run(3, run)
+    assert set(sizes) == {num_bytes}
+
+
 def test_the_mean_is_kept_while_graphs_change():
     def run(group):
         replica = make_replica(group, AdaptiveMixing(interval=2, probe_bytes=64), lr=0.0)

@@ -23,8 +23,8 @@ class Adafactor(NamedOptimizer):
     paper's, it has no first moment. On the wire: means over the shared parts of a parameter, and two norms of it.
     """
 
-    learning_rate: float = Field(default=1e-2, gt=0)
-    """Largest relative step, before the schedule's factor."""
+    learning_rate: float = Field(default=3e-2, gt=0)
+    """Largest relative step, before the schedule's factor; the paper's 1e-2 is for runs of 100,000 steps and more."""
     beta2_decay: float = Field(default=-0.8, lt=0)
     """Exponent of the second moment's decay: it forgets with rate step ** beta2_decay."""
     epsilon: float = Field(default=1e-3, gt=0)

@@ -22,6 +22,7 @@ _NUM_BUCKETS = 1024
 """Size of a sketch: distances are known within about sqrt(2 / 1024) = 4%."""
 _GROWTH = 1.5
 _NUM_PROBES = 3
+_MOST_PROBE_BYTES = 2**18
 
 
 @register("adaptive_mixing")
@@ -33,7 +34,8 @@ class AdaptiveMixing(GossipRule):
     again when the distance is more than `target` times the length of a step, and a third less when it is below half of
     that. The chosen edges are those of the fastest links that connect all, then those that help most for their time
     (`choose_edges`), among `candidates`. They have Metropolis weights, so that W is doubly stochastic; rank
-    0 chooses, and all change at the same step. Between two choices, or if there is nothing to choose, it is dpsgd.
+    0 chooses, and all change at the same step. Between two choices, or if there is nothing to choose, it is dpsgd. It
+    pays where some links are slower than others; among equal ones take dpsgd, which measures nothing.
 
     On the wire is one message of the parameters to each neighbour and step; `traffic` states it for the first graph. A
     choice adds a sketch of 8 KiB a worker and `probe_bytes`, a few times there and back, on each candidate link. Each
@@ -49,8 +51,8 @@ class AdaptiveMixing(GossipRule):
     target: float = Field(default=4.0, gt=0)
     """Desired distance of workers from their mean, in lengths of a step. It is about 1 with a complete
     graph, and grows with momentum."""
-    probe_bytes: int = Field(default=2**18, ge=1)
-    """Size of the messages that measure links."""
+    probe_bytes: int | None = Field(default=None, ge=1)
+    """Size of the messages that measure links; None for the model's, at most 256 KiB."""
 
     def start_mixing(self, context: WorkerContext) -> Synchroniser:
         """Return the synchroniser that mixes.
@@ -143,7 +145,8 @@ class AdaptiveSynchroniser(Synchroniser):
         sketches = torch.zeros(group.size, _NUM_BUCKETS, dtype=torch.float64)
         group.on_cpu().all_gather(sketches, sketch(model, self._context.seed), name="sketches").wait()
         lengths = group.gather_documents(float((model - before).double().norm()), name="lengths of steps")
-        seconds, wire_bytes = measure_links(self._group, self._candidates, self._rule.probe_bytes)
+        num_bytes = self._rule.probe_bytes or min(model.nbytes, _MOST_PROBE_BYTES)
+        seconds, wire_bytes = measure_links(self._group, self._candidates, num_bytes)
         everybody = group.gather_documents(seconds, name="times of links")
         edges = None
         if group.rank == 0:
