@@ -50,8 +50,10 @@ class Training:
     """Number of samples used since this start."""
     end_reason: str = ""
     """Reason for which this worker wants the training to end early; the others may not know it yet."""
-    evaluation: tuple[int, Evaluation] | None = None
-    """Step of the latest evaluation, and its result."""
+    evaluation: Evaluation | None = None
+    """Latest evaluation since this start."""
+    evaluated_step: int = 0
+    """Step of the latest evaluation, or that of the resume if none was due there any more."""
     misfits: str = ""
     """Initial weights that do not fit the model, on rank 0."""
     is_over: bool = False
