@@ -115,8 +115,8 @@ class Replica:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
         self._times = StepTimes()
-        chosen = {"precision": precision, "clip_norm": clip_norm, "bucket_bytes": bucket_bytes, "landing": landing}
-        chosen |= {"ema": ema, "batch_norm": batch_norm, "hash_interval": hash_interval, "seed": seed}
+        chosen: dict[str, object] = {"precision": precision, "landing": landing, "batch_norm": batch_norm, "ema": ema}
+        chosen |= {"clip_norm": clip_norm, "bucket_bytes": bucket_bytes, "hash_interval": hash_interval, "seed": seed}
         start_alike(module, self.shard, self.sync, chosen)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
