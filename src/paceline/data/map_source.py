@@ -38,6 +38,8 @@ class LoaderParts:
     drop_last: bool
     shuffle: bool | None
     num_processes: int
+    seed: int | None
+    """Seed of the DataLoader's own generator; None without one."""
 
 
 def take_apart(loader: DataLoader[Any]) -> LoaderParts:
@@ -58,7 +60,11 @@ def take_apart(loader: DataLoader[Any]) -> LoaderParts:
     assert type(batches) is BatchSampler
     shuffle = None if isinstance(sampler, _InfiniteConstantSampler) else isinstance(sampler, RandomSampler)
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
-    return LoaderParts(loader.dataset, batches.batch_size, collate_fn, batches.drop_last, shuffle, loader.num_workers)
+    generator = getattr(sampler, "generator", None) or loader.generator
+    seed = generator.initial_seed() % 2**63 if generator is not None else None
+    return LoaderParts(
+        loader.dataset, batches.batch_size, collate_fn, batches.drop_last, shuffle, loader.num_workers, seed
+    )
 
 
 def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
@@ -89,6 +95,17 @@ def check_collate(collate_fn: object) -> None:
             f"collate_fn must be a function that makes a batch from a list of samples, but got {collate_fn!r}; leave "
             "it out to stack them"
         )
+
+
+def check_length(dataset: object) -> None:
+    """Refuse a data set that cannot tell its length, such as a `TensorDataset` of no tensors."""
+    try:
+        len(dataset) if isinstance(dataset, Sized) else 0
+    except LookupError as error:
+        raise DataError(
+            f"a data set must know its length, but that of {type(dataset).__name__} raises {error!r}; give it samples, "
+            "such as TensorDataset(inputs, targets)"
+        ) from error
 
 
 def open_source(dataset: Any, collate_fn: CollateFn | None) -> Source:
