@@ -188,13 +188,16 @@ def test_a_loss_without_gradients_is_refused():
 
 
 def test_neighbours_may_begin_apart_and_so_may_who_says_so():
-    def work(group):
-        for replica in (make_replica(group, DPSGD()), make_replica(group, LocalSGD(period=4))):
-            torch.nn.init.constant_(replica.module.weight, group.rank)
-            replica.begin_anew()
-            step(replica)
+    def work(group, sync):
+        replica = make_replica(group, sync)
+        torch.nn.init.constant_(replica.module.weight, group.rank)
+        replica.begin_anew()
+        step(replica)
+        return float(replica.module.weight.detach().mean())
 
-    run(work)
+    first, second = run(lambda group: work(group, LocalSGD(period=4)))
+    assert (first, second) == pytest.approx((0, 1), abs=0.11), "each goes on from its own, by a step of 0.1"
+    assert run(lambda group: work(group, DPSGD())) == pytest.approx([0.5, 0.5], abs=0.11), "the neighbours' mean"
 
 
 @pytest.mark.parametrize("missing", ["module", "optimizer"])
@@ -253,6 +256,7 @@ def begin(group, dataset, **settings):
         (inputs,) = [tensor for tensor in list_tensors(batch.data) if tensor.shape[1:] == (4,)]
         replica.backward(replica(inputs).sum(), weight=batch.count())
         replica.update()
+    return replica.num_updates
 
 
 DATASETS = {
@@ -276,7 +280,12 @@ def test_loaders_of_as_many_other_samples_are_refused(name):
 
 
 def test_augmentation_of_its_own_is_no_other_data():
-    run(lambda group: begin(group, Table(torch.randn(64, 4, generator=torch.Generator().manual_seed(group.rank)))))
+    def train(group, kind):
+        return begin(group, kind(torch.randn(64, 4, generator=torch.Generator().manual_seed(group.rank))))
+
+    assert run(lambda group: train(group, Table)) == [3, 3]
+    with pytest.raises(SettingsError, match="holds others on rank 1 than on rank 0"):  # what lies in memory draws none
+        run(lambda group: train(group, list))
 
 
 class Rows(IterableDataset):
