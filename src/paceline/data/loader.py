@@ -15,7 +15,7 @@ from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
 from paceline.data.first_samples import sketch_dataset
-from paceline.data.map_source import CollateFn, check_collate, check_length, collate, open_source, take_apart
+from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
@@ -91,9 +91,8 @@ class Loader:
             parts = take_apart(dataset)
             dataset, global_batch = parts.dataset, parts.batch_size if global_batch is None else global_batch
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
-            shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
-            seed = parts.seed if seed is None else seed
+            shuffle, seed = parts.shuffle if shuffle is None else shuffle, parts.seed if seed is None else seed
         self._is_used_up = False
         self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
@@ -111,13 +110,11 @@ class Loader:
             raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
-        check_collate(collate_fn)
-        check_length(dataset)
+        check_dataset(dataset, collate_fn)
         seed = check_whole("seed", 0 if seed is None else seed)
-        self._name = type(dataset).__name__
+        self._name, self._sketch = type(dataset).__name__, sketch_dataset(dataset)
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
-        self._sketch = sketch_dataset(dataset)
         self._source: Source | None = None
         self._stream: Stream | None = None
         if isinstance(dataset, IterableDataset):

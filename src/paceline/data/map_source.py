@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -88,19 +89,16 @@ def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
     return "", ""
 
 
-def check_collate(collate_fn: object) -> None:
-    """Refuse what is no function."""
+def check_dataset(dataset: object, collate_fn: object) -> None:
+    """Refuse a `collate_fn` that is no function, or a data set that cannot tell its length, as one of no tensors."""
     if collate_fn is not None and not callable(collate_fn):
         raise SettingsError(
             f"collate_fn must be a function that makes a batch from a list of samples, but got {collate_fn!r}; leave "
             "it out to stack them"
         )
-
-
-def check_length(dataset: object) -> None:
-    """Refuse a data set that cannot tell its length, such as a `TensorDataset` of no tensors."""
     try:
-        len(dataset) if isinstance(dataset, Sized) else 0
+        if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):  # whose length is not used
+            len(dataset)
     except LookupError as error:
         raise DataError(
             f"a data set must know its length, but that of {type(dataset).__name__} raises {error!r}; give it samples, "
