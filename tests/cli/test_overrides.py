@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -338,3 +339,40 @@ def test_every_value_can_be_given(integer, number, text, flag, numbers, table):
     written = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
     found = apply_overrides(Everything(), written)
     assert {name: getattr(found, name) for name in values} == values
+
+
+OWN = ["--optimizer", "torch.optim:SGD"]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "clip_norm", "schedule"),
+    [
+        ({}, OWN, None, Constant()),
+        ({"optimizer": torch.optim.SGD}, ["--optimizer", "adamw"], 1.0, Cosine(warmup_steps=20)),
+        (
+            {"optimizer": torch.optim.SGD},
+            ["--optimizer", "torch.optim:Adam", "--optimizer.arguments.lr", "1"],
+            None,
+            Constant(),
+        ),
+        ({"clip_norm": 1.0}, OWN, 1.0, Constant()),
+        ({"schedule": Cosine(warmup_steps=20)}, OWN, None, Cosine(warmup_steps=20)),
+        ({"optimizer": torch.optim.SGD, "clip_norm": None}, ["--optimizer", "sgd"], None, Cosine(warmup_steps=20)),
+        ({}, ["--clip_norm", "1", *OWN], 1.0, Constant()),
+        ({}, [*OWN, "--schedule", "cosine", "--schedule.warmup_steps", "3"], None, Cosine(warmup_steps=3)),
+        ({}, ["--schedule.warmup_steps", "3", *OWN], None, Constant(warmup_steps=3)),
+        ({"optimizer": torch.optim.SGD}, ["--schedule.warmup_steps", "3"], None, Constant(warmup_steps=3)),
+        ({}, ["--optimizer", "sgd"], 1.0, Cosine(warmup_steps=20)),
+    ],
+)
+def test_defaults_follow_the_optimizer_that_counts_and_what_was_given_stays(given, arguments, clip_norm, schedule):
+    """In the run or on the command line, in any order, and whether or not other overrides come before or after."""
+    run = Run.model_validate(make_run().model_dump(exclude_unset=True) | given)
+    for changed in (
+        apply_overrides(run, parse_pairs(arguments)),
+        apply_overrides(apply_overrides(run, [("seed", "1")]), parse_pairs(arguments)),
+        apply_overrides(apply_overrides(run, parse_pairs(arguments)), [("seed", "1")]),
+    ):
+        assert (changed.clip_norm, changed.schedule) == (clip_norm, schedule)
+    begun = Run.model_validate(run.model_dump(mode="json"))
+    assert (begun.clip_norm, begun.schedule) == (run.clip_norm, run.schedule)

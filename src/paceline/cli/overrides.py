@@ -88,12 +88,13 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
 def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
     """Return `settings` with each (dotted path, value) applied, and validated again.
 
-    The value of a field with variants is a variant's name; the variant's own fields follow after a dot.
+    The value of a field with variants is a variant's name; the variant's own fields follow after a dot. Fields that
+    neither `settings` nor an override was given keep their defaults, which may follow from other fields.
 
     Raises:
         SettingsError: A field does not exist, or a value does not fit its type.
     """
-    document = settings.model_dump()
+    document, given = settings.model_dump(), set(settings.model_fields_set)
     # A variant is chosen before its fields are set, and before an unknown name is looked up among them, in whatever
     # order they were written.
     known = type(settings).model_fields
@@ -102,8 +103,12 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
             _set(type(settings), document, path.split("."), path, value)
         except KeyError:
             raise _unknown(path, list(_list_paths(type(settings), document))) from None
+        given.add(path.partition(".")[0])
+        if "." not in path:  # fields of variants come later, and are those of the variants that will be there
+            derived = type(settings).derive_defaults(document)
+            document |= {name: _to_document(default) for name, default in derived.items() if name not in given}
     try:
-        return type(settings).model_validate(document)
+        return type(settings).model_validate({name: value for name, value in document.items() if name in given})
     except ValidationError as error:
         raise SettingsError(explain(error)) from error
 
@@ -118,10 +123,10 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
     field = cls.model_fields[name]
     if not rest:
         parsed = _parse(field, path, value, document.get(name))
-        document[name] = parsed.model_dump() if isinstance(parsed, Settings) else parsed
+        document[name] = _to_document(parsed)
         return
     default = field.get_default(call_default_factory=True, validated_data={})
-    child = document.setdefault(name, default.model_dump() if isinstance(default, Settings) else default)
+    child = document.setdefault(name, _to_document(default))
     child_class = settings_class(field)
     if child_class is not None and isinstance(child, dict):
         if issubclass(child_class, Family):
@@ -133,6 +138,10 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         document[name] = {**child, rest[0]: given}
     else:
         raise SettingsError(f"--{path} must name a field, but {name} has no fields of its own; give --{name} a value")
+
+
+def _to_document(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Settings) else value
 
 
 def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
