@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from paceline.errors import MissingExtraError, SettingsError, StorageError, stor
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
-from paceline.monitor.events import MemoryEstimated, RunFinished
+from paceline.monitor.events import MemoryEstimated, RunFinished, RunStarted
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.recipes import RECIPES, find_recipe
@@ -185,10 +186,21 @@ def _is_finished(directory: Path) -> bool:
     return log.is_file() and any(select(read_log(log), RunFinished))
 
 
-def take_back(directory: Path, file: RunFile) -> None:
-    """Restore the run's previous file, after settings of a resume have failed."""
-    if RunFile.load(directory) != file:
-        file.save(directory)
+@contextlib.contextmanager
+def taking_back(directory: Path | None) -> Iterator[None]:
+    """Inside, the run in `directory` is resumed, perhaps with other settings; if it does not start, they are undone."""
+    if directory is None:
+        yield
+        return
+    before, num_starts = RunFile.load(directory), _count_starts(directory)
+    yield
+    if _count_starts(directory) == num_starts and RunFile.load(directory) != before:
+        before.save(directory)
+
+
+def _count_starts(directory: Path) -> int:
+    log = directory / "events.jsonl"  # missing if the run was killed before its first event
+    return len(select(read_log(log), RunStarted)) if log.is_file() else 0
 
 
 def write_report(directory: Path) -> None:
