@@ -118,8 +118,15 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
-    run = apply_overrides(load_run(file), overrides)
+    begun = load_run(file)
+    run = apply_overrides(begun, overrides)
     workers = num_workers or file.num_workers
+    has_checkpoint = bool(CheckpointStore(directory / "checkpoints").list_checkpoints())
+    if run.initial not in (None, begun.initial) and has_checkpoint:
+        raise SettingsError(
+            f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
+            "which has a checkpoint; leave it out, or begin a new run in another --out"
+        )
     splits = check_workers(run, workers)
     needed = _check_memory(run, splits, workers)
     if reason := find_early_end(directory, run):

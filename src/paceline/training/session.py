@@ -272,10 +272,8 @@ def _log_start(session: Session) -> None:
     shapes = [parameter.shape for parameter in training.module.parameters() if parameter.requires_grad]
     for sentence in list_idle(training.run, training.num_steps, shapes, session.replica.shard.group.size):
         session.log_event(Warned(message=sentence))
-    if training.misfits:
-        session.log_event(
-            Warned(message=f"initial weights do not fit the model in all, the rest is new; {training.misfits}")
-        )
+    if training.about_initial:
+        session.log_event(Warned(message=training.about_initial))
     if training.splits.held_out is None:
         if training.best.is_used:
             raise SettingsError(
