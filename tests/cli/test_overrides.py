@@ -67,8 +67,13 @@ def test_what_is_no_option_is_refused_as_it_was_written(word):
 
 @pytest.mark.parametrize("arguments", [["--num_steps"], ["--seed", "1", "--num-steps"], ["--num_steps", "--seed", "1"]])
 def test_an_option_without_a_value_is_told_by_its_name(arguments):
-    with pytest.raises(SettingsError, match=r"--num.steps must have a value"):
-        parse_pairs(arguments)
+    assert "--num_steps must have a value, but none follows" in refuse(*arguments)
+
+
+def test_an_unknown_option_is_told_as_unknown_whether_or_not_it_has_a_value():
+    assert refuse("--learning_rte").endswith("did you mean --optimizer.learning_rate?")
+    assert refuse("--seed", "1", "--nonsense").startswith("--nonsense must be the path of a setting, but there is none")
+    assert "--optimizer.momentum must have a value" in refuse("--optimizer.momentum", "--optimizer", "sgd")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +154,9 @@ def test_the_last_of_two_values_counts():
         (["--learning-rte", "1"], "--optimizer.learning_rate"),
         (["--wd", "1"], "--optimizer.weight_decay"),
         (["--momentum", "1", "--optimizer", "sgd"], "--optimizer.momentum"),
+        (["--momentum", "0.9"], "--optimizer.momentum, of --optimizer lars, sgd"),
+        (["--optimizer.momentum", "0.9"], "--optimizer.momentum, of --optimizer lars, sgd"),
+        (["--optimizer", "torch.optim:SGD", "--momentum", "0.9"], "--optimizer.arguments.momentum"),
         (["--period", "2", "--sync=diloco"], "--sync.period"),
         (["--bs", "8"], "--global_batch"),
         (["--batch-size", "8"], "--global_batch"),

@@ -237,12 +237,13 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
             is_run = (directory / "run.json").is_file()
             advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
             raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(
-                f"--out must be a directory that can be made, but got {directory}: {error.strerror}"
-            ) from error
+        with storing(directory):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise SettingsError(
+                    f"--out must be a directory that can be made, but got {directory}: {error.strerror}; choose another"
+                ) from error
         return directory
     title = re.sub(r"\W+", "_", Path(recipe.rpartition(":")[0] or recipe).stem)
     number = 1
