@@ -207,7 +207,7 @@ class Run(Settings):
         if self.num_epochs is not None and not isinstance(self.batch_schedule, ConstantBatch):
             raise ValueError(
                 f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
-                f"with {self.batch_schedule.name}; give --num_steps, and --num_epochs none"
+                f"with {self.batch_schedule.name}; give num_steps instead (--num_steps N --num_epochs none)"
             )
         if self.collate_fn is not None and not isinstance(self.data, FunctionData):
             raise ValueError(
@@ -276,7 +276,7 @@ class Run(Settings):
         if isinstance(source, IterableSource):
             raise SettingsError(
                 "num_steps must be given for an iterable data set, whose length schedules cannot know before its end, "
-                f"but got num_epochs={self.num_epochs}; give --num_steps, and --num_epochs none"
+                f"but got num_epochs={self.num_epochs}; give num_steps instead (--num_steps N --num_epochs none)"
             )
         drops = self.drop_last or splits.drop_last
         if drops and self.global_batch > len(source):
