@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -154,8 +155,6 @@ def test_the_last_of_two_values_counts():
         (["--learning-rte", "1"], "--optimizer.learning_rate"),
         (["--wd", "1"], "--optimizer.weight_decay"),
         (["--momentum", "1", "--optimizer", "sgd"], "--optimizer.momentum"),
-        (["--momentum", "0.9"], "--optimizer.momentum, of --optimizer lars, sgd"),
-        (["--optimizer.momentum", "0.9"], "--optimizer.momentum, of --optimizer lars, sgd"),
         (["--optimizer", "torch.optim:SGD", "--momentum", "0.9"], "--optimizer.arguments.momentum"),
         (["--period", "2", "--sync=diloco"], "--sync.period"),
         (["--bs", "8"], "--global_batch"),
@@ -171,6 +170,13 @@ def test_the_last_of_two_values_counts():
 )
 def test_an_unknown_setting_is_told_with_the_path_that_is_meant(arguments, meant):
     assert refuse(*arguments).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("option", ["--momentum", "--optimizer.momentum"])
+def test_a_setting_of_other_variants_is_told_with_those(option):
+    assert re.search(
+        r"; did you mean --optimizer\.momentum, of --optimizer (\w+, )*sgd\b[^-]*\?$", refuse(option, "0.9")
+    )
 
 
 def test_every_other_name_leads_to_a_setting():
@@ -306,6 +312,12 @@ def test_an_option_without_a_value_leaves_what_follows_alone(line):
 def test_help_is_given_beside_overrides():
     result = parse_line("--seed", "1", "--help")
     assert "--workers" in result.output
+
+
+def test_an_override_without_a_value_takes_no_option_for_one():
+    seen = parse_line("mine.py", "--nonsense", "--out", "here", "--workers", "4")
+    assert (seen["recipe"], seen["out"], seen["workers"]) == ("mine.py", "here", 4)
+    assert [path for path, _ in seen["overrides"]] == ["nonsense"]
 
 
 def test_an_argument_too_many_is_refused():
