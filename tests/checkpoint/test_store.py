@@ -167,10 +167,15 @@ class TestLock:
     def test_leaving_a_with_block_or_dropping_the_store_frees_it(self, tmp_path):
         with CheckpointStore(tmp_path) as store:
             save(store, 1)
+            with pytest.raises(CheckpointError, match="must have one writer"):
+                save(CheckpointStore(tmp_path), 2)
         dropped = CheckpointStore(tmp_path)
         save(dropped, 2)
+        with pytest.raises(CheckpointError, match="must have one writer"):
+            save(CheckpointStore(tmp_path), 3)
         del dropped
         save(CheckpointStore(tmp_path), 3)
+        assert newest(tmp_path).step == 3
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_process_does_not_keep_it(self, tmp_path):

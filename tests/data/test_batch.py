@@ -113,6 +113,24 @@ def test_a_batch_counts_samples_or_what_a_mask_holds():
     assert (batch.count(), batch.count(mask), batch.count(mask > 0)) == (2.0, 3.0, 3.0)
     borrowed = make_batch(mask, num_samples=0)
     assert (borrowed.count(), borrowed.count(mask)) == (0.0, 0.0)
+    assert batch.count(mask.flatten()) == 3.0
+    packed = make_batch(torch.ones(7), num_samples=2)
+    assert packed.count(torch.ones(7, dtype=torch.bool)) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        (torch.ones(3, 4), r"must have the batch's 2 samples as its first dim, but got float32\[3, 4\]; compute it"),
+        (torch.tensor(2), r"must have the batch's 2 samples as its first dim, but got int64\[\]"),
+        (torch.tensor([-100, 5]), r"must be True or False, 1 or 0, for each element, but got int64\[2\] with other"),
+        (torch.tensor([0.5, 1.0]), r"must be True or False, 1 or 0, for each element, but got float32\[2\]"),
+    ],
+    ids=["length", "number", "labels", "fractions"],
+)
+def test_what_is_no_mask_of_the_batch_is_refused(mask, problem):
+    with pytest.raises(DataError, match=f"a mask {problem}"):
+        make_batch(torch.ones(2, 3), num_samples=2).count(mask)
 
 
 def test_models_are_called_with_what_inputs_are():

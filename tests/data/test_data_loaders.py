@@ -293,8 +293,9 @@ def test_an_error_of_a_data_set_keeps_its_type_and_says_which_sample_it_was():
             r"a dict with the keys 'train', 'test'; give one of its parts, .*\['train'\]",
         ),
         ([], "the data set is empty"),
+        (TensorDataset(), r"must know its length, but that of TensorDataset raises IndexError\(.*; give it samples"),
     ],
-    ids=["None", "set", "iterator", "generator", "mapping", "empty"],
+    ids=["None", "set", "iterator", "generator", "mapping", "empty", "no tensors"],
 )
 def test_what_is_no_data_set_is_refused(data, words):
     with pytest.raises((DataError, SettingsError), match=words):
@@ -376,6 +377,20 @@ def test_a_data_loader_is_taken_apart(parts, options):
     options = options or {"global_batch": parts["batch_size"], "shuffle": False, "collate_fn": parts.get("collate_fn")}
     taken = Loader(DataLoader(PAIRS, **parts), num_epochs=2)
     assert same(*([batch.data for batch in loader] for loader in (taken, Loader(PAIRS, num_epochs=2, **options))))
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [lambda: {"shuffle": True, "generator": seeded(7)}, lambda: {"sampler": RandomSampler(PAIRS, generator=seeded(7))}],
+)
+def test_the_seed_of_a_data_loaders_generator_is_that_of_the_order(order):
+    assert Loader(DataLoader(PAIRS, 3, **order())).order.seed == 7
+    assert Loader(DataLoader(PAIRS, 3, **order()), seed=8).order.seed == 8
+    assert Loader(DataLoader(PAIRS, 3, shuffle=True)).order.seed == Loader(PAIRS, 3).order.seed == 0
 
 
 def test_what_is_given_beside_a_data_loader_goes_before_it():

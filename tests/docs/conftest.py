@@ -25,11 +25,15 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     modules = set(sys.modules)
-    monkeypatch.setattr(registry, "_VARIANTS", {family: dict(known) for family, known in registry._VARIANTS.items()})
     yield tmp_path
-    for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith((str(tmp_path), str(ROOT / "examples"))):
-            del sys.modules[name]
+    places = (str(tmp_path), str(ROOT / "examples"))
+    files = {name: str(getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - modules}
+    pages = {name for name, file in files.items() if file.startswith(places)}
+    for known in registry._VARIANTS.values():
+        for variant in [key for key, kind in known.items() if kind.__module__ in pages]:
+            del known[variant]
+    for name in pages:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def list_commands() -> dict[tuple[str, ...], str]:
     """Return the words of each command, with the first page that has it."""
     commands: dict[tuple[str, ...], str] = {}
     for block in list_blocks("sh"):
-        for line in block.text.replace("\\\n", " ").splitlines():
+        for line in block.text.replace("\\\n", "").splitlines():
             if words := tuple(shlex.split(line, comments=True)):
                 commands.setdefault(words, block.page)
     return commands

@@ -126,6 +126,55 @@ def test_gradients_on_their_way_are_left_alone(meddle, settings):
     run(work)
 
 
+SETTINGS = {
+    "sync": (EveryStep(), DiLoCo(period=4)),
+    "sync.period": (DiLoCo(period=4), DiLoCo(period=8)),
+    "precision": ("fp32", "bf16"),
+    "clip_norm": (None, 1.0),
+    "ema": (0.9, 0.99),
+    "hash_interval": (1, 0),
+    "seed": (0, 1),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_differ_by_rank_are_told_when_the_replica_is_made(name):
+    one, other = SETTINGS[name]
+    values = (one.name, other.name) if name == "sync" else (one.period, other.period) if "." in name else (one, other)
+
+    def work(group):
+        settings = {"sync": EveryStep()} | {name.partition(".")[0]: other if group.rank == 2 else one}
+        found = f"{values[0]!r} on rank 0, {values[0]!r} on rank 1, {values[1]!r} on rank 2"
+        with pytest.raises(SettingsError, match=f"{name} must be the same on all ranks, but is {found}; give Replica"):
+            make_replica(group, **settings)
+
+    run(work, size=3)
+
+
+def replace_weight(module):
+    module.weight = torch.nn.Parameter(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("meddle", "change"),
+    [
+        (replace_weight, "weight was replaced"),
+        (lambda module: module.weight.requires_grad_(False), "weight was frozen"),
+        (torch.nn.utils.parametrizations.weight_norm, ".*weight.* was added or removed"),
+    ],
+    ids=["replaced", "frozen", "parametrised"],
+)
+def test_parameters_that_are_replaced_or_frozen_after_the_replica_are_refused(size, meddle, change):
+    def work(group):
+        replica = make_replica(group, EveryStep())
+        meddle(replica.module)
+        with pytest.raises(SettingsError, match=f"that the Replica was made with, but {change} since; change the"):
+            step(replica)
+
+    run(work, size)
+
+
 def test_a_loss_without_gradients_is_refused():
     def work(group):
         replica = make_replica(group, EveryStep())
@@ -139,13 +188,16 @@ def test_a_loss_without_gradients_is_refused():
 
 
 def test_neighbours_may_begin_apart_and_so_may_who_says_so():
-    def work(group):
-        for replica in (make_replica(group, DPSGD()), make_replica(group, LocalSGD(period=4))):
-            torch.nn.init.constant_(replica.module.weight, group.rank)
-            replica.begin_anew()
-            step(replica)
+    def work(group, sync):
+        replica = make_replica(group, sync)
+        torch.nn.init.constant_(replica.module.weight, group.rank)
+        replica.begin_anew()
+        step(replica)
+        return float(replica.module.weight.detach().mean())
 
-    run(work)
+    first, second = run(lambda group: work(group, LocalSGD(period=4)))
+    assert (first, second) == pytest.approx((0, 1), abs=0.11), "each goes on from its own, by a step of 0.1"
+    assert run(lambda group: work(group, DPSGD())) == pytest.approx([0.5, 0.5], abs=0.11), "the neighbours' mean"
 
 
 @pytest.mark.parametrize("missing", ["module", "optimizer"])
@@ -204,6 +256,7 @@ def begin(group, dataset, **settings):
         (inputs,) = [tensor for tensor in list_tensors(batch.data) if tensor.shape[1:] == (4,)]
         replica.backward(replica(inputs).sum(), weight=batch.count())
         replica.update()
+    return replica.num_updates
 
 
 DATASETS = {
@@ -227,7 +280,12 @@ def test_loaders_of_as_many_other_samples_are_refused(name):
 
 
 def test_augmentation_of_its_own_is_no_other_data():
-    run(lambda group: begin(group, Table(torch.randn(64, 4, generator=torch.Generator().manual_seed(group.rank)))))
+    def train(group, kind):
+        return begin(group, kind(torch.randn(64, 4, generator=torch.Generator().manual_seed(group.rank))))
+
+    assert run(lambda group: train(group, Table)) == [3, 3]
+    with pytest.raises(SettingsError, match="holds others on rank 1 than on rank 0"):  # what lies in memory draws none
+        run(lambda group: train(group, list))
 
 
 class Rows(IterableDataset):

@@ -261,6 +261,19 @@ def test_checkpoints_of_two_trainings_are_not_mixed(tmp_path):
     with pytest.raises(SettingsError, match=r"must be empty for a new training, but .* holds step-00000004; call"):
         LocalGroup.run(1, begin)
 
+    def begin_twice(group):
+        with group:
+            for load in (False, True, False):
+                model = nn.Linear(2, 1)
+                replica = paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                if load:
+                    paceline.load_latest(tmp_path / "new", replica)
+                paceline.save(tmp_path / "new", replica)
+                paceline.save(tmp_path / "new", replica)
+
+    with pytest.raises(SettingsError, match=r"must be empty for a new training, but .* holds step-00000000-4; call"):
+        LocalGroup.run(1, begin_twice)
+
     def load_other(group):
         with group:
             model = Tagger(width=13)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointStore
 from paceline.errors import DataError, SettingsError, UnknownNameError
-from paceline.monitor.events import Evaluated, RunFinished, StepFinished, StoppedEarly, Warned
+from paceline.monitor.events import Evaluated, Preempted, RunFinished, StepFinished, StoppedEarly, Warned
 from paceline.optim import SGD
 from paceline.training import Evaluation, Run
 from paceline.training.best import BestSoFar
+from paceline.training.callbacks import Callback
 from plain_functions import make_points_run, parameters_of, read, train_here
 
 NUM_STEPS = 12
@@ -95,6 +97,36 @@ def test_a_resumed_run_knows_the_best(tmp_path, stopped_at):
     assert find_best(tmp_path) == "step-00000004"
     assert best_steps(tmp_path) == [step for step in (2, 4) if step > stopped_at]
     assert float(parameters_of(tmp_path)["model/value"]) == -NUM_STEPS
+
+
+def stop_after_step(event, training, step):
+    if isinstance(event, StepFinished) and training.step == step and training.rank == training.num_workers - 1:
+        training._session.membership.request_stop("SIGTERM")
+
+
+def leave_out_times(records):
+    return [(record.step, replace(record.event, duration_s=0.0)) for record in records]
+
+
+@pytest.mark.parametrize("sync", ["every_step", "diloco", "asgd"])
+@pytest.mark.parametrize("asked_in", [3, 4, 7])
+def test_an_evaluation_that_a_signal_puts_off_is_made_at_the_resume(tmp_path, sync, asked_in):
+    """Told in step 3, all workers stop after step 4, the best; in step 7, after step 8, whose evaluation ends it."""
+    asked = Callback(path=stop_after_step, arguments={"step": asked_in}, all_workers=True)
+    run = make_countdown(keep_best="min:distance", stop_after=2, sync=sync)
+    num_workers = 1 if sync == "asgd" else 2
+    train_here(run, tmp_path / "straight", num_workers)
+    stopped = run.model_copy(update={"callbacks": (asked,)})
+    assert not all(train_here(stopped, tmp_path / "stopped", num_workers))
+    assert len(read(tmp_path / "stopped", Preempted)) == 1
+    assert all(train_here(run, tmp_path / "stopped", num_workers))
+    for kind in (StepFinished, StoppedEarly):
+        assert [r.step for r in read(tmp_path / "stopped", kind)] == [r.step for r in read(tmp_path / "straight", kind)]
+    made, expected = (leave_out_times(read(tmp_path / name, Evaluated)) for name in ("stopped", "straight"))
+    assert made == expected
+    assert find_best(tmp_path / "stopped").startswith("step-00000004")
+    same = parameters_of(tmp_path / "straight")
+    assert all((parameters_of(tmp_path / "stopped")[name] == tensor).all() for name, tensor in same.items())
 
 
 def test_what_was_trained_already_can_be_the_best(tmp_path):

@@ -160,12 +160,34 @@ def test_what_is_no_optimizer_is_refused(function, got):
         Optimizer.model_validate(function).build(mine.build_linear())
 
 
+def decay(step):
+    return 0.99**step
+
+
+def return_rate(step):
+    return 0.1
+
+
+def fail_otherwise(optimizer):
+    raise TypeError("of its own")
+
+
 @pytest.mark.parametrize(
-    ("schedule", "got"), [(partial(lr_scheduler.ReduceLROnPlateau, patience=3), "ReduceLROnPlateau")]
+    ("schedule", "problem"),
+    [
+        (partial(lr_scheduler.ReduceLROnPlateau, patience=3), "is stepped without a loss, but got ReduceLROnPlateau"),
+        (decay, r"decay must take an optimizer and return .*, but takes a number .*; for a factor of each step give"),
+        (return_rate, "return_rate must take an optimizer and return .*, but got float; take one .*lr_lambda="),
+    ],
 )
-def test_what_is_no_schedule_is_refused(tmp_path, schedule, got):
-    with pytest.raises(SettingsError, match=f"that is stepped without a loss, but got {got}"):
+def test_what_is_no_schedule_is_refused(tmp_path, schedule, problem):
+    with pytest.raises(SettingsError, match=problem):
         train_here(make_points_run(schedule=schedule), tmp_path)
+
+
+def test_an_error_of_a_schedule_is_its_own(tmp_path):
+    with pytest.raises(TypeError, match="of its own"):
+        train_here(make_points_run(schedule=fail_otherwise), tmp_path)
 
 
 def make_two_stages(optimizer):

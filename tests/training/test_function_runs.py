@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import plain_functions as mine
 from paceline.comm import LocalGroup
 from paceline.data import Batch, FunctionData, Interval, Source, Splits
-from paceline.errors import DataError, SettingsError
+from paceline.errors import DataError, GradientError, SettingsError
 from paceline.exporting.judge import evaluate_run
 from paceline.monitor.events import Evaluated, RunFinished, RunStarted, Warned
 from paceline.registry import explain
@@ -369,3 +369,44 @@ def test_an_optimizer_of_ones_own_is_neither_clipped_nor_scheduled_unless_asked_
         assert asked.schedule.name == "cosine"
     assert make_points_run().clip_norm == 1.0
     assert make_points_run(optimizer="sgd").clip_norm == 1.0
+
+
+def build_nothing():
+    return torch.nn.Flatten()
+
+
+def build_frozen():
+    return mine.build_linear().requires_grad_(False)
+
+
+@pytest.mark.parametrize(("function", "kind"), [(build_nothing, "Flatten"), (build_frozen, "Sequential")])
+def test_a_model_with_nothing_to_train_is_refused(tmp_path, function, kind):
+    with pytest.raises(SettingsError, match=f"must have parameters that require gradients, but {kind} has none"):
+        train_here(make_points_run(model=function), tmp_path)
+
+
+def hold_out_nothing():
+    train, _ = mine.make_points()
+    return train, torch.utils.data.Subset(train, [])
+
+
+def hold_out_an_empty_stream():
+    return mine.Told(30), mine.Told(0)
+
+
+@pytest.mark.parametrize(("num_steps", "changes"), [(0, {"data": hold_out_nothing}), (4, {})])
+def test_held_out_data_without_samples_are_refused(tmp_path, num_steps, changes):
+    """Before training begins, where their number is known."""
+    run = make_points_run(**changes) if changes else make_run(data=hold_out_an_empty_stream, metrics=None)
+    with pytest.raises(DataError, match="held-out data must have samples, but there are none; hold out some"):
+        train_here(run, tmp_path, 2)
+    assert len(losses_of(tmp_path)) == num_steps
+
+
+def detach(output, batch):
+    return mine.squared_error(output, batch).detach()
+
+
+def test_a_loss_without_gradients_is_refused(tmp_path):
+    with pytest.raises(GradientError, match=r"depend on parameters .*; run forward without .* do not detach"):
+        train_here(make_points_run(loss=detach), tmp_path)

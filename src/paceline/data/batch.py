@@ -37,15 +37,33 @@ class Batch:
         """Return the weight of a mean loss over this batch.
 
         Args:
-            mask: True, or not 0, for each element that the mean is taken over, such as tokens that are no padding;
-                without it the mean is over samples.
+            mask: True, or 1, for each element that the mean is taken over, such as tokens that are no padding; False,
+                or 0, for others. Its first dim is that of the batch, or a multiple if it is flattened. Without it the
+                mean is over samples.
 
         Returns:
             Number of samples, or of elements of the mask; 0 for a batch of borrowed samples.
+
+        Raises:
+            DataError: The mask is not of this batch, or holds other numbers than 0 and 1.
         """
         if not self.num_samples:
             return 0.0
-        return float(self.num_samples if mask is None else torch.as_tensor(mask).count_nonzero())
+        if mask is None:
+            return float(self.num_samples)
+        mask = torch.as_tensor(mask)
+        lengths = {len(tensor) for tensor in list_tensors(self.data) if tensor.dim()}  # of packed samples another one
+        if not mask.dim() or (len(mask) % self.num_samples and len(mask) not in lengths):
+            raise DataError(
+                f"a mask must have the batch's {self.num_samples} samples as its first dim, but got {describe(mask)}; "
+                "compute it from batch.data, or give backward the number of elements itself as the weight"
+            )
+        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+            raise DataError(
+                f"a mask must be True or False, 1 or 0, for each element, but got {describe(mask)} with other numbers; "
+                "compare, such as in batch.count(labels != -100)"
+            )
+        return float(mask.count_nonzero())
 
     @property
     def inputs(self) -> Any:

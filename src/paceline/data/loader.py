@@ -15,7 +15,7 @@ from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
 from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
 from paceline.data.first_samples import sketch_dataset
-from paceline.data.map_source import CollateFn, check_collate, collate, open_source, take_apart
+from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
 from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
@@ -45,7 +45,7 @@ class Loader:
         collate_fn: Function that makes a batch from a list of samples, as in a DataLoader; by default it stacks them.
         drop_last: Whether an epoch's last samples are dropped if they are too few for a full global batch.
         join_epochs: Whether such samples share a global batch with the next epoch's first ones instead.
-        seed: Random seed of the order.
+        seed: Random seed of the order; by default that of a DataLoader's own generator, else 0.
         shuffle: Whether each epoch has its own random order; true by default, unless the data set is iterable.
         shares: Shares of a global batch: one non-negative weight per worker; None for even ones.
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
@@ -76,7 +76,7 @@ class Loader:
         collate_fn: CollateFn | None = None,
         drop_last: bool = False,
         join_epochs: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         shuffle: bool | None = None,
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
@@ -91,8 +91,8 @@ class Loader:
             parts = take_apart(dataset)
             dataset, global_batch = parts.dataset, parts.batch_size if global_batch is None else global_batch
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
-            shuffle = parts.shuffle if shuffle is None else shuffle
             num_processes = num_processes or parts.num_processes
+            shuffle, seed = parts.shuffle if shuffle is None else shuffle, parts.seed if seed is None else seed
         self._is_used_up = False
         self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
@@ -110,11 +110,11 @@ class Loader:
             raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
-        check_collate(collate_fn)
-        self._name = type(dataset).__name__
+        check_dataset(dataset, collate_fn)
+        seed = check_whole("seed", 0 if seed is None else seed)
+        self._name, self._sketch = type(dataset).__name__, sketch_dataset(dataset)
         tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
         self._collate_fn = collate_fn
-        self._sketch = sketch_dataset(dataset)
         self._source: Source | None = None
         self._stream: Stream | None = None
         if isinstance(dataset, IterableDataset):
@@ -122,10 +122,10 @@ class Loader:
                 shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
             )
             self._stream = Stream(dataset, num_epochs)
-            self.order = GlobalOrder(ENDLESS, check_whole("seed", seed), shuffle=False, tail="join")
+            self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
         else:
             self._source = open_source(dataset, collate_fn)
-            self.order = GlobalOrder(len(self._source), check_whole("seed", seed), shuffle is not False, tail)
+            self.order = GlobalOrder(len(self._source), seed, shuffle is not False, tail)
         self._first_batch = check_batch(global_batch, self._num_workers, self.order)
         changes = [(step, check_batch(batch, self._num_workers, self.order)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)

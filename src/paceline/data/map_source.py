@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -38,6 +39,8 @@ class LoaderParts:
     drop_last: bool
     shuffle: bool | None
     num_processes: int
+    seed: int | None
+    """Seed of the DataLoader's own generator; None without one."""
 
 
 def take_apart(loader: DataLoader[Any]) -> LoaderParts:
@@ -58,7 +61,11 @@ def take_apart(loader: DataLoader[Any]) -> LoaderParts:
     assert type(batches) is BatchSampler
     shuffle = None if isinstance(sampler, _InfiniteConstantSampler) else isinstance(sampler, RandomSampler)
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
-    return LoaderParts(loader.dataset, batches.batch_size, collate_fn, batches.drop_last, shuffle, loader.num_workers)
+    generator = getattr(sampler, "generator", None) or loader.generator
+    seed = generator.initial_seed() % 2**63 if generator is not None else None
+    return LoaderParts(
+        loader.dataset, batches.batch_size, collate_fn, batches.drop_last, shuffle, loader.num_workers, seed
+    )
 
 
 def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
@@ -82,13 +89,21 @@ def _find_obstacle(loader: DataLoader[Any], sampler: Any) -> tuple[str, str]:
     return "", ""
 
 
-def check_collate(collate_fn: object) -> None:
-    """Refuse what is no function."""
+def check_dataset(dataset: object, collate_fn: object) -> None:
+    """Refuse a `collate_fn` that is no function, or a data set that cannot tell its length, as one of no tensors."""
     if collate_fn is not None and not callable(collate_fn):
         raise SettingsError(
             f"collate_fn must be a function that makes a batch from a list of samples, but got {collate_fn!r}; leave "
             "it out to stack them"
         )
+    try:
+        if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):  # whose length is not used
+            len(dataset)
+    except LookupError as error:
+        raise DataError(
+            f"a data set must know its length, but that of {type(dataset).__name__} raises {error!r}; give it samples, "
+            "such as TensorDataset(inputs, targets)"
+        ) from error
 
 
 def open_source(dataset: Any, collate_fn: CollateFn | None) -> Source:

@@ -4,9 +4,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.data.first_samples import is_alike
 from paceline.data.stream import DifferentStreamsWarning
@@ -14,8 +15,40 @@ from paceline.errors import SettingsError
 from paceline.parallel.batch_norm import LocalBatchNorm, too_few_samples
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.replica.hashing import describe_difference, find_difference, hash_tensor
 from paceline.sync.rule import Rule
+
+
+def start_alike(module: nn.Module, shard: ModelShard, rule: Rule, settings: Mapping[str, object]) -> None:
+    """Compare settings and models of all ranks, and copy rank 0's parameters and buffers to every rank.
+
+    Args:
+        module: The model.
+        shard: Model shard of this rank.
+        rule: Synchronisation rule.
+        settings: Other arguments of the replica, by name: strings, numbers and None.
+
+    Raises:
+        SettingsError: A setting or the model is not the same on all ranks.
+    """
+    if shard.world.size == 1:
+        return
+    mine = {"sync": rule.name} | {f"sync.{name}": value for name, value in rule.model_dump(mode="json").items()}
+    mine |= {
+        name: value.item() if isinstance(value, Tensor | np.generic) else value for name, value in settings.items()
+    }
+    everybody = shard.world.gather_documents(mine, name="settings")
+    for name in everybody[0]:
+        values = [theirs.get(name) for theirs in everybody]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+            raise SettingsError(
+                f"{name} must be the same on all ranks, but is {found}; give Replica the same settings everywhere"
+            )
+    if shard.mesh is None:  # a layout did this when models were still whole
+        check_same_model(module, shard.group)
+        broadcast_module(module, shard.group)
 
 
 class Beginning:
@@ -41,6 +74,8 @@ class Beginning:
         self._module, self._optimizer, self._group = module, optimizer, shard.group
         self._is_compared = shard.mesh is None
         self._rule = rule
+        self._parameters = dict(module.named_parameters()) if self._is_compared else {}
+        self._frozen = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
         self._copied = self._hash_parameters() if rule.copies_first_parameters else None
         self._batch_norm = batch_norm
         if batch_norm is not None:
@@ -65,11 +100,12 @@ class Beginning:
                 is_resumed: Whether the replica goes on from a saved state, or begins anew by the user's word.
 
         Raises:
-            SettingsError: Module or optimizer are not those that were saved with the replica's state; or workers begin
-                with different parameters, or with loaders that do not divide the same samples; or BatchNorm is going to
-                see a single value of a channel.
+            SettingsError: A parameter was replaced or frozen since the replica was made; or module or optimizer are not
+                those that were saved with the replica's state; or workers begin with different parameters, or with
+                loaders that do not divide the same samples; or BatchNorm is going to see a single value of a channel.
         """
         self.is_checked = True
+        self._check_same_parameters()
         if self._expected is not None:
             here = self.fingerprint()
             for name, others in (("module", "optimizer"), ("optimizer", "module")):
@@ -100,6 +136,19 @@ class Beginning:
             refused = next((theirs for _, theirs in everybody if theirs), "")
         if refused:
             raise SettingsError(refused)
+
+    def _check_same_parameters(self) -> None:
+        here = dict(self._module.named_parameters()) if self._is_compared else {}
+        for name in self._parameters | here:
+            change = "frozen"
+            if self._parameters.get(name) is not here.get(name):
+                change = "replaced" if name in here and name in self._parameters else "added or removed"
+            elif here[name].requires_grad or name in self._frozen:
+                continue
+            raise SettingsError(
+                f"parameters must stay those that the Replica was made with, but {name} was {change} since; change the "
+                "model first, then make the optimizer and the Replica"
+            )
 
     def _compare_parameters(self) -> None:
         everybody = find_difference(self._hash_parameters(), self._group)

@@ -18,10 +18,9 @@ from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
-from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.attributes import find_attribute
-from paceline.replica.beginning import Beginning
+from paceline.replica.beginning import Beginning, start_alike
 from paceline.replica.checks import Precision, check_numbers, check_replica, find_original, read_rule, refuse_backward
 from paceline.replica.coded_steps import choose_coding
 from paceline.replica.hashing import ReplicaComparison
@@ -116,9 +115,9 @@ class Replica:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._scalars: StepScalars | None = None
         self._times = StepTimes()
-        if self.group.size > 1 and self.shard.mesh is None:  # a layout did this when models were still whole
-            check_same_model(module, self.group)
-            broadcast_module(module, self.group)
+        chosen: dict[str, object] = {"precision": precision, "landing": landing, "batch_norm": batch_norm, "ema": ema}
+        chosen |= {"clip_norm": clip_norm, "bucket_bytes": bucket_bytes, "hash_interval": hash_interval, "seed": seed}
+        start_alike(module, self.shard, self.sync, chosen)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
         self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, self.sync, watched)

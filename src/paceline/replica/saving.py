@@ -1,8 +1,9 @@
 """Checkpoints of your own loop: `save` and `load_latest`."""
 
 import random
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
     tensors |= gather(states, world)
     step = world.membership.boundary_step or max(replica.num_updates for replica in replicas.values())
     if world.rank == 0:
-        saver = _find_saver(Path(folder), world, keep).start_new()
+        saver = _find_saver(Path(folder), world, keep).start_new(replicas.values())
         saver.start(tensors, document | {"step": step}, step)
         saver.finished()
         if world.membership.is_stopping:
@@ -87,7 +88,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     """
     replicas, others = _name(objects)
     world = next(iter(replicas.values())).shard.world
-    checkpoint = _find_saver(Path(folder), world, None).find() if world.rank == 0 else None
+    checkpoint = _find_saver(Path(folder), world, None).find(replicas.values()) if world.rank == 0 else None
     header = read_header(checkpoint, world)
     if header is None:
         return False
@@ -117,24 +118,27 @@ class _Saver:
 
     store: CheckpointStore
     saver: AsyncSaver
-    is_known: bool = False
-    """Whether the checkpoints there are this training's."""
+    known: weakref.WeakSet[Replica] = field(default_factory=weakref.WeakSet)
+    """Replicas that the checkpoints there are of: those that began the folder, or have looked for what it holds."""
 
-    def find(self) -> Checkpoint | None:
+    def find(self, replicas: Iterable[Replica]) -> Checkpoint | None:
         """Return the newest checkpoint that is whole."""
         self.saver.wait()
         found = self.store.find_newest_valid(warn_of_damage)
-        self.is_known = True
+        self.known.update(replicas)
         return found
 
-    def start_new(self) -> AsyncSaver:
-        """Return what saves; refuse to mix two trainings."""
-        if not self.is_known and (there := self.store.list_checkpoints()):
+    def start_new(self, replicas: Iterable[Replica]) -> AsyncSaver:
+        """Return what saves; refuse to mix two trainings, also if one process runs them one after the other."""
+        strangers = [replica for replica in replicas if replica not in self.known]
+        if strangers:
+            self.saver.wait()
+        if strangers and (there := self.store.list_checkpoints()):
             raise SettingsError(
                 f"a folder of checkpoints must be empty for a new training, but {self.store.directory} holds "
                 f"{there[0].name}; call paceline.load_latest before the loop to go on from it, or choose another folder"
             )
-        self.is_known = True
+        self.known.update(strangers)
         return self.saver
 
 

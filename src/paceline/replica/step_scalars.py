@@ -131,7 +131,8 @@ def read_loss(given: object, weight: object, reduction: str) -> tuple[Tensor, fl
         raise GradientError(f"reduction must be mean or sum, but got {reduction!r}")
     if weight and not loss.requires_grad:
         raise GradientError(
-            "loss must depend on parameters that require gradients, but it does not; run forward without torch.no_grad"
+            "loss must depend on parameters that require gradients, but it does not; run forward without "
+            "torch.no_grad, and do not detach what it returns"
         )
     return loss, float(weight)
 

@@ -16,6 +16,7 @@ from paceline.comm.group import Group
 from paceline.data.base import IterableSource, Source
 from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
+from paceline.errors import DataError
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.loss import Loss
 from paceline.sync.batch_statistics import pooled_over_workers
@@ -110,8 +111,18 @@ def evaluate(
     totals = _add_over_workers(sums, shard.world)
     if "stopped" in totals:
         return None
+    check_samples(num_samples)
     means = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     return Evaluation(means.pop("loss"), totals["loss"][1], means, num_samples, time.perf_counter() - began_s)
+
+
+def check_samples(num_samples: int) -> None:
+    """Raise DataError if there are no held-out samples."""
+    if not num_samples:
+        raise DataError(
+            "held-out data must have samples, but there are none; hold out some, or leave the held-out part out to "
+            "train without evaluation"
+        )
 
 
 def _read(

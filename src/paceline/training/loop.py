@@ -36,7 +36,7 @@ from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
 from paceline.training.run import Run
 from paceline.training.session import Session, build_replica, make_rates, open_session
-from paceline.training.training import build_model, count_parameters, prepare, start_training
+from paceline.training.training import Training, build_model, count_parameters, prepare, start_training
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -84,7 +84,10 @@ def _run_steps(session: Session) -> bool:
     if training.is_over:
         return True
     try_evaluation(session)
-    training.began_s = session.step_began_s = time.perf_counter()
+    training.began_s = time.perf_counter()
+    if is_evaluation_due(training) and do_after_step(session, stop=False):  # a signal had put it off
+        return training.is_over
+    session.step_began_s = time.perf_counter()
     if session.replica.dispatcher is not None:
         return _run_at_own_pace(session, session.replica.dispatcher)
     maybe_grow(session)
@@ -100,8 +103,7 @@ def _run_steps(session: Session) -> bool:
         measure_noise(session, result, batch.interval.num_samples)
         if (measured := session.probe.end_step(session.replica)) is not None:
             session.log_event(measured)
-        do_after_step(session, stop=result.stop)
-        if training.is_over or result.stop:
+        if do_after_step(session, stop=result.stop):
             return training.is_over
         maybe_grow(session)
         log_batch_change(session)
@@ -116,7 +118,7 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
     """
     training, run, loader, group = session.training, session.training.run, session.loader, session.replica.group
     began_at = loader.position
-    while not training.is_over:
+    while True:
         dispatcher.set_boundary(loader.order.position_of(next_boundary(session, training.step), run.global_batch))
         for batch in loader:
             result = train_step(session, batch, loader.order.step_of(batch.interval.start, run.global_batch))
@@ -129,11 +131,9 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
         loader.move_to(position)
         training.num_samples = position - began_at
         training.step = loader.order.step_of(position, run.global_batch)
-        stop = dispatcher.is_stopping
-        do_after_step(session, stop=stop)
-        if stop and not training.is_over:
-            return False
-    return True
+        if do_after_step(session, stop=dispatcher.is_stopping):
+            break
+    return training.is_over
 
 
 def _finish(session: Session) -> bool:
@@ -141,8 +141,8 @@ def _finish(session: Session) -> bool:
     training = session.training
     duration_s = time.perf_counter() - training.began_s if training.began_s else 0.0
     held_out = training.splits.held_out
-    step, evaluation = training.evaluation or (-1, None)
-    if held_out is not None and step != training.step:
+    evaluation = training.evaluation if training.evaluated_step == training.step else None
+    if held_out is not None and evaluation is None:
         evaluation = evaluate_held_out(session, held_out)
     if training.best.is_kept and training.best.step == training.step and session.saver is not None:
         training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was evaluated
@@ -281,17 +281,30 @@ def next_boundary(session: Session, step: int) -> int:
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
-def do_after_step(session: Session, *, stop: bool) -> None:
-    """Evaluate and save if they are due, and save if a worker was asked to `stop`."""
+def is_evaluation_due(training: Training) -> bool:
+    """Return whether the parameters after the present step are to be evaluated, and are not yet."""
+    run, step = training.run, training.step
+    if training.splits.held_out is None or step == training.evaluated_step:
+        return False
+    if step == training.num_steps:
+        return training.best.is_used
+    return run.evaluate_interval > 0 and step % run.evaluate_interval == 0
+
+
+def do_after_step(session: Session, *, stop: bool) -> bool:
+    """Evaluate and save if they are due, and save if a worker was asked to `stop`; return whether steps end here.
+
+    A stop comes before an evaluation, or breaks it off on all workers: the checkpoint says that it is still due, and
+    whoever resumes evaluates before the next step.
+    """
     training = session.training
     run, step = training.run, training.step
     if next_boundary(session, step - 1) == step:
         log_delays(session)
     is_last = step == training.num_steps
-    held_out = training.splits.held_out
-    is_due = run.evaluate_interval and step % run.evaluate_interval == 0 and not is_last and not stop
-    if held_out is not None and (is_due or (is_last and training.best.is_used)):
-        evaluate_held_out(session, held_out)
+    if is_evaluation_due(training) and (is_last or not stop):
+        assert training.splits.held_out is not None
+        stop |= evaluate_held_out(session, training.splits.held_out) is None
     is_best = training.best.is_kept and training.best.step == step
     end_reason = "" if is_last else training.best.end_reason
     training.is_over = is_last or bool(end_reason)
@@ -307,6 +320,7 @@ def do_after_step(session: Session, *, stop: bool) -> None:
             session.log_event(StoppedEarly(reason=end_reason))
     elif session.saver is not None:
         log_saved(session, session.saver.finished())
+    return training.is_over or stop
 
 
 def _end_if_agreed(session: Session) -> bool:
@@ -341,6 +355,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> s
         "spec": asdict(training.splits.train.spec),
         "loader": session.loader.state_dict(),
         "best": training.best.state(),
+        "is_evaluation_due": is_evaluation_due(training),
         "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
         "noise": session.noise.state() if session.noise is not None else None,
     }
@@ -369,7 +384,7 @@ def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Ev
             f"held-out data must have targets that count in the loss, but its {evaluation.num_samples} samples "
             "have none; check their targets"
         )
-    training.evaluation = (training.step, evaluation)
+    training.evaluation, training.evaluated_step = evaluation, training.step
     warned = training.best.warning
     session.log_event(
         Evaluated(

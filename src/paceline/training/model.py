@@ -49,4 +49,9 @@ class FunctionModel(Function, Model):
         module = self.call()
         if not isinstance(module, nn.Module):
             raise SettingsError(f"{self.path} must return a torch.nn.Module, but got {type(module).__name__}")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise SettingsError(
+                f"the model of {self.path} must have parameters that require gradients, but {type(module).__name__} "
+                "has none; return a module with some to train"
+            )
         return module

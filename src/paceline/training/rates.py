@@ -9,6 +9,8 @@ from paceline.errors import SettingsError
 from paceline.optim import Optimizer
 from paceline.schedules import DecaySchedule, FunctionSchedule, LearningRate
 
+_FUNCTION_OF_STEP = "for a factor of each step give functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=...)"
+
 
 class Rates:
     """Sets the learning rates of an optimizer before each step.
@@ -37,8 +39,7 @@ class Rates:
         self._num_scheduled = 0
         self._scheduler: Any = None
         if isinstance(schedule, FunctionSchedule):
-            self._scheduler = schedule.build(self._stand_in, num_steps)
-            _check(self._scheduler, schedule.path, num_steps)
+            self._scheduler = _build(schedule, self._stand_in, num_steps)
 
     def set(self, step: int, global_batch: int) -> None:
         """Set the rates of `step`, which takes `global_batch` samples; steps must ascend."""
@@ -102,14 +103,30 @@ class _StandIn(torch.optim.Optimizer):
         """Do nothing."""
 
 
-def _check(scheduler: Any, path: str, num_steps: int) -> None:
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+def _build(schedule: FunctionSchedule, stand_in: _StandIn, num_steps: int) -> LRScheduler:
+    path = schedule.path
+    try:
+        scheduler = schedule.build(stand_in, num_steps)
+    except TypeError as error:
+        if _StandIn.__name__ not in str(error):  # it was not taken for a number
+            raise
+        raise SettingsError(
+            f"{path} must take an optimizer and return a torch learning-rate scheduler, but takes a number ({error}); "
+            f"{_FUNCTION_OF_STEP}"
+        ) from error
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise SettingsError(
             f"{path} must return a torch learning-rate scheduler that is stepped without a loss, but got "
-            f"{type(scheduler).__name__}; take one such as OneCycleLR, and for a plateau stop_after"
+            "ReduceLROnPlateau; take one such as OneCycleLR, and for a plateau stop_after"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise SettingsError(
+            f"{path} must take an optimizer and return a torch learning-rate scheduler, but got "
+            f"{type(scheduler).__name__}; take one such as OneCycleLR, or {_FUNCTION_OF_STEP}"
         )
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < num_steps - 1:
         raise SettingsError(
             f"total_steps of {path} must be at least the run's {num_steps} steps, but got {scheduler.total_steps}; "
             "leave it out, for the run's own number, or lower --num_steps"
         )
+    return scheduler

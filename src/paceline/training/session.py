@@ -250,6 +250,7 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
     training.step = document["step"]
+    training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm.group import Group
-from paceline.data import Batch, Interval, Splits
+from paceline.data import Batch, Interval, Source, Splits
 from paceline.data.datasets import SEEDING
 from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped
@@ -17,7 +17,7 @@ from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
-from paceline.training.evaluate import Evaluation
+from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.model import Model
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
@@ -50,8 +50,10 @@ class Training:
     """Number of samples used since this start."""
     end_reason: str = ""
     """Reason for which this worker wants the training to end early; the others may not know it yet."""
-    evaluation: tuple[int, Evaluation] | None = None
-    """Step of the latest evaluation, and its result."""
+    evaluation: Evaluation | None = None
+    """Latest evaluation since this start."""
+    evaluated_step: int = 0
+    """Step of the latest evaluation, or that of the resume if none was due there any more."""
     about_initial: str = ""
     """What is to be told about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
@@ -63,6 +65,8 @@ def start_training(
 ) -> tuple[Training, Checkpoint | None]:
     """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory` or None."""
     splits = run.open_data()
+    if isinstance(splits.held_out, Source):
+        check_samples(len(splits.held_out))
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
