@@ -174,6 +174,19 @@ def imported_by(statement):
     return set(done.stdout.split())
 
 
+@pytest.mark.parametrize("package", ["comm", "compression", "optim", "parallel", "replica", "schedules", "sync"])
+def test_errors_of_the_library_name_options_of_the_command_line_in_brackets_only(package):
+    """Whoever has a loop of his own reads of arguments, `clip_norm=None (--clip_norm none)`."""
+    found = []
+    for path in (ROOT / "src" / "paceline" / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise | ast.Assign):
+                texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                words = re.sub(r"\([^()]*\)", "", "".join(text for text in texts if isinstance(text, str)))
+                found += [f"{path.name}: {option}" for option in re.findall(r"--\w+\S*|layout\.\w+ \d", words)]
+    assert found == []
+
+
 def test_importing_the_package_imports_nothing_heavy():
     assert not imported_by("import paceline") & {"torch", "numpy", "pydantic", "typer", "rich"}
 

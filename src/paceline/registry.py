@@ -46,6 +46,11 @@ class Settings(BaseModel):
             raise unknown_name(f"a field of {cls.__name__}", str(unknown[0]), cls.model_fields)
         return value
 
+    @classmethod
+    def derive_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that follow from the values of other fields, by field; none here."""
+        return {}
+
 
 class Family(Settings):
     """A settings class whose variants are told apart by their registered name.

@@ -77,6 +77,49 @@ def test_what_is_tied_here_must_not_differ_there():
         load_weights(make_module(), Weights.of_tensors("here", state))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_not_a_number_is_told(tied):
+    """And not as tied weights that differ, since NaN differs from itself."""
+    state = make_module(seed=1).state_dict()
+    for name in ("embedding.weight", "head.weight") if tied else ("block.weight",):
+        state[name] = torch.full_like(state[name], torch.nan)
+    names = r"embedding\.weight and head\.weight" if tied else r"block\.weight"
+    with pytest.raises(CheckpointError, match=f"weights must be numbers, but {names} in here have NaN"):
+        load_weights(make_module(), Weights.of_tensors("here", state))
+
+
+def test_weights_of_another_kind_of_type_do_not_fit():
+    """Another precision does; integers are another thing, quantised for instance."""
+    module, before = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    state = {name: tensor + 3 for name, tensor in before.state_dict().items()}
+    integers = Weights.of_tensors("here", state | {"weight": state["weight"].to(torch.int64)})
+    told = r"of another type: weight torch\.int64 instead of torch\.float32"
+    with pytest.raises(CheckpointError, match=told):
+        load_weights(module, integers)
+    assert re.fullmatch(told, load_weights(module, integers, strict=False))
+    assert module.weight.tolist() == [1.0, 1.0]
+    with pytest.raises(CheckpointError, match=r"num_batches_tracked torch\.float32 instead of torch\.int64"):
+        load_weights(module, Weights.of_tensors("here", {name: tensor.float() for name, tensor in state.items()}))
+    assert not load_weights(module, Weights.of_tensors("here", state | {"weight": state["weight"].half()}))
+    assert module.weight.tolist() == [4.0, 4.0]
+
+
+def test_the_prefix_of_a_wrapper_is_left_out_where_all_names_have_it_and_the_model_has_not():
+    names = make_module().state_dict().keys()
+    wrapped = Weights.of_tensors(
+        "here", {f"_orig_mod.module.{name}": tensor for name, tensor in make_module(seed=1).state_dict().items()}
+    )
+    module, found = make_module(), wrapped.without_wrapper(names)
+    assert found.prefix == "_orig_mod.module."
+    assert not load_weights(module, found)
+    assert same(module, make_module(seed=1))
+    assert wrapped.without_wrapper([f"_orig_mod.{name}" for name in names]).prefix == ""
+    assert (
+        Weights.of_tensors("here", {"module.a": torch.ones(1), "b": torch.ones(1)}).without_wrapper(names).prefix == ""
+    )
+    assert Weights.of_tensors("here", {}).without_wrapper(names).prefix == ""
+
+
 def test_weights_of_another_model_are_refused_even_where_not_all_must_fit():
     with torch.device("meta"):
         module = Tied()

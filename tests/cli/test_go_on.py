@@ -152,3 +152,8 @@ def test_under_torchrun_too(here):
         assert len(select_here(RunStarted)) == num_starts
     assert select_here(RunStarted)[-1].event.start_step == 2
     assert len(select_here(RunFinished)) == 2
+    before = RunFile.load(here / "run")
+    options = {"directory": str(here), "arguments": make_command(num_steps=6, **{"model.width": 32})}
+    results = run_processes(2, be_a_worker_of_torchrun, options)
+    assert results[0].value[0] == 2, results[0].output
+    assert RunFile.load(here / "run") == before, "what was refused is taken back"

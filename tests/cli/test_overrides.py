@@ -1,8 +1,10 @@
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,8 +68,13 @@ def test_what_is_no_option_is_refused_as_it_was_written(word):
 
 @pytest.mark.parametrize("arguments", [["--num_steps"], ["--seed", "1", "--num-steps"], ["--num_steps", "--seed", "1"]])
 def test_an_option_without_a_value_is_told_by_its_name(arguments):
-    with pytest.raises(SettingsError, match=r"--num.steps must have a value"):
-        parse_pairs(arguments)
+    assert "--num_steps must have a value, but none follows" in refuse(*arguments)
+
+
+def test_an_unknown_option_is_told_as_unknown_whether_or_not_it_has_a_value():
+    assert refuse("--learning_rte").endswith("did you mean --optimizer.learning_rate?")
+    assert refuse("--seed", "1", "--nonsense").startswith("--nonsense must be the path of a setting, but there is none")
+    assert "--optimizer.momentum must have a value" in refuse("--optimizer.momentum", "--optimizer", "sgd")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,7 @@ def test_the_last_of_two_values_counts():
         (["--learning-rte", "1"], "--optimizer.learning_rate"),
         (["--wd", "1"], "--optimizer.weight_decay"),
         (["--momentum", "1", "--optimizer", "sgd"], "--optimizer.momentum"),
+        (["--optimizer", "torch.optim:SGD", "--momentum", "0.9"], "--optimizer.arguments.momentum"),
         (["--period", "2", "--sync=diloco"], "--sync.period"),
         (["--bs", "8"], "--global_batch"),
         (["--batch-size", "8"], "--global_batch"),
@@ -162,6 +170,13 @@ def test_the_last_of_two_values_counts():
 )
 def test_an_unknown_setting_is_told_with_the_path_that_is_meant(arguments, meant):
     assert refuse(*arguments).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("option", ["--momentum", "--optimizer.momentum"])
+def test_a_setting_of_other_variants_is_told_with_those(option):
+    assert re.search(
+        r"; did you mean --optimizer\.momentum, of --optimizer (\w+, )*sgd\b[^-]*\?$", refuse(option, "0.9")
+    )
 
 
 def test_every_other_name_leads_to_a_setting():
@@ -299,6 +314,12 @@ def test_help_is_given_beside_overrides():
     assert "--workers" in result.output
 
 
+def test_an_override_without_a_value_takes_no_option_for_one():
+    seen = parse_line("mine.py", "--nonsense", "--out", "here", "--workers", "4")
+    assert (seen["recipe"], seen["out"], seen["workers"]) == ("mine.py", "here", 4)
+    assert [path for path, _ in seen["overrides"]] == ["nonsense"]
+
+
 def test_an_argument_too_many_is_refused():
     assert "unexpected extra argument" in parse_line("mine.py", "yours.py", "--seed", "1").output
 
@@ -338,3 +359,40 @@ def test_every_value_can_be_given(integer, number, text, flag, numbers, table):
     written = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
     found = apply_overrides(Everything(), written)
     assert {name: getattr(found, name) for name in values} == values
+
+
+OWN = ["--optimizer", "torch.optim:SGD"]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "clip_norm", "schedule"),
+    [
+        ({}, OWN, None, Constant()),
+        ({"optimizer": torch.optim.SGD}, ["--optimizer", "adamw"], 1.0, Cosine(warmup_steps=20)),
+        (
+            {"optimizer": torch.optim.SGD},
+            ["--optimizer", "torch.optim:Adam", "--optimizer.arguments.lr", "1"],
+            None,
+            Constant(),
+        ),
+        ({"clip_norm": 1.0}, OWN, 1.0, Constant()),
+        ({"schedule": Cosine(warmup_steps=20)}, OWN, None, Cosine(warmup_steps=20)),
+        ({"optimizer": torch.optim.SGD, "clip_norm": None}, ["--optimizer", "sgd"], None, Cosine(warmup_steps=20)),
+        ({}, ["--clip_norm", "1", *OWN], 1.0, Constant()),
+        ({}, [*OWN, "--schedule", "cosine", "--schedule.warmup_steps", "3"], None, Cosine(warmup_steps=3)),
+        ({}, ["--schedule.warmup_steps", "3", *OWN], None, Constant(warmup_steps=3)),
+        ({"optimizer": torch.optim.SGD}, ["--schedule.warmup_steps", "3"], None, Constant(warmup_steps=3)),
+        ({}, ["--optimizer", "sgd"], 1.0, Cosine(warmup_steps=20)),
+    ],
+)
+def test_defaults_follow_the_optimizer_that_counts_and_what_was_given_stays(given, arguments, clip_norm, schedule):
+    """In the run or on the command line, in any order, and whether or not other overrides come before or after."""
+    run = Run.model_validate(make_run().model_dump(exclude_unset=True) | given)
+    for changed in (
+        apply_overrides(run, parse_pairs(arguments)),
+        apply_overrides(apply_overrides(run, [("seed", "1")]), parse_pairs(arguments)),
+        apply_overrides(apply_overrides(run, parse_pairs(arguments)), [("seed", "1")]),
+    ):
+        assert (changed.clip_norm, changed.schedule) == (clip_norm, schedule)
+    begun = Run.model_validate(run.model_dump(mode="json"))
+    assert (begun.clip_norm, begun.schedule) == (run.clip_norm, run.schedule)

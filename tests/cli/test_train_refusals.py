@@ -247,6 +247,9 @@ def test_a_full_or_read_only_disk_is_a_clear_error_and_keeps_what_there_is(here,
         advice = "could not be written: Read-only file system; make the directory writable, or choose another"
         assert f"report.png {advice}" in fail_on_disk(run_here, "report", disk / "run")
         assert f".lock {advice}" in fail_on_disk(run_here, "train", "--resume", disk / "run")
+        assert f"{disk / 'other'} {advice}" in fail_on_disk(
+            run_here, "train", "transformer_lm", "--out", disk / "other", *TINY
+        )
         (here / "runs").symlink_to(disk)
         assert f"runs/transformer_lm-1 {advice}" in fail_on_disk(run_here, "train", "transformer_lm", *TINY)
     finally:

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -60,6 +61,20 @@ def test_a_rank_that_only_lost_its_peers_is_not_put_before_the_one_that_is_late(
     parts = mine.describe_others(4).split("; ")
     assert parts[0].startswith("rank 2 "), parts
     assert "lost its peers too" in parts[1]
+
+
+def test_who_comes_late_repeats_what_those_that_gave_up_said(open_board):
+    """Or its own line, the last of all, would name innocents."""
+    late, victim, witness = open_board(2, 3), open_board(0, 3), open_board(1, 3)
+    victim.close("CommunicationError: operation 4 on rank 0 lost its peers")
+    verdict = (
+        "operation 4 'sum' on rank 1 must finish within 1 s, but did not: rank 2 (host a, pid 3) is alive but behind"
+    )
+    witness.close(f"PeerTimeoutError: {verdict}")
+    first, second = late.describe_others(5).split("; ")
+    assert re.fullmatch(rf"rank 1 \(host \S+, pid \d+\) gave up: {re.escape(verdict)}", first)
+    assert second.startswith("rank 0 ")
+    assert "lost its peers too" in second
 
 
 def test_waiting_is_told_with_its_operation(open_board):

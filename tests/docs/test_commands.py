@@ -9,6 +9,7 @@ import pytest
 from pages import ROOT, list_blocks, list_commands
 
 from paceline.cli import bench, compare, reproduce
+from paceline.cli.main import app
 from paceline.cli.overrides import apply_overrides, parse_pairs
 from paceline.cli.prepare import make_run
 
@@ -190,6 +191,12 @@ def launch(directory, *command: object) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_page_of_the_command_line_has_each_command():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    commands = [one.name or one.callback.__name__ for one in app.registered_commands]
+    assert re.findall(r"```\{command-help\} (\w+)", page) == commands
 
 
 @pytest.mark.timeout(180)

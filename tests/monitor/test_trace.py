@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from story import make_bucket, make_record, make_start, make_step, make_timed_step, make_times
 
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, StorageError
 from paceline.monitor import EventError, Record, export_trace, to_json
 from paceline.monitor.timeline import find_timed_steps
 from paceline.monitor.trace import make_trace
@@ -168,7 +168,7 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"a trace must go to a new file, but .*trace\.json exists; choose another"):
         export_trace(tmp_path, out)
     assert out.read_text() == "mine"
-    with pytest.raises(SettingsError, match=r"a file that can be written, but got .*absent"):
+    with pytest.raises(SettingsError, match=r"a file in a directory that exists, but got .*absent"):
         export_trace(tmp_path, tmp_path / "absent" / "trace.json")
 
 
@@ -180,7 +180,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write_half)
-    with pytest.raises(SettingsError, match=r"trace\.json: No space left on device"):
+    with pytest.raises(StorageError, match=r"trace\.json could not be written: No space left on device"):
         export_trace(tmp_path, tmp_path / "trace.json")
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 

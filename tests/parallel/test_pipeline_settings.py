@@ -266,7 +266,7 @@ def test_what_gathers_stages_must_find_their_parameters_in_modules_of_one_stage(
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     check(layers, two_stages, torch.randn(3, 2))
     check(nn.Sequential(nn.ReLU(), *layers), two_stages, torch.randn(3, 2))
-    with pytest.raises(SettingsError, match=r"position is of no module of its stage; take --layout\.zero_stage 1"):
+    with pytest.raises(SettingsError, match=r"position is of no module of its stage; take Layout\(zero_stage=1\)"):
         check(TiedModel(), PipelineSettings(), tokens)
     layers[3].weight = layers[0].weight
     check(layers, PipelineSettings(), torch.randn(3, 2))

@@ -55,6 +55,17 @@ def results_of_run(directory, changes, num_workers):
     return results_of(directory)
 
 
+@pytest.mark.parametrize(("global_batch", "is_told"), [(8, True), (5, False)])
+def test_the_batch_size_of_a_data_loader_is_not_a_runs_and_that_is_told(tmp_path, global_batch, is_told):
+    train_here(make_run(data=mine.make_loaders, collate_fn=None, global_batch=global_batch, num_steps=1), tmp_path)
+    assert read(tmp_path, mine.StepFinished)[0].event.num_samples == global_batch
+    told = [record.event.message for record in read(tmp_path, Warned)]
+    beginning = (
+        "the DataLoader's batch_size of 5 is not used: a step takes the run's global_batch of 8, over all workers"
+    )
+    assert [message.startswith(beginning) for message in told if "batch_size" in message] == [True] * is_told
+
+
 def test_metrics_are_means_by_their_own_weights(tmp_path):
     train_here(make_run(), tmp_path, 2)
     held_out = [mine.Sentences(7, seed=1)[index] for index in range(7)]

@@ -7,13 +7,14 @@ import torch
 
 from paceline.checkpoint.weights import open_weights
 from paceline.cli.overrides import apply_overrides
-from paceline.cli.prepare import prepare_new
-from paceline.errors import CheckpointError
+from paceline.cli.prepare import prepare_new, prepare_resumed
+from paceline.errors import CheckpointError, SettingsError
 from paceline.exporting import export
 from paceline.monitor.events import Warned
 from paceline.optim import SGD
 from paceline.training import Run
 from paceline.training.initial import InitialWeights
+from paceline.training.run import RunFile
 from plain_functions import build_deeper, build_linear, losses_of, make_points_run, parameters_of, read, train_here
 
 RECIPE = "plain_functions:make_points_run"
@@ -25,7 +26,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     train_here(make_points_run(num_steps=3), folder / "run", recipe=RECIPE)
     export(folder / "run", folder / "model.safetensors")
-    torch.save({f"_orig_mod.{name}": t for name, t in build_linear().state_dict().items()}, folder / "foreign.pt")
+    torch.save({f"module.{name}": t for name, t in build_linear().state_dict().items()}, folder / "foreign.pt")
     return folder
 
 
@@ -78,6 +79,30 @@ def test_what_does_not_fit_may_be_left_new(trained, tmp_path):
     assert message == "initial weights do not fit the model in all, the rest is new; missing: 3.weight, 3.bias"
     expected = open_weights(trained / "run")
     assert torch.allclose(parameters_of(tmp_path)["model/0.weight"], expected.read("0.weight"), rtol=1e-12)
+
+
+def test_a_state_dict_of_ddp_is_taken_and_told(trained, tmp_path):
+    initial = InitialWeights(path=str(trained / "foreign.pt"))
+    initial.check(build_linear())
+    train_here(make_still(initial=initial), tmp_path)
+    [message] = [record.event.message for record in read(tmp_path, Warned) if "initial" in record.event.message]
+    assert message == "initial weights are taken without the prefix module. of their names"
+    expected = torch.load(trained / "foreign.pt")["module.0.weight"]
+    assert torch.allclose(parameters_of(tmp_path)["model/0.weight"], expected, rtol=1e-12)
+
+
+def test_a_run_that_goes_on_refuses_other_weights(trained, tmp_path, monkeypatch):
+    """It would not use them. Those that it began with, or none, are no change."""
+    run = make_points_run(num_steps=2)
+    train_here(run, tmp_path, recipe=RECIPE)
+    RunFile(recipe=RECIPE, num_workers=1, run=run.model_dump(mode="json")).save(tmp_path)
+    more = [("num_steps", "3")]
+    with pytest.raises(SettingsError, match=r"must go on with its own weights, but got --initial .*model\.safetensors"):
+        prepare_resumed(tmp_path, None, [*more, ("initial", str(trained / "model.safetensors"))])
+    assert prepare_resumed(tmp_path, None, [*more, ("initial", "none")])[1].run["num_steps"] == 3
+    shutil.rmtree(tmp_path / "checkpoints")
+    changed = prepare_resumed(tmp_path, None, [("initial", str(trained / "model.safetensors"))])[1]
+    assert changed.run["initial"]["path"] == str(trained / "model.safetensors"), "nothing is trained yet"
 
 
 def test_they_are_settings_of_the_command_line(trained, monkeypatch):

@@ -8,9 +8,9 @@ A file of safetensors has each tensor once, under its first name, with its other
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,6 +28,8 @@ from paceline.errors import CheckpointError, SettingsError, storing
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 _INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 5
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that torch's DistributedDataParallel and compiler give to names."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,22 @@ class Weights:
     """First names of tied tensors, by their other names."""
     averaged: bool = False
     """Whether parameters are moving averages."""
+    prefix: str = ""
+    """Prefix that names have on disk, and not here."""
+
+    def without_wrapper(self, names: Collection[str]) -> "Weights":
+        """Return the weights without a wrapper's prefix that all of them have, for a model with tensors `names`."""
+        for prefix in _WRAPPERS:
+            is_wrapped = bool(self.specs) and all(name.startswith(prefix) for name in self.specs)
+            if is_wrapped and not any(name.startswith(prefix) for name in names):
+                return replace(
+                    self,
+                    specs={name.removeprefix(prefix): spec for name, spec in self.specs.items()},
+                    ties={name.removeprefix(prefix): first.removeprefix(prefix) for name, first in self.ties.items()},
+                    read=lambda name, prefix=prefix: self.read(prefix + name),  # type: ignore[misc]
+                    prefix=self.prefix + prefix,
+                ).without_wrapper(names)
+        return self
 
     @classmethod
     def of_tensors(cls, place: str, tensors: Mapping[str, Tensor]) -> "Weights":
@@ -129,13 +147,19 @@ def load_weights(module: nn.Module, weights: Weights, *, strict: bool = True) ->
         strict: Whether all weights must fit; if one does not, nothing is copied.
 
     Raises:
-        CheckpointError: A weight does not fit and must, or none does, or tensors that are tied here differ there.
+        CheckpointError: A weight does not fit and must, or none does, tensors that are tied here differ there, or a
+            parameter is not a number.
     """
     misfits = find_misfits(module, weights, strict=strict)
     for names in _list_tensors(module).values():
         target = names[0][1]
-        sources = [name for name, _ in names if name in weights.specs and weights.specs[name].shape == target.shape]
-        read = [weights.read(name) for name in sources]
+        sources = [name for name, _ in names if name in weights.specs and _fits(weights.specs[name], target)]
+        read = [weights.read(name).to(target.dtype) for name in sources]
+        if isinstance(target, nn.Parameter) and any(tensor.isnan().any() for tensor in read):
+            raise CheckpointError(
+                f"weights must be numbers, but {' and '.join(sources)} in {weights.place} have NaN; give weights of a "
+                "training that did not diverge"
+            )
         if any(not torch.equal(read[0], other) for other in read[1:]):
             raise CheckpointError(
                 f"weights that are tied in the model must be the same, but {' and '.join(sources)} differ in "
@@ -157,9 +181,19 @@ def find_misfits(module: nn.Module, weights: Weights, *, strict: bool = True) ->
         for name, tensor in known.items()
         if name in weights.specs and weights.specs[name].shape != tensor.shape
     ]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    mistyped = [
+        f"{name} {weights.specs[name].dtype} instead of {tensor.dtype}"
+        for name, tensor in known.items()
+        if name in weights.specs and _kind_of(weights.specs[name].dtype) != _kind_of(tensor.dtype)
+    ]
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": misshapen,
+        "of another type": mistyped,
+    }
     misfits = "; ".join(f"{kind}: {_shorten(found)}" for kind, found in kinds.items() if found)
-    is_nothing_left = len(missing) + len(misshapen) >= len(tensors) > 0
+    is_nothing_left = len(missing) + len({text.partition(" ")[0] for text in misshapen + mistyped}) >= len(tensors) > 0
     if misfits and (strict or is_nothing_left):
         advice = (
             "give weights of the same model"
@@ -171,6 +205,14 @@ def find_misfits(module: nn.Module, weights: Weights, *, strict: bool = True) ->
             f"some do not; {misfits}; {advice}"
         )
     return misfits
+
+
+def _fits(spec: TensorSpec, tensor: Tensor) -> bool:
+    return spec.shape == tensor.shape and _kind_of(spec.dtype) == _kind_of(tensor.dtype)
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def write_safetensors(path: Path, weights: Weights, about: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -62,11 +62,18 @@ _ALIASES = {
 """Settings by their names in other trainers; some names stand for two."""
 
 
+class _NoValue(str):
+    """The value of an option that was given none; whether there is such an option is known later."""
+
+
+_NO_VALUE = _NoValue()
+
+
 def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (dotted path, value) of each ``--path value`` or ``--path=value``.
+    """Return (dotted path, value) of each ``--path value`` or ``--path=value``, for `apply_overrides`.
 
     Raises:
-        SettingsError: An argument is no option, or has no value.
+        SettingsError: An argument is no option.
     """
     pairs = []
     waiting = list(arguments)
@@ -78,9 +85,7 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
             )
         path, separator, value = word[2:].partition("=")
         if not separator:
-            if not waiting or waiting[0].startswith("--"):
-                raise SettingsError(f"--{path} must have a value, but none follows; write --{path} VALUE")
-            value = waiting.pop(0)
+            value = _NO_VALUE if not waiting or waiting[0].startswith("--") else waiting.pop(0)
         pairs.append((path.replace("-", "_"), value))
     return pairs
 
@@ -88,24 +93,37 @@ def parse_pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
 def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
     """Return `settings` with each (dotted path, value) applied, and validated again.
 
-    The value of a field with variants is a variant's name; the variant's own fields follow after a dot.
+    The value of a field with variants is a variant's name; the variant's own fields follow after a dot. Fields that
+    neither `settings` nor an override was given keep their defaults, which may follow from other fields.
 
     Raises:
-        SettingsError: A field does not exist, or a value does not fit its type.
+        SettingsError: A field does not exist, or a value is missing or does not fit its type.
     """
-    document = settings.model_dump()
+    document, given = settings.model_dump(), set(settings.model_fields_set)
     # A variant is chosen before its fields are set, and before an unknown name is looked up among them, in whatever
     # order they were written.
     known = type(settings).model_fields
     for path, value in sorted(pairs, key=lambda pair: (pair[0].partition(".")[0] not in known, pair[0].count("."))):
         try:
+            if value is _NO_VALUE:
+                _refuse_no_value(path, _list_paths(type(settings), document))
             _set(type(settings), document, path.split("."), path, value)
         except KeyError:
-            raise _unknown(path, list(_list_paths(type(settings), document))) from None
+            raise _unknown(path, type(settings), document) from None
+        given.add(path.partition(".")[0])
+        if "." not in path:  # fields of variants come later, and are those of the variants that will be there
+            derived = type(settings).derive_defaults(document)
+            document |= {name: _to_document(default) for name, default in derived.items() if name not in given}
     try:
-        return type(settings).model_validate(document)
+        return type(settings).model_validate({name: value for name, value in document.items() if name in given})
     except ValidationError as error:
         raise SettingsError(explain(error)) from error
+
+
+def _refuse_no_value(path: str, known: Iterable[str]) -> NoReturn:
+    if path not in known:
+        raise KeyError(path)
+    raise SettingsError(f"--{path} must have a value, but none follows; write --{path} VALUE")
 
 
 def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: str, value: str) -> None:
@@ -118,10 +136,10 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
     field = cls.model_fields[name]
     if not rest:
         parsed = _parse(field, path, value, document.get(name))
-        document[name] = parsed.model_dump() if isinstance(parsed, Settings) else parsed
+        document[name] = _to_document(parsed)
         return
     default = field.get_default(call_default_factory=True, validated_data={})
-    child = document.setdefault(name, default.model_dump() if isinstance(default, Settings) else default)
+    child = document.setdefault(name, _to_document(default))
     child_class = settings_class(field)
     if child_class is not None and isinstance(child, dict):
         if issubclass(child_class, Family):
@@ -133,6 +151,10 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         document[name] = {**child, rest[0]: given}
     else:
         raise SettingsError(f"--{path} must name a field, but {name} has no fields of its own; give --{name} a value")
+
+
+def _to_document(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Settings) else value
 
 
 def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -151,22 +173,37 @@ def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = 
                 yield from (f"{prefix}{name}.arguments.{key}" for key in chosen(**child).list_arguments())
 
 
-def _unknown(path: str, known: Sequence[str]) -> UnknownNameError:
+def _unknown(path: str, cls: type[Settings], document: Mapping[str, Any]) -> UnknownNameError:
     """Return the error for an unknown path, with the paths that may be meant."""
+    known = list(_list_paths(cls, document))
     parent, _, name = path.rpartition(".")
     by_name: dict[str, list[str]] = {}
     for one in known:
         by_name.setdefault(one.rpartition(".")[2], []).append(one)
-    names = [wanted for wanted in (name, *_ALIASES.get(name, "").split()) if wanted in by_name]
-    names = names or difflib.get_close_matches(name, by_name, n=2, cutoff=0.7)
-    if names:
-        meant = dict.fromkeys(f"--{one}" for wanted in names for one in by_name[wanted])
-        hint = f"did you mean {' or '.join(meant)}?"
+    wanted = (name, *_ALIASES.get(name, "").split())
+    meant = [f"--{one}" for each in wanted for one in by_name.get(each, [])]
+    meant = meant or [text for each in wanted for text in _find_in_variants(cls, document, parent, each)]
+    if not meant:
+        close = difflib.get_close_matches(name, by_name, n=2, cutoff=0.7)
+        meant = [f"--{one}" for each in close for one in by_name[each]]
+    if meant:
+        hint = f"did you mean {' or '.join(dict.fromkeys(meant))}?"
     else:
         is_parent_known = any(one.startswith(f"{parent}.") for one in known)
         beside = [one for one in known if one.rpartition(".")[0] == (parent if is_parent_known else "")]
         hint = f"there are: {', '.join(f'--{one}' for one in beside)}"
     return UnknownNameError(f"--{path} must be the path of a setting, but there is none of that name; {hint}")
+
+
+def _find_in_variants(cls: type[Settings], document: Mapping[str, Any], parent: str, name: str) -> Iterator[str]:
+    """Yield the paths of a name, below `parent` if that is a field, in variants other than the chosen ones."""
+    fields = [parent] if parent in cls.model_fields else [field for field in cls.model_fields if document.get(field)]
+    for field in fields:
+        family = settings_class(cls.model_fields[field])
+        if family is not None and issubclass(family, Family):
+            variants = [one for one, variant in list_variants(family).items() if name in variant.model_fields]
+            if variants:
+                yield f"--{field}.{name}, of --{field} {', '.join(variants)}"
 
 
 def _parse(field: FieldInfo, path: str, value: str, present: Any) -> Any:

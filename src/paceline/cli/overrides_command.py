@@ -36,7 +36,10 @@ class OverridesCommand(TyperCommand):
             (overrides if is_override else mine).append(word)
             if not word.startswith("-"):
                 arguments.append(word)
-            if "=" not in word and word.startswith("--") and word not in flags and waiting:
+            has_value = "=" not in word and word.startswith("--") and word not in flags and bool(waiting)
+            if has_value and not (
+                is_override and waiting[0].startswith("--")
+            ):  # an override without value is told later
                 (overrides if is_override else mine).append(waiting.pop(0))
         ctx.meta.update(arguments=arguments, overrides=overrides)
         super().parse_args(ctx, mine)

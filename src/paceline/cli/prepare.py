@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from paceline.errors import MissingExtraError, SettingsError, StorageError, stor
 from paceline.launch.worker import load_run
 from paceline.memory import available_bytes, guess_device
 from paceline.memory.absent_group import AbsentGroup
-from paceline.monitor.events import MemoryEstimated, RunFinished
+from paceline.monitor.events import MemoryEstimated, RunFinished, RunStarted
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.recipes import RECIPES, find_recipe
@@ -117,8 +118,15 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
     """
     directory = directory.absolute()
     file = RunFile.load(directory)
-    run = apply_overrides(load_run(file), overrides)
+    begun = load_run(file)
+    run = apply_overrides(begun, overrides)
     workers = num_workers or file.num_workers
+    has_checkpoint = bool(CheckpointStore(directory / "checkpoints").list_checkpoints())
+    if run.initial not in (None, begun.initial) and has_checkpoint:
+        raise SettingsError(
+            f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
+            "which has a checkpoint; leave it out, or begin a new run in another --out"
+        )
     splits = check_workers(run, workers)
     needed = _check_memory(run, splits, workers)
     if reason := find_early_end(directory, run):
@@ -185,10 +193,21 @@ def _is_finished(directory: Path) -> bool:
     return log.is_file() and any(select(read_log(log), RunFinished))
 
 
-def take_back(directory: Path, file: RunFile) -> None:
-    """Restore the run's previous file, after settings of a resume have failed."""
-    if RunFile.load(directory) != file:
-        file.save(directory)
+@contextlib.contextmanager
+def taking_back(directory: Path | None) -> Iterator[None]:
+    """Inside, the run in `directory` is resumed, perhaps with other settings; if it does not start, they are undone."""
+    if directory is None:
+        yield
+        return
+    before, num_starts = RunFile.load(directory), _count_starts(directory)
+    yield
+    if _count_starts(directory) == num_starts and RunFile.load(directory) != before:
+        before.save(directory)
+
+
+def _count_starts(directory: Path) -> int:
+    log = directory / "events.jsonl"  # missing if the run was killed before its first event
+    return len(select(read_log(log), RunStarted)) if log.is_file() else 0
 
 
 def write_report(directory: Path) -> None:
@@ -218,12 +237,13 @@ def _make_directory(out: Path | None, recipe: str) -> Path:
             is_run = (directory / "run.json").is_file()
             advice = "choose another, or go on with the run there by --go_on" if is_run else "choose another"
             raise SettingsError(f"--out must be a new or empty directory, but {directory} is neither; {advice}")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(
-                f"--out must be a directory that can be made, but got {directory}: {error.strerror}"
-            ) from error
+        with storing(directory):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise SettingsError(
+                    f"--out must be a directory that can be made, but got {directory}: {error.strerror}; choose another"
+                ) from error
         return directory
     title = re.sub(r"\W+", "_", Path(recipe.rpartition(":")[0] or recipe).stem)
     number = 1

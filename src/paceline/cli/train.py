@@ -87,34 +87,29 @@ def _train_here(
 ) -> int:
     from paceline.checkpoint.durable import WriterLock
     from paceline.cli.go_on import check_begun, is_begun
-    from paceline.cli.prepare import prepare_new, prepare_resumed, take_back, write_report
+    from paceline.cli.prepare import prepare_new, prepare_resumed, taking_back, write_report
     from paceline.launch.local import launch
     from paceline.monitor.reader import last_traceback
-    from paceline.training.run import RunFile
 
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
-    before = None
     if go_on and recipe is not None and out is not None and is_begun(out):
         if not check_begun(recipe, workers, out, overrides):
             return ExitCode.FINISHED
         resume = out
-    if resume is not None:
-        before = RunFile.load(resume)
-        lock = WriterLock(resume.absolute())
-        lock.acquire()
-        num_starts = _count_starts(resume)
-        directory, file = prepare_resumed(resume, workers, overrides)
-    else:
-        assert recipe is not None
-        directory, file = prepare_new(recipe, workers, out, overrides)
-        lock = WriterLock(directory)
-        lock.acquire()
-    typer.echo(f"run: {directory}")
-    code = launch(directory, file.num_processes, max_restarts=max_restarts)
-    lock.release()
-    if before is not None and _count_starts(directory) == num_starts:
-        take_back(directory, before)
+    with taking_back(resume):
+        if resume is not None:
+            lock = WriterLock(resume.absolute())
+            lock.acquire()
+            directory, file = prepare_resumed(resume, workers, overrides)
+        else:
+            assert recipe is not None
+            directory, file = prepare_new(recipe, workers, out, overrides)
+            lock = WriterLock(directory)
+            lock.acquire()
+        typer.echo(f"run: {directory}")
+        code = launch(directory, file.num_processes, max_restarts=max_restarts)
+        lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:
         write_report(directory)
@@ -125,11 +120,3 @@ def _train_here(
             typer.echo(trace, err=True)
         typer.echo(f"what the workers printed: {directory / 'workers'}")
     return code
-
-
-def _count_starts(directory: Path) -> int:
-    from paceline.monitor.events import RunStarted
-    from paceline.monitor.reader import read_log, select
-
-    log = directory / "events.jsonl"  # missing if the run was killed before its first event
-    return len(select(read_log(log), RunStarted)) if log.is_file() else 0

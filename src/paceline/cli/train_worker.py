@@ -3,12 +3,12 @@
 import os
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from paceline.cli.go_on import check_begun, is_begun
 from paceline.cli.overrides import apply_overrides
-from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, write_report
+from paceline.cli.prepare import make_run, prepare_new, prepare_resumed, taking_back, write_report
 from paceline.comm import Group, join
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.errors import PacelineError, SettingsError
@@ -27,14 +27,21 @@ def train_as_worker(
     """
     # Every rank knows the recipe and its time-out before it knows the others.
     group = join(timeout_s=make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S)
-    agreed = _agree_run(group, lambda: _prepare(group, recipe, out, resume, overrides, go_on=go_on))
-    if agreed is None:
-        group.close()
-        return ExitCode.FINISHED
-    directory, file = agreed
     is_first = group.rank == 0
-    with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
-        code = work(directory, file, group, group.epoch)
+    with ExitStack() as resuming:
+
+        def prepare() -> tuple[Path, RunFile] | None:
+            begun = out if go_on and out is not None and is_begun(out) else resume
+            resuming.enter_context(taking_back(begun))
+            return _prepare(group, recipe, out, resume, overrides, go_on=go_on)
+
+        agreed = _agree_run(group, prepare)
+        if agreed is None:
+            group.close()
+            return ExitCode.FINISHED
+        directory, file = agreed
+        with LiveView().following(directory / "events.jsonl") if is_first else nullcontext():
+            code = work(directory, file, group, group.epoch)
     if is_first and code is ExitCode.FINISHED:
         write_report(directory)
     return code

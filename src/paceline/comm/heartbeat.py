@@ -138,15 +138,30 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
 def describe_ranks(heartbeats: Mapping[int, tuple[Heartbeat | None, Heartbeat | None]], sequence: int) -> str:
     """Return a description of where ranks are, those that hold up operation `sequence` first.
 
+    Where all only lost their peers, the first is one that ran out of time, with what it said: it names the rank that it
+    waited for, which may be the one that asks now.
+
     Args:
         heartbeats: An earlier and a later heartbeat of each rank, by its number in errors; None where there is none.
         sequence: Number of the operation.
     """
     lines = [(rank, *_describe(before, after, sequence)) for rank, (before, after) in heartbeats.items()]
-    return "; ".join(f"rank {rank} {text}" for rank, _, text in sorted(lines, key=lambda line: line[1]))
+    lines.sort(key=lambda line: line[1])
+    gave_up = {
+        rank: after for rank, (_, after) in heartbeats.items() if after and after.last_words.startswith(_TIMED_OUT)
+    }
+    if gave_up and lines[0][1] == _UNSUSPECTED:
+        first, after = next(iter(gave_up.items()))
+        said = after.last_words.removeprefix(f"{_TIMED_OUT}: ")
+        lines = [line for line in lines if line[0] != first]
+        lines.insert(0, (first, _UNSUSPECTED, f"(host {after.host}, pid {after.pid}) gave up: {said}"))
+    return "; ".join(f"rank {rank} {text}" for rank, _, text in lines)
 
 
-_LOST_PEERS = (CommunicationError.__name__, PeerTimeoutError.__name__)
+_TIMED_OUT = PeerTimeoutError.__name__
+_LOST_PEERS = (CommunicationError.__name__, _TIMED_OUT)
+_UNSUSPECTED = 3
+"""Urgency of a rank that is not the cause."""
 
 
 def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) -> tuple[int, str]:
@@ -156,7 +171,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
     place = f"(host {after.host}, pid {after.pid})"
     where = f"operation {after.begun} {after.begun_name!r}" if after.begun else "no operation"
     if after.last_words.startswith(_LOST_PEERS):
-        return 3, f"{place} lost its peers too, in {where}"
+        return _UNSUSPECTED, f"{place} lost its peers too, in {where}"
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"
     if before is not None and before.beat == after.beat:
@@ -164,4 +179,4 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
     if after.begun < sequence:
         doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"
         return 2, f"{place} is alive but behind: it has begun {where} and {doing}"
-    return 3, f"{place} is alive and has begun {where}"
+    return _UNSUSPECTED, f"{place} is alive and has begun {where}"

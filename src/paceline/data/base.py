@@ -104,6 +104,8 @@ class Splits:
     """Whether each epoch has its own random order; true by default, unless `train` is iterable."""
     num_processes: int = 0
     """Number of processes with which a worker reads, if the run asks for none."""
+    batch_size: int | None = None
+    """Batch size of the DataLoader that `train` came from; the run's global batch counts."""
 
 
 class Data(Family):

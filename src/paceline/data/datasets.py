@@ -66,7 +66,8 @@ class FunctionData(Function, Data):
         options: dict[str, Any] = {}
         if isinstance(train, DataLoader):
             parts = take_apart(train)
-            options = {"drop_last": parts.drop_last, "shuffle": parts.shuffle, "num_processes": parts.num_processes}
+            names = ("drop_last", "shuffle", "num_processes", "batch_size")
+            options = {name: getattr(parts, name) for name in names}
         return Splits(
             _open(train, collate_fn), _open(held_out, collate_fn) if held_out is not None else None, **options
         )

@@ -89,7 +89,7 @@ def plan(step: StepDescription, names: Sequence[str], budget_bytes: int) -> dict
         raise SettingsError(
             f"memory.recompute must be a budget of at least {full.peak_activation_bytes} bytes, which activations take "
             f"when all {len(names)} blocks are recomputed in full, but got {budget_bytes}; raise it, or "
-            "--num_micro_batches"
+            "num_micro_batches"
         )
     blocks = [
         Block(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.errors import SettingsError
+from paceline.errors import SettingsError, storing
 from paceline.monitor.events import BucketExchanged, EventError
 from paceline.monitor.formatting import printable
 from paceline.monitor.reader import read_log
@@ -33,7 +33,8 @@ def export_trace(run_dir: str | os.PathLike[str], out: str | os.PathLike[str]) -
     hosts' clocks, and steps that were undone by a restart are included.
 
     Raises:
-        SettingsError: `out` exists, or cannot be written.
+        SettingsError: `out` exists, or its directory does not.
+        StorageError: `out` cannot be written.
         EventError: `run_dir` holds no log, or no step was sampled.
     """
     steps = list(find_timed_steps(read_log(Path(run_dir) / "events.jsonl")))
@@ -181,18 +182,19 @@ def _tid(rank: int, thread: int) -> int:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    try:
-        path.touch(exist_ok=False)
+    with storing(path):
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise SettingsError(
+                f"a trace must go to a new file, but {path} exists; choose another, or remove it"
+            ) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SettingsError(
+                f"a trace must go to a file in a directory that exists, but got {path}: {error.strerror}; make it"
+            ) from error
         try:
             path.write_bytes(content)
         except BaseException:
             path.unlink()
             raise
-    except FileExistsError as error:
-        raise SettingsError(
-            f"a trace must go to a new file, but {path} exists; choose another, or remove it"
-        ) from error
-    except OSError as error:
-        raise SettingsError(
-            f"a trace must go to a file that can be written, but got {path}: {error.strerror}"
-        ) from error

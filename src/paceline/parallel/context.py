@@ -119,7 +119,7 @@ def check_attention(module: nn.Module, size: int) -> None:
         raise SettingsError(
             f"a module that looks at other tokens must use paceline.parallel.context.ContextParallelModule for "
             f"context({size}), but {what}; derive it from that and call self.context.attend, or set "
-            "layout.context 1"
+            "Layout(context=1) (--layout.context 1)"
         )
 
 
@@ -150,7 +150,7 @@ def split_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
     if tensor.dim() < 2:
         raise SettingsError(
             f"each tensor of a batch for context({size}) must have a token dim after the batch dim, but got the shape "
-            f"{tuple(tensor.shape)}; set layout.context 1"
+            f"{tuple(tensor.shape)}; set Layout(context=1) (--layout.context 1)"
         )
     check_length(tensor.shape[1], context=size)
     chunks = tensor.chunk(2 * size, dim=1)
@@ -166,7 +166,8 @@ def split_batch(data: Any, mesh: Mesh) -> Any:
     if len({tensor.shape[1:2] for tensor in list_tensors(data)}) > 1:
         raise SettingsError(
             f"each tensor of a batch for context({mesh.size('context')}) must have as many tokens in the dim after the "
-            f"batch dim, but got {describe(data)}; give what is no sequence another way, or set layout.context 1"
+            f"batch dim, but got {describe(data)}; give what is no sequence another way, or set "
+            "Layout(context=1) (--layout.context 1)"
         )
     return map_tensors(lambda tensor: split_sequences(tensor, mesh), data)
 

@@ -114,7 +114,7 @@ def _plan_by_types(module: nn.Module) -> dict[str, Style]:
         known_names = ", ".join(sorted(kind.__name__ for kind in _known_types)) or "none"
         raise SettingsError(
             f"a tensor plan must say how a {type(module).__name__} is split, since no module in it has a known type "
-            f'({known_names}); give one: --tensor_plan \'{{"layers.*.expand": "columns", ...}}\''
+            f'({known_names}); give tensor_plan={{"layers.*.expand": "columns", ...}} (--tensor_plan)'
         )
     return styles
 

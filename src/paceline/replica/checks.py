@@ -152,7 +152,7 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
         raise SettingsError(
             f"the optimizer must be SGD without momentum where the codec carries it, but got {type(optimizer).__name__}"
-            "; take --optimizer sgd --optimizer.momentum 0, or a codec without momentum"
+            "; take SGD(momentum=0) (--optimizer sgd --optimizer.momentum 0), or a codec without momentum"
         )
 
 

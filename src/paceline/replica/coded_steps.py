@@ -44,7 +44,8 @@ def choose_coding(
         return rule
     reason = ""
     if not layout.is_plain:
-        reason = "where ranks share a model; take --sync local_sgd --sync.period 1, which sends steps too"
+        steps_too = "LocalSGD(period=1) (--sync local_sgd --sync.period 1)"
+        reason = f"where ranks share a model; take {steps_too}, which sends steps too"
     elif precision == "fp16":
         reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
     elif landing != "update":

@@ -153,7 +153,7 @@ def check_landing(
         return
     reason = ""
     if clip_norm is not None:
-        reason = "where gradients are clipped, by the norm of all of them; give --clip_norm none"
+        reason = "where gradients are clipped, by the norm of all of them; give clip_norm=None (--clip_norm none)"
     elif precision == "fp16":
         reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
     elif not rule.keeps_replicas_equal:

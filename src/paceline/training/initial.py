@@ -42,11 +42,18 @@ class InitialWeights(Settings):
             CheckpointError: Weights do not fit; the message lists them.
             SettingsError: There are several models, or none of the requested averages.
         """
-        find_misfits(module, self._open(), strict=self.strict)
+        find_misfits(module, self._open(module), strict=self.strict)
 
     def load_into(self, module: nn.Module) -> str:
-        """Copy the weights into a module, and return a text that lists misfits; see `check`."""
-        return load_weights(module, self._open(), strict=self.strict)
+        """Copy the weights into a module, and return what to tell about them; empty if nothing. See `check`."""
+        weights = self._open(module)
+        misfits = load_weights(module, weights, strict=self.strict)
+        told = (
+            [f"initial weights are taken without the prefix {weights.prefix} of their names"] if weights.prefix else []
+        )
+        told += [f"initial weights do not fit the model in all, the rest is new; {misfits}"] if misfits else []
+        return ". ".join(told)
 
-    def _open(self) -> Weights:
-        return open_weights(Path(self.path), self.checkpoint, averaged=self.averaged)
+    def _open(self, module: nn.Module) -> Weights:
+        weights = open_weights(Path(self.path), self.checkpoint, averaged=self.averaged)
+        return weights.without_wrapper(module.state_dict().keys())

@@ -105,7 +105,7 @@ class NoiseMeter:
         if group.size * num_parts < 2:
             raise SettingsError(
                 "the gradient noise scale must be measured on a step of 2 parts or more, but got 1 worker and 1 "
-                "micro-batch; give --num_micro_batches 2, or more workers"
+                "micro-batch; give num_micro_batches=2 (--num_micro_batches 2), or more workers"
             )
         self._group, self._interval = group, interval
         self._parts: list[_Part] = []

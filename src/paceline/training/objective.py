@@ -98,7 +98,8 @@ class FunctionLoss(OnBatch, Objective):
             if not self.takes_model:
                 advice = (
                     "a model of the transformers library was not given the labels, so that its output.loss is None: "
-                    "compute the loss from output.logits and batch.targets, such as by --loss next_token"
+                    "compute the loss from output.logits and batch.targets, such as by "
+                    "loss next_token (--loss next_token)"
                 )
         raise SettingsError(
             f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "

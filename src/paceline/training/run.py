@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
@@ -24,7 +24,7 @@ from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.replica.checks import Precision, check_layout
 from paceline.replica.landing import Landing, check_landing
-from paceline.schedules import BatchSchedule, ConstantBatch, Cosine, LearningRate
+from paceline.schedules import BatchSchedule, Constant, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
 from paceline.training.best import part_measure
@@ -149,17 +149,26 @@ class Run(Settings):
             part_measure(measure)
         return measure
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _leave_own_optimizers_alone(cls, values: Any) -> Any:
-        """Train with an optimizer of the user's own as his loop would: clipped and scheduled only if he says so."""
-        given = values.get("optimizer") if isinstance(values, Mapping) else None
+    def _fill_in_defaults(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take the defaults that follow from other fields, and do not count them among the fields that were given."""
+        if not isinstance(value, Mapping):
+            return handler(value)
+        run = handler({**cls.derive_defaults(value), **value})
+        run.model_fields_set.intersection_update(value)
+        return run
+
+    @classmethod
+    def derive_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults by which an optimizer of the user's own trains as in his loop: not clipped, not scheduled."""
+        given = values.get("optimizer")
         is_path = isinstance(given, str) and ":" in given
         is_function = callable(given) and not (isinstance(given, type) and issubclass(given, Optimizer))
         is_named = isinstance(given, Mapping) and given.get("name") == "function"
         if is_path or is_function or is_named or isinstance(given, FunctionOptimizer):
-            return {"clip_norm": None, "schedule": "constant", **values}
-        return values
+            return {"clip_norm": None, "schedule": Constant()}
+        return {name: cls.model_fields[name].default for name in ("clip_norm", "schedule")}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -198,7 +207,7 @@ class Run(Settings):
         if self.num_epochs is not None and not isinstance(self.batch_schedule, ConstantBatch):
             raise ValueError(
                 f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
-                f"with {self.batch_schedule.name}; give --num_steps, and --num_epochs none"
+                f"with {self.batch_schedule.name}; give num_steps instead (--num_steps N --num_epochs none)"
             )
         if self.collate_fn is not None and not isinstance(self.data, FunctionData):
             raise ValueError(
@@ -267,7 +276,7 @@ class Run(Settings):
         if isinstance(source, IterableSource):
             raise SettingsError(
                 "num_steps must be given for an iterable data set, whose length schedules cannot know before its end, "
-                f"but got num_epochs={self.num_epochs}; give --num_steps, and --num_epochs none"
+                f"but got num_epochs={self.num_epochs}; give num_steps instead (--num_steps N --num_epochs none)"
             )
         drops = self.drop_last or splits.drop_last
         if drops and self.global_batch > len(source):

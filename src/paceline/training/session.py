@@ -273,10 +273,16 @@ def _log_start(session: Session) -> None:
     shapes = [parameter.shape for parameter in training.module.parameters() if parameter.requires_grad]
     for sentence in list_idle(training.run, training.num_steps, shapes, session.replica.shard.group.size):
         session.log_event(Warned(message=sentence))
-    if training.misfits:
+    batch_size = training.splits.batch_size
+    if batch_size not in (None, 1, training.run.global_batch):  # 1 is what a DataLoader has by itself
         session.log_event(
-            Warned(message=f"initial weights do not fit the model in all, the rest is new; {training.misfits}")
+            Warned(
+                message=f"the DataLoader's batch_size of {batch_size} is not used: a step takes the run's global_batch "
+                f"of {training.run.global_batch}, over all workers; give one of them the other's value"
+            )
         )
+    if training.about_initial:
+        session.log_event(Warned(message=training.about_initial))
     if training.splits.held_out is None:
         if training.best.is_used:
             raise SettingsError(

@@ -54,8 +54,8 @@ class Training:
     """Latest evaluation since this start."""
     evaluated_step: int = 0
     """Step of the latest evaluation, or that of the resume if none was due there any more."""
-    misfits: str = ""
-    """Initial weights that do not fit the model, on rank 0."""
+    about_initial: str = ""
+    """What is to be told about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
     """Whether the training has ended."""
 
@@ -71,9 +71,9 @@ def start_training(
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
     module = build_model(run, splits, group, model)
-    misfits = ""
+    about_initial = ""
     if run.initial is not None and group.rank == 0 and checkpoint is None:
-        misfits = run.initial.load_into(module)  # the others are sent what rank 0 has
+        about_initial = run.initial.load_into(module)  # the others are sent what rank 0 has
     num_parameters = count_parameters(module)
     module, optimizer = prepare(run, module, splits, group)
     training = Training(
@@ -89,7 +89,7 @@ def start_training(
         log,
         num_steps=run.count_steps(splits),
         best=BestSoFar(run.keep_best, run.stop_after),
-        misfits=misfits,
+        about_initial=about_initial,
     )
     return training, checkpoint
 

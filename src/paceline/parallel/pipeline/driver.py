@@ -173,7 +173,7 @@ class Pipeline:
                 names = ", ".join(layer.name for layer in self._layers_at(place))
                 raise SettingsError(
                     f"each rank of a pipeline must have parameters to train, but position {place} of {self.num_ranks} "
-                    f"has none in {names}; name other cuts with --pipeline.cuts, or take fewer ranks"
+                    f"has none in {names}; give the pipeline other cuts (--pipeline.cuts), or take fewer ranks"
                 )
         named = [*module.named_parameters(), *module.named_buffers()]
         places = {name: [i for i, tensors in enumerate(owned) if tensor in tensors] for name, tensor in named}
@@ -193,7 +193,7 @@ class Pipeline:
                     where = "two stages of a rank" if is_shared else "no module of its stage"
                     raise SettingsError(
                         f"a sharded parameter of a pipeline must be of one module, but {names[parameter]} is of "
-                        f"{where}; take --layout.zero_stage 1, or an order with one stage a rank"
+                        f"{where}; take Layout(zero_stage=1) (--layout.zero_stage 1), or an order with one stage a rank"
                     )
 
     def _forward(self) -> ForwardPass:

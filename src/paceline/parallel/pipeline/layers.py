@@ -57,9 +57,9 @@ def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[Pipelin
     else:
         children = ", ".join(name for name, _ in module.named_children())
         raise SettingsError(
-            f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; name its "
-            f"children in the order of execution with --pipeline.sequence (it has: {children}), or give it a "
-            "method `pipeline_layers`"
+            f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; give the "
+            f"pipeline a sequence (--pipeline.sequence) of its children as they are executed (it has: {children}), or "
+            "give the model a method `pipeline_layers`"
         )
     _check(module, layers)
     return layers

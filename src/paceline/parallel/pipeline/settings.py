@@ -78,7 +78,7 @@ class PipelineSettings(Settings):
         if num_stages > num_layers:
             raise SettingsError(
                 f"each stage must have a layer of the model, but {product} and the model has {num_layers} layers; take "
-                "fewer ranks or stages, or name finer layers with --pipeline.sequence"
+                "fewer ranks or stages, or give the pipeline a sequence (--pipeline.sequence) of finer layers"
             )
         if isinstance(self.cuts, tuple) and len(self.cuts) != num_stages - 1:
             raise SettingsError(
