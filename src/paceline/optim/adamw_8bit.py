@@ -1,15 +1,17 @@
 """AdamW with state in 8 bits (Dettmers et al. 2022)."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from paceline.optim.base import DecayRate, NamedOptimizer
-from paceline.optim.eight_bits import BLOCK_SIZE, Encoded
+from paceline.optim.eight_bits import BLOCK_SIZE, Encoded, values_by_code
 from paceline.optim.update_rule import UpdateRule, local, local_gradient
 from paceline.registry import register
 
@@ -57,7 +59,7 @@ class AdamW8bitRule(UpdateRule):
     """
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Update the parameters of a group, chunk by chunk."""
+        """Update the parameters of a group: on CPUs in one pass over memory, else chunk by chunk."""
         beta1, beta2 = group["betas"]
         for parameter in parameters:
             state = self.state[parameter]
@@ -68,17 +70,10 @@ class AdamW8bitRule(UpdateRule):
             state["step"] += 1
             step = float(state["step"])
             rate, correction = group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5
+            decay = 1 - group["lr"] * group["weight_decay"]
             flat_weights, flat_gradients = weights.flatten(), gradients.flatten()
-            for start, stop in _chunks(weights.numel()):
-                gradient = flat_gradients[start:stop].float()
-                first = _read(state, "exp_avg", start, stop).lerp_(gradient, 1 - beta1)
-                root = _read(state, "root", start, stop).square_().mul_(beta2)
-                root.addcmul_(gradient, gradient, value=1 - beta2).sqrt_()
-                weight = flat_weights[start:stop]
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_((rate * first / (root / correction + group["eps"])).to(weight.dtype))
-                _write(state, "exp_avg", start, first)
-                _write(state, "root", start, root)
+            take = _step_in_numba if "root_codes" in state and _suits_numba(weights, gradients) else _step_in_torch
+            take(flat_weights, flat_gradients, state, (beta1, beta2, rate, correction, group["eps"], decay))
             if not weights.is_contiguous():  # flattening has copied them
                 weights.copy_(flat_weights.view(weights.shape))
 
@@ -143,6 +138,33 @@ class AdamW8bitRule(UpdateRule):
                 )
             decoded[name] = moment
         return decoded
+
+
+def _suits_numba(weights: Tensor, gradients: Tensor) -> bool:
+    is_plain = weights.device.type == "cpu" and weights.dtype == gradients.dtype == torch.float32
+    return is_plain and not isinstance(weights, FakeTensor) and importlib.util.find_spec("numba") is not None
+
+
+def _step_in_numba(weights: Tensor, gradients: Tensor, state: Mapping[str, Any], numbers: tuple[float, ...]) -> None:
+    from paceline.optim.numba_adamw_8bit import step  # numba takes long to import
+
+    first, root = ((state[f"{name}_codes"], state[f"{name}_scales"]) for name in ("exp_avg", "root"))
+    tables = values_by_code(weights.device, is_signed=True), values_by_code(weights.device, is_signed=False)
+    step(weights.detach(), gradients.detach(), first, root, tables, numbers)
+
+
+def _step_in_torch(weights: Tensor, gradients: Tensor, state: Mapping[str, Any], numbers: tuple[float, ...]) -> None:
+    beta1, beta2, rate, correction, epsilon, decay = numbers
+    for start, stop in _chunks(weights.numel()):
+        gradient = gradients[start:stop].float()
+        first = _read(state, "exp_avg", start, stop).lerp_(gradient, 1 - beta1)
+        root = _read(state, "root", start, stop).square_().mul_(beta2)
+        root.addcmul_(gradient, gradient, value=1 - beta2).sqrt_()
+        weight = weights[start:stop]
+        weight.mul_(decay)
+        weight.sub_((rate * first / (root / correction + epsilon)).to(weight.dtype))
+        _write(state, "exp_avg", start, first)
+        _write(state, "root", start, root)
 
 
 def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:

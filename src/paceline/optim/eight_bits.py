@@ -62,6 +62,11 @@ class Encoded:
         return (quotients * self.scales[:, None]).flatten()[: len(self.codes)]
 
 
+def values_by_code(device: torch.device, *, is_signed: bool) -> Tensor:
+    """Return the values of the codes, ascending: float32, shape ``(num_codes,)``."""
+    return _tables(device, is_signed)[0]
+
+
 def _pad(values: Tensor) -> Tensor:
     """Return flat values as rows of one block each, the last one padded with 0."""
     missing = -len(values) % BLOCK_SIZE
