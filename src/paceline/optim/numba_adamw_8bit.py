@@ -41,10 +41,27 @@ def step(
         tables: Values by code, ascending, of signed and of unsigned numbers.
         numbers: beta1, beta2, rate, correction, epsilon and the factor that decays weights.
     """
-    signed, unsigned = (table.numpy() for table in tables)
-    moments = [tensor.numpy() for tensor in (*first, *root)]
-    lookups = signed, _number_cells(tables[0]), unsigned, _number_cells(tables[1])
-    _step(weights.numpy(), gradient.numpy(), *moments, *lookups, *(np.float32(number) for number in numbers))
+    (first_codes, first_scales), (root_codes, root_scales) = first, root
+    signed, unsigned = tables
+    beta1, beta2, rate, correction, epsilon, decay = map(np.float32, numbers)
+    _step(
+        weights.numpy(),
+        gradient.numpy(),
+        first_codes.numpy(),
+        first_scales.numpy(),
+        root_codes.numpy(),
+        root_scales.numpy(),
+        signed.numpy(),
+        _number_cells(signed),
+        unsigned.numpy(),
+        _number_cells(unsigned),
+        beta1,
+        beta2,
+        rate,
+        correction,
+        epsilon,
+        decay,
+    )
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Training:
     evaluated_step: int = 0
     """Step of the latest evaluation, or that of the resume if none was due there any more."""
     about_initial: str = ""
-    """What is to be told about the initial weights, on rank 0, such as those that do not fit."""
+    """Message about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
     """Whether the training has ended."""
 
