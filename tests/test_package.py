@@ -75,8 +75,8 @@ PUBLIC = {
     "Source Spec Splits Text apportion derive_seed",
     "parallel": "ContextParallelModule HasPipelineLayers Mesh ModelShard ORDERS Pipeline PipelineLayer "
     "PipelineSettings STYLES Style TiedHead parallelize register_styles",
-    "programs": "Algorithm Collective Direct DoubleTree HalvingDoubling Hierarchical Naive Program RecursiveDoubling Ring Round Torus "
-    "chunk_bounds find_algorithm list_algorithms",
+    "programs": "Algorithm Collective Direct DoubleTree HalvingDoubling Hierarchical Naive Program RecursiveDoubling "
+    "Ring Round Torus chunk_bounds find_algorithm list_algorithms",
     "replica": "Loss Replica StepResult UnusedParametersWarning full_state_dict load_latest save",
     "sync": "ADPSGD ASGD AdaptiveLocalSGD AdaptiveMixing ChocoSGD DPSGD DiLoCo EASGD EveryStep HierarchicalLocalSGD "
     "LocalSGD ParameterServer PostLocalSGD PushSum Rule SSP Scaffold StreamingDiLoCo Traffic",
