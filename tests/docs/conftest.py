@@ -28,12 +28,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     places = (str(tmp_path), str(ROOT / "examples"))
     files = {name: str(getattr(sys.modules[name], "__file__", None)) for name in set(sys.modules) - modules}
-    pages = {name for name, file in files.items() if file.startswith(places)}
-    for known in registry._VARIANTS.values():
-        for variant in [key for key, kind in known.items() if kind.__module__ in pages]:
-            del known[variant]
-    for name in pages:
+    for name in [name for name, file in files.items() if file.startswith(places)]:
         del sys.modules[name]
+    left = {name for name in sys.modules if name != "__main__"}  # where a page's script ran
+    for known in registry._VARIANTS.values():
+        for variant in [key for key, kind in known.items() if kind.__module__ not in left]:
+            del known[variant]
 
 
 @pytest.fixture(scope="session")

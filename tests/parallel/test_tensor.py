@@ -317,7 +317,7 @@ def test_unknown_types_need_a_plan() -> None:
     message = refuse(nn.Sequential(nn.Linear(4, 4)), 2)
     assert "must say how a Sequential is split" in message
     assert "Attention" in message
-    assert '--tensor_plan \'{"layers.*.expand": "columns", ...}\'' in message
+    assert 'give tensor_plan={"layers.*.expand": "columns", ...} (--tensor_plan)' in message
 
 
 def test_one_rank_changes_nothing() -> None:
