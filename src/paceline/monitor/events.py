@@ -318,6 +318,14 @@ class StalenessMeasured(Event):
     """Number of pushes that came too late to count."""
 
 
+@_event("consensus_measured")
+class ConsensusMeasured(Event):
+    """Distance of workers from what is evaluated and saved, where a rule lets their parameters differ."""
+
+    distance: Float
+    """Root mean square over workers of the distance of their parameters from the consensus, to the consensus's norm."""
+
+
 @_event("evaluated")
 class Evaluated(Event):
     """The model was evaluated on the held-out data."""

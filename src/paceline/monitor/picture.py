@@ -45,9 +45,12 @@ def _write_title(figure: "Figure", summary: RunSummary, palette: Palette) -> Non
 
 
 def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: float) -> None:
+    titles = ["loss", "learning rate", "samples per second", "communication, share of a step"]
+    titles += ["workers' distance from their mean"] * bool(summary.distances)
+    num_columns = len(titles) - 1
     grid = figure.add_gridspec(
         2,
-        3,
+        num_columns,
         height_ratios=(1.75, 1),
         left=0.055,
         right=0.985,
@@ -56,8 +59,7 @@ def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: f
         hspace=0.42,
         wspace=0.22,
     )
-    axes = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, column]) for column in range(3))]
-    titles = ("loss", "learning rate", "samples per second", "communication, share of a step")
+    axes = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, column]) for column in range(num_columns))]
     for one, title in zip(axes, titles, strict=True):
         dress(one, title, palette)
         _count_steps(one, palette)
@@ -67,6 +69,12 @@ def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: f
         _draw_learning_rate(axes[1], steps, summary, palette)
         _draw_speed(axes[2], steps, summary, palette)
         _draw_time(axes[3], steps, summary, palette)
+    if summary.distances:
+        apart = as_floats([record.event.distance for record in summary.distances])
+        axes[4].plot(
+            [record.step for record in summary.distances], apart, color=palette.train, linewidth=1.6, marker="o"
+        )
+        axes[4].set_ylim(bottom=0)
     all_steps = [*steps, *(record.step for record in summary.evaluations)]
     margin = max(0.5, 0.01 * (max(all_steps) - min(all_steps)))
     for one in axes:

@@ -15,6 +15,7 @@ from paceline.monitor.events import (
     BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
+    ConsensusMeasured,
     Evaluated,
     Event,
     EventError,
@@ -127,6 +128,8 @@ class RunSummary:
     """Steps that count, in order."""
     evaluations: list[Record[Evaluated]]
     """Evaluations that count, in order."""
+    distances: list[Record[ConsensusMeasured]]
+    """Distances of workers from their consensus that count, in order."""
     checkpoints: list[Record[CheckpointSaved]]
     skipped_checkpoints: list[Record[CheckpointSkipped]]
     restarts: list[Record[Restarted]]
@@ -206,6 +209,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         starts=select(records, RunStarted),
         steps=steps,
         evaluations=select(counting, Evaluated),
+        distances=select(counting, ConsensusMeasured),
         checkpoints=select(records, CheckpointSaved),
         skipped_checkpoints=select(records, CheckpointSkipped),
         restarts=select(records, Restarted),
@@ -233,7 +237,7 @@ def _parse(line: bytes) -> list[Record]:
 
 
 _CHANGES = (BatchChanged, ModelGrown, GradientNoiseMeasured)
-_CURVES = (StepFinished, Evaluated, SharesChanged, *_CHANGES)
+_CURVES = (StepFinished, Evaluated, ConsensusMeasured, SharesChanged, *_CHANGES)
 
 
 def _without_undone(records: list[Record]) -> list[Record]:

@@ -52,6 +52,8 @@ def _scalars(summary: RunSummary) -> Iterator[tuple[Record, str, float]]:
         for tag, value in _step_scalars(step.event).items():
             if value is not None:
                 yield step, tag, value
+    for measured in summary.distances:
+        yield measured, "workers/distance_from_consensus", measured.event.distance
     for evaluation in summary.evaluations:
         yield evaluation, "loss/held_out", evaluation.event.loss
         for name, value in evaluation.event.metrics.items():

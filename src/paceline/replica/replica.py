@@ -380,7 +380,7 @@ class Replica:
     def consensus(self) -> Iterator[None]:
         """Replace parameters inside by the rule's consensus of all workers; every worker enters it at the same step."""
         self.flush()
-        with self._synchroniser.consensus() if self._synchroniser is not None else nullcontext():
+        with self.state.distance.measured():
             yield
 
     @contextmanager

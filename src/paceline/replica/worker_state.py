@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
@@ -48,6 +49,7 @@ class WorkerState:
         is_equal = rule.keeps_replicas_equal
         self.average = None if ema is None else ParameterAverage(parameters, ema, shard.group, is_equal=is_equal)
         """Moving averages of the parameters; None without `ema`."""
+        self.distance = ConsensusDistance(list(parameters.values()), shard, synchroniser)
         self.num_updates = 0
         """Number of updates."""
         self.weight_unit: float | None = None

@@ -8,17 +8,24 @@ from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
     BucketExchanged,
     CheckpointSaved,
+    ConsensusMeasured,
     Event,
     Failed,
     StalenessMeasured,
     StepFinished,
     StepTimed,
     UnusedParameters,
+    Warned,
 )
 from paceline.monitor.log import EventLog
 from paceline.monitor.user_code import find_user_line
 from paceline.replica.step_result import StepResult
 from paceline.training.session import Session
+
+_MOST_DISTANCE = 0.2
+"""Distance from the consensus, to its norm, that needs no warning."""
+_DRIFT = 3.0
+"""Growth of the distance since its least that needs none."""
 
 
 def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
@@ -61,6 +68,30 @@ def log_delays(session: Session) -> None:
     if delays is not None:
         ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
         session.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
+
+
+def log_distance(session: Session) -> None:
+    """Log how far workers are from their consensus, if it was measured since, and warn if they drift apart."""
+    training, distance = session.training, session.replica.state.distance.take()
+    if distance is None:
+        return
+    session.log_event(ConsensusMeasured(distance=distance))
+    least = training.least_distance
+    if training.least_distance is None or distance < training.least_distance:
+        training.least_distance = distance
+    if (
+        not training.has_drifted
+        and not distance <= _MOST_DISTANCE
+        and (least is None or not distance <= _DRIFT * least)
+    ):
+        training.has_drifted = True
+        session.log_event(
+            Warned(
+                message=f"workers drift apart: they are {distance:.0%} of the parameters' norm from their consensus, "
+                "which is what is evaluated and saved; lower the learning rate, exchange more often (--sync.period, "
+                "another --sync.graph), or send more (--sync.codec)"
+            )
+        )
 
 
 def log_saved(session: Session, saved: list[SavedCheckpoint]) -> None:

@@ -33,7 +33,7 @@ from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
 from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
-from paceline.training.log_events import log_delays, log_failure, log_saved, log_step
+from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
 from paceline.training.run import Run
 from paceline.training.session import Session, build_replica, make_rates, open_session
 from paceline.training.training import Training, build_model, count_parameters, prepare, start_training
@@ -320,6 +320,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
             session.log_event(StoppedEarly(reason=end_reason))
     elif session.saver is not None:
         log_saved(session, session.saver.finished())
+    log_distance(session)
     return training.is_over or stop
 
 

@@ -54,6 +54,10 @@ class Training:
     """Latest evaluation since this start."""
     evaluated_step: int = 0
     """Step of the latest evaluation, or that of the resume if none was due there any more."""
+    least_distance: float | None = None
+    """Least distance of workers from their consensus since this start."""
+    has_drifted: bool = False
+    """Whether the log has warned that workers drift apart."""
     about_initial: str = ""
     """Message about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
