@@ -12,7 +12,7 @@ from plain_functions import make_points_run, read, train_here
 
 
 def apart(group, sync):
-    """Return the measured distance of workers that step by themselves, their parameters, and what a second call gets."""
+    """Return a worker's parameters, those of the consensus, and what two calls get as their distance."""
     torch.manual_seed(0)
     module = torch.nn.Linear(40, 30)
     replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), sync=sync, group=group)

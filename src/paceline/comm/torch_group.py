@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.heartbeat import HeartbeatBoard
+from paceline.comm.pacing import SLICE_BYTES, find_limit
 from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
@@ -59,6 +61,7 @@ class TorchGroup(Group):
         self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
         self._on_cpu: TorchGroup | None = None
         self._senders: Channel | None = None
+        self._paced: Channel | None = None
         # gloo gives up after its own time-out without saying who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
@@ -68,27 +71,32 @@ class TorchGroup(Group):
         """Sum by the backend's own all-reduce."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        return self._begin(name, lambda: self._backend.allreduce([tensor], options))
+        sent = 2 * (self.size - 1) / self.size
+        return self._begin(name, lambda part: self._backend.allreduce([part], options), tensor, sent, is_cut=True)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
         """Broadcast by the backend."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._begin(name, lambda: self._backend.broadcast([tensor], options))
+        return self._begin(name, lambda part: self._backend.broadcast([part], options), tensor, 1, is_cut=True)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-gather by the backend."""
-        return self._begin(name, lambda: self._backend.allgather([list(output.unbind(0))], [tensor]))
+        rows = list(output.unbind(0))
+        return self._begin(name, lambda part: self._backend.allgather([rows], [part]), tensor, self.size - 1)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-to-all by the backend."""
         options = dist.AllToAllOptions()
-        return self._begin(name, lambda: self._backend.alltoall_base(output, tensor, [], [], options))
+        sent = (self.size - 1) / self.size
+        return self._begin(name, lambda part: self._backend.alltoall_base(output, part, [], [], options), tensor, sent)
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send by the backend."""
         self._check_message(tensor, destination, tag)
         where = f"message {name!r} from rank {self.names[self.rank]} to rank {self.names[destination]}"
+        if (limit := find_limit()) is not None:
+            limit.take(tensor.nbytes)
         return self._start(where, lambda: self._backend.send([tensor], destination, tag), destination)
 
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
@@ -127,8 +135,9 @@ class TorchGroup(Group):
         for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
-        if self._senders is not None:
-            self._senders.close()
+        for channel in (self._senders, self._paced):
+            if channel is not None:
+                channel.close()
         if error is not None:
             self._disconnect()
 
@@ -153,9 +162,33 @@ class TorchGroup(Group):
                 f"a message must be on the CPU, but got one on {tensor.device}; use the collectives of NCCL on GPUs"
             )
 
-    def _begin(self, name: str, operation: Callable[[], dist.Work]) -> Work:
+    def _begin(
+        self, name: str, operation: Callable[[Tensor], dist.Work], tensor: Tensor, sent: float, *, is_cut: bool = False
+    ) -> Work:
+        """Begin a collective of `tensor`; under a limit of the bandwidth in the group's own thread, slice by slice.
+
+        Args:
+            name: Name of the operation.
+            operation: Function that begins it on the tensor, or on a slice of it.
+            tensor: Tensor that is sent.
+            sent: Bytes that a rank sends to those of the tensor.
+            is_cut: Whether the operation on slices is that on the whole.
+        """
         self.begin(name)
-        return self._start(f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}", operation)
+        where = f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}"
+        limit = find_limit() if self.device.type == "cpu" else None
+        if limit is None:
+            return self._start(where, lambda: operation(tensor))
+        length = max(1, int(SLICE_BYTES / sent) // tensor.element_size()) if is_cut and sent else max(1, tensor.numel())
+        parts = tensor.view(-1).split(length) if is_cut else [tensor]
+
+        def run() -> None:
+            for part in parts:
+                limit.take(part.nbytes * sent)
+                self._start(where, partial(operation, part)).wait()
+
+        self._paced = self._paced or Channel("paceline-paced")
+        return self._paced.submit(run)
 
     def _start(self, where: str, operation: Callable[[], dist.Work], sent_to: int | None = None) -> Work:
         try:

@@ -96,6 +96,11 @@ def check_replica(
         is_compiled=is_compiled,
     )
     check_batch_norm(batch_norm, rule, shard.layout)
+    if rule.max_bandwidth is not None and shard.group.device.type != "cpu":
+        raise SettingsError(
+            f"max_bandwidth must be None for workers on {shard.group.device.type}, whose backend sends by itself, "
+            f"but got {rule.max_bandwidth:g} bytes/s; leave it out"
+        )
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
+from paceline.comm.pacing import limit_bandwidth
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
@@ -103,7 +104,6 @@ class Replica:
         self.group = self.shard.group
         self.sync = read_rule(sync)
         self._precision, self._is_late = precision, landing == "next_forward"
-        self._runs_optimizer = self.sync.runs_optimizer
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         check_numbers(clip_norm, bucket_bytes, hash_interval, seed)
@@ -440,6 +440,7 @@ class Replica:
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()
+            limit_bandwidth(self.state, None)
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if not self._beginning.is_checked:
@@ -486,7 +487,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self._runs_optimizer,
+            is_optimizer_run=self.sync.runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()

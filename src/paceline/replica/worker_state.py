@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.pacing import limit_bandwidth
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
@@ -49,6 +50,7 @@ class WorkerState:
         is_equal = rule.keeps_replicas_equal
         self.average = None if ema is None else ParameterAverage(parameters, ema, shard.group, is_equal=is_equal)
         """Moving averages of the parameters; None without `ema`."""
+        limit_bandwidth(self, rule.max_bandwidth)
         self.distance = ConsensusDistance(list(parameters.values()), shard, synchroniser)
         self.num_updates = 0
         """Number of updates."""

@@ -17,6 +17,7 @@ from paceline.registry import Family
 from paceline.sync.reducer import GradientReducer
 from paceline.sync.reducers import DenseReducer
 from paceline.sync.synchroniser import Synchroniser, WorkerContext
+from paceline.topology.units import BytesPerSecond
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Rule(Family):
     """Settings of a synchronisation method."""
 
     family = "sync"
+
+    max_bandwidth: BytesPerSecond | None = None
+    """Largest mean speed at which each worker sends over the network between CPUs, such as 50mbit; None: no limit."""
 
     @property
     @abstractmethod
