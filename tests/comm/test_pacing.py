@@ -1,11 +1,15 @@
 import threading
+import time
 
 import pytest
 import torch
 
 from paceline.comm import join, pacing
 from paceline.comm.pacing import HEADERS, TokenBucket, find_limit, limit_bandwidth
+from paceline.replica import Replica
+from paceline.sync import Rule
 from paceline.testing import run_processes
+from paceline.testing.netlab import Netlab, netlab_missing, read_counters
 
 
 class Clock:
@@ -97,10 +101,53 @@ def collect():
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_under_a_limit_are_the_same_in_slices_and_every_byte_is_paid_for(size):
     everybody = run_processes(size, collect)
-    for rank, (right, slices, share, copied, rows, swapped, received, hop) in enumerate(result.value for result in everybody):
+    for rank, (right, slices, share, copied, rows, swapped, received, hop) in enumerate(
+        result.value for result in everybody
+    ):
         assert right
         assert share == pytest.approx(2 * (size - 1) / size)
         assert slices == -(-2 * (size - 1) * 4 * 700_000 // size // 2**20)
         assert (copied, rows, swapped) == ([1.0] * 5, [float(r) for r in range(size)], [float(r) for r in range(size)])
         assert received == [float((rank - 1) % size)] * 4
         assert hop == [16]
+
+
+LIMIT = 32e6 / 8
+"""32 Mbit/s, on links of 1 Gbit/s."""
+
+
+def train_under_a_limit():
+    """Return the bytes that one step sends, and bytes and seconds at the interface over some steps, for each rule."""
+    found = {}
+    with join() as group:
+        for sync in ("every_step", "dpsgd", "local_sgd"):
+            module = torch.nn.Linear(700, 700)
+            rule = Rule.model_validate({"name": sync, "max_bandwidth": "32mbit"} | EXTRA.get(sync, {}))
+            replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, sync=rule)
+            for step in range(5):
+                if step == 1:
+                    began_s, before = time.monotonic(), read_counters().sent_bytes
+                replica.backward(replica(torch.ones(1, 700)).sum(), weight=1.0)
+                replica.update()
+            replica.flush()
+            found[sync] = read_counters().sent_bytes - before, time.monotonic() - began_s
+            replica.close()
+            assert find_limit() is None
+    return found
+
+
+EXTRA = {"local_sgd": {"period": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(netlab_missing()), reason=netlab_missing() or "a netlab can be made")
+def test_a_training_keeps_below_its_limit_at_the_interface():
+    with Netlab(num_hosts=3, bandwidth_bits_per_s=1e9) as lab:
+        results = lab.run(train_under_a_limit, timeout_s=150)
+    for result in results:
+        assert result.exit_code == 0, result.output
+        for sync, (sent, seconds) in result.value.items():
+            model = 4 * (700 * 700 + 700)
+            assert sent > 3 * model, (sync, "it has trained over the network")
+            # What leaves at once before it is paid for: a slice for each of the streams.
+            assert sent <= 1.05 * LIMIT * seconds + 2 * 2**20, (sync, sent / seconds / LIMIT)
