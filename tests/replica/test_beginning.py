@@ -12,6 +12,7 @@ from paceline.comm import LocalGroup
 from paceline.data import DifferentStreamsWarning
 from paceline.data.batch import list_tensors
 from paceline.errors import GradientError, SettingsError
+from paceline.replica import Replica
 from paceline.sync import (
     ADPSGD,
     ASGD,
@@ -126,6 +127,28 @@ def test_gradients_on_their_way_are_left_alone(meddle, settings):
     run(work)
 
 
+OPTIMIZERS = {
+    "the optimizer": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.RMSprop(p, lr=0.1)),
+    "lr of parameter group 0": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.2)),
+    "betas of parameter group 0": (torch.optim.Adam, lambda p: torch.optim.Adam(p, betas=(0.8, 0.9))),
+    "parameter group 0": (torch.optim.SGD, lambda p: torch.optim.SGD([{"params": [one]} for one in p])),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sync", [EveryStep(), DiLoCo(period=4)], ids=lambda rule: rule.name)
+def test_optimizers_that_differ_by_rank_are_told(name, sync):
+    def work(group):
+        module = torch.nn.Linear(3, 2)
+        make = OPTIMIZERS[name][group.rank == 1]
+        if isinstance(sync, DiLoCo) and " of " in name:
+            return Replica(module, make(list(module.parameters())), group=group, sync=sync).close()
+        with pytest.raises(SettingsError, match=f"{name}.* must be the same on all ranks, but is .* on rank 1"):
+            Replica(module, make(list(module.parameters())), group=group, sync=sync)
+
+    run(work)
+
+
 SETTINGS = {
     "sync": (EveryStep(), DiLoCo(period=4)),
     "sync.period": (DiLoCo(period=4), DiLoCo(period=8)),
@@ -219,13 +242,13 @@ def test_a_replica_state_without_module_or_optimizer_is_refused(sync, missing):
     run(work)
 
 
-@pytest.mark.parametrize("name", ["seed", "global_batch", "dataset"])
+@pytest.mark.parametrize("name", ["seed", "global_batch", "dataset", "num_steps"])
 def test_loaders_of_other_samples_are_refused(name):
     def work(group):
-        settings = {"dataset": make_dataset(), "global_batch": 8, "seed": 0}
-        other = {"dataset": make_dataset(48), "global_batch": 16, "seed": 1}
+        settings = {"dataset": make_dataset(), "global_batch": 8, "seed": 0, "num_steps": 3}
+        other = {"dataset": make_dataset(48), "global_batch": 16, "seed": 1, "num_steps": 4}
         settings |= {name: other[name]} if group.rank else {}
-        loader = paceline.Loader(num_steps=3, group=group, **settings)
+        loader = paceline.Loader(group=group, **settings)
         group.membership.loaders.add(loader)  # as it does by itself where processes have joined a group
         replica = make_replica(group, EveryStep())
         with pytest.raises(SettingsError, match="loaders must divide the same samples on all ranks"):

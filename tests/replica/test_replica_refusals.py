@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm import LocalGroup
-from paceline.errors import CommunicationError, GradientError, SettingsError
+from paceline.errors import CommunicationError, GradientError, NonFiniteError, SettingsError
 from paceline.replica import Loss, Replica
+from paceline.sync import EveryStep
 from training_models import make_batch, make_module, make_replica, run_one_step
 
 
@@ -164,3 +165,43 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
     module = make_module()
     with pytest.raises(SettingsError, match="must take its step from the gradients alone, but LBFGS computes the loss"):
         Replica(module, torch.optim.LBFGS(module.parameters()), group=LocalGroup())
+
+
+def test_an_optimizer_belongs_to_one_open_replica():
+    module = make_module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    first = Replica(module, optimizer)
+    with pytest.raises(SettingsError, match=r"this one belongs to another that is open; call close\(\)"):
+        Replica(module, optimizer)
+    first.close()
+    run_one_step(Replica(module, optimizer))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("codec", ["none", "top_k"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_step_that_is_not_finite_is_dropped_and_the_next_can_be_made(num_workers, codec, clip_norm):
+    """On all workers alike, with the result of a loop that never saw that batch."""
+
+    def train(group, scales):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        sync = EveryStep(codec={"name": "top_k", "density": 0.3, "dense_below": 0} if codec == "top_k" else "none")
+        replica = Replica(module, optimizer, group=group, sync=sync, clip_norm=clip_norm, bucket_bytes=1000)
+        for step, scale in scales.items():
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + group.rank))
+            replica.backward(replica(inputs).square().mean() * (scale if group.rank == 0 else 1.0), weight=4.0)
+            if scale == 1.0:
+                replica.update()
+            else:
+                with pytest.raises(NonFiniteError):
+                    replica.update()
+        replica.close()
+        return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+
+    good = {0: 1.0, 1: 1.0, 3: 1.0, 5: 1.0}
+    stained = good | {2: float("nan"), 4: float("inf")}
+    expected = LocalGroup.run(num_workers, lambda group: train(group, good), timeout_s=20)
+    for found in LocalGroup.run(num_workers, lambda group: train(group, dict(sorted(stained.items()))), timeout_s=20):
+        assert torch.equal(found, expected[0])

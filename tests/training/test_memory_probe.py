@@ -22,7 +22,7 @@ def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
                 replica.backward(F.cross_entropy(replica(inputs), targets), weight=12)
                 replica.update()
             found.append(probe.end_step(replica))
-        return found, sum(buffer.nbytes for buffer in replica.gradient_buffers)
+        return found, sum(buffer.nbytes for buffer in replica.state.gradient_buffers)
 
     (found, buffer_bytes), (elsewhere, _) = LocalGroup.run(2, worker)
     assert elsewhere == [None] * len(found)

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from paceline.errors import SettingsError
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start resumes from the checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PATIENCE_S = 2.0
+"""Time after a SIGINT in which another one is the same request: a terminal and a launcher may both send it."""
 
 
 class Membership:
@@ -62,12 +65,15 @@ class Membership:
         only: in other threads nothing changes.
 
         Args:
-            may_interrupt: Whether a second SIGINT raises KeyboardInterrupt as usual.
+            may_interrupt: Whether a second SIGINT, seconds after the first, raises KeyboardInterrupt as usual.
         """
+        interrupted_s: list[float] = []
 
         def handle(number: int, _: FrameType | None) -> None:
-            if may_interrupt and number == signal.SIGINT and self.stop_requested_by:
-                raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                interrupted_s.append(time.monotonic())
+                if may_interrupt and interrupted_s[-1] - interrupted_s[0] > _PATIENCE_S:
+                    raise KeyboardInterrupt
             self.request_stop(signal.Signals(number).name)
 
         is_first = self._num_listening == 0 and threading.current_thread() is threading.main_thread()

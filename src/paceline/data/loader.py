@@ -164,7 +164,8 @@ class Loader:
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
 
     def __str__(self) -> str:
-        return f"{self.order} in global batches of {self._first_batch}"
+        end = "without end" if self._ending.step is None else f"for {self._ending.step} steps"
+        return f"{self.order} in global batches of {self._first_batch}, {end}"
 
     @property
     def position(self) -> int:

@@ -20,24 +20,33 @@ from paceline.replica.hashing import describe_difference, find_difference, hash_
 from paceline.sync.rule import Rule
 
 
-def start_alike(module: nn.Module, shard: ModelShard, rule: Rule, settings: Mapping[str, object]) -> None:
-    """Compare settings and models of all ranks, and copy rank 0's parameters and buffers to every rank.
+def start_alike(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shard: ModelShard,
+    rule: Rule,
+    settings: Mapping[str, object],
+) -> None:
+    """Compare settings, optimizers and models of all ranks, and copy rank 0's parameters and buffers to every rank.
 
     Args:
         module: The model.
+        optimizer: Optimizer of the model; where replicas stay equal, its hyperparameters must be equal too.
         shard: Model shard of this rank.
         rule: Synchronisation rule.
         settings: Other arguments of the replica, by name: strings, numbers and None.
 
     Raises:
-        SettingsError: A setting or the model is not the same on all ranks.
+        SettingsError: A setting, the optimizer or the model is not the same on all ranks.
     """
     if shard.world.size == 1:
         return
-    mine = {"sync": rule.name} | {f"sync.{name}": value for name, value in rule.model_dump(mode="json").items()}
-    mine |= {
-        name: value.item() if isinstance(value, Tensor | np.generic) else value for name, value in settings.items()
+    mine: dict[str, object] = {"sync": rule.name} | {
+        f"sync.{name}": value for name, value in rule.model_dump(mode="json").items()
     }
+    mine |= {name: _as_json(value) for name, value in settings.items()}
+    if shard.mesh is None:  # ranks of a layout hold different parameters
+        mine |= _describe_optimizer(module, optimizer, with_numbers=rule.keeps_replicas_equal)
     everybody = shard.world.gather_documents(mine, name="settings")
     for name in everybody[0]:
         values = [theirs.get(name) for theirs in everybody]
@@ -49,6 +58,29 @@ def start_alike(module: nn.Module, shard: ModelShard, rule: Rule, settings: Mapp
     if shard.mesh is None:  # a layout did this when models were still whole
         check_same_model(module, shard.group)
         broadcast_module(module, shard.group)
+
+
+def _describe_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, with_numbers: bool
+) -> dict[str, object]:
+    """Return the optimizer's class, and of each parameter group the parameters and perhaps its hyperparameters."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, object] = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"parameter group {number} of the optimizer"
+        found[where] = ", ".join(names.get(id(parameter), "?") for parameter in group["params"])
+        if with_numbers:
+            found |= {f"{name} of {where}": _as_json(value) for name, value in group.items() if name != "params"}
+    return found
+
+
+def _as_json(value: object) -> object:
+    """Return what tells a setting from another one."""
+    if isinstance(value, Tensor | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 class Beginning:
@@ -174,11 +206,12 @@ class Beginning:
     def _compare_loaders(self, everybody: Sequence[Sequence[tuple[str, list[float] | None, bool]]]) -> None:
         """Compare the loaders of all ranks, by rank: the name of each, a sketch of its data, whether it is a stream."""
         named = [sorted({name for name, _, _ in loaders}) for loaders in everybody]
-        mine = named[self._group.rank]
         if any(named) and not set.intersection(*map(set, named)):
+            other = next(rank for rank, names in enumerate(named) if names != named[0])
+            here, there = (" and ".join(named[rank]) or "none" for rank in (0, other))
             raise SettingsError(
-                f"loaders must divide the same samples on all ranks, but rank 0 has {' and '.join(named[0])}, and "
-                f"this one, rank {self._group.rank}, {' and '.join(mine)}; give them the same data set and settings"
+                f"loaders must divide the same samples on all ranks, but rank 0 has {here}, and rank {other} {there}; "
+                "give them the same data set and settings"
             )
         for rank, loaders in enumerate(everybody):
             pairs = [(one, other) for one in everybody[0] for other in loaders if one[0] == other[0]]

@@ -178,7 +178,10 @@ def check_layout(layout: Layout, rule: Rule) -> None:
 def refuse_backward(frozen: Mapping[str, nn.Parameter], *, is_exchanging: bool) -> None:
     """Raise GradientError for a backward whose gradients would be lost; the message says why."""
     if is_exchanging:
-        raise GradientError("update() must be called after backward(last=True), but backward was called again")
+        raise GradientError(
+            "update() must be called after backward(last=True), and end well, but backward was called again; after a "
+            "NonFiniteError of a rule that lets workers differ, or in a layout, end the run and go on from a checkpoint"
+        )
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise GradientError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import GradientError, NonFiniteError
+from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.checks import Precision
@@ -22,6 +22,10 @@ class OptimizerStepResult:
     """Global gradient norm before clipping; None without clipping."""
     skipped: bool
     """Whether fp16 overflowed and parameters stayed unchanged."""
+
+
+def _is_guard(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), OptimizerStep)
 
 
 class OptimizerStep:
@@ -44,6 +48,11 @@ class OptimizerStep:
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
         self._is_stepping = False
+        if guarded is not None and any(_is_guard(hook) for hook in guarded._optimizer_step_pre_hooks.values()):
+            raise SettingsError(
+                "an optimizer must belong to one Replica, but this one belongs to another that is open; call close() "
+                "of that one first, or make a new optimizer"
+            )
         self._guard = guarded.register_step_pre_hook(self._refuse_step) if guarded is not None else None
         self.clip_norm = clip_norm
         self._shard = shard

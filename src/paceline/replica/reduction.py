@@ -3,6 +3,7 @@
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -150,6 +151,37 @@ class GradientReduction:
                 "unmasked tokens, or drop samples without any"
             )
         return totals
+
+    def arm(self, divisor: Callable[[], float], share: float, step: int, loss_scale: float) -> None:
+        """Exchange gradients during the next backward pass.
+
+        Args:
+            divisor: Function that returns what the sum of all workers' gradients is divided by.
+            share: This worker's share of its weight unit.
+            step: Number of updates before this step.
+            loss_scale: Factor of the loss.
+        """
+        if self._shard.reduce_scatter is not None:
+            self._shard.reduce_scatter.arm(divisor, step, loss_scale)
+        if self.landing is not None:
+            self.landing.arm(share, step)
+        if self.gradients is not None:
+            self.gradients.arm(divisor, step, loss_scale)
+
+    def abandon(self) -> bool:
+        """Drop a step that has failed on all workers alike; return False if they may be out of step now."""
+        at_update = self.landing is None or isinstance(self.landing, StepCoding)
+        is_plain = self._shard.is_whole and self._shard.mesh is None
+        if not (at_update and is_plain and self._rule.keeps_replicas_equal and self.covers_all_workers):
+            return False
+        if self.gradients is not None:
+            for bucket in self.gradients.buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+            self.gradients.reducer.roll_back()
+            self.gradients.reset()
+        self._drop_gradients()
+        return True
 
     def begin_backward(self, *, is_first: bool) -> None:
         """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""

@@ -15,7 +15,7 @@ from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
 from paceline.comm.pacing import limit_bandwidth
 from paceline.data.batch import Batch, is_borrowed, list_tensors
-from paceline.errors import GradientError, SettingsError
+from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
@@ -33,7 +33,7 @@ from paceline.replica.step_result import StepResult, StepTimes
 from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes, read_loss
 from paceline.replica.worker_state import WorkerState
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, SyncResult, WorkerContext
+from paceline.sync.synchroniser import LocalStep, SampleDispatcher, SyncResult, WorkerContext
 
 LossOfOutput = Callable[[Any, Batch], Loss]
 """The loss of a micro-batch, from a model's output for it and the micro-batch."""
@@ -117,7 +117,7 @@ class Replica:
         self._times = StepTimes()
         chosen: dict[str, object] = {"precision": precision, "landing": landing, "batch_norm": batch_norm, "ema": ema}
         chosen |= {"clip_norm": clip_norm, "bucket_bytes": bucket_bytes, "hash_interval": hash_interval, "seed": seed}
-        start_alike(module, self.shard, self.sync, chosen)
+        start_alike(module, local_optimizer(self.optimizer), self.shard, self.sync, chosen)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
         self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, self.sync, watched)
@@ -183,19 +183,9 @@ class Replica:
         return self._reduction.wire_bytes + (scatter.wire_bytes if scatter is not None else 0)
 
     @property
-    def gradient_buffers(self) -> list[Tensor]:
-        """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
-        gradients = self._reduction.gradients
-        return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
-
-    @property
     def dispatcher(self) -> SampleDispatcher | None:
         """Dispatcher of samples to workers that run at their own pace; None if all step together."""
         return self._synchroniser.dispatcher if self._synchroniser is not None else None
-
-    def count_delays(self) -> Delays | None:
-        """Return the staleness of pushes to servers; None without servers."""
-        return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
     @property
     def membership(self) -> Membership:
@@ -304,15 +294,24 @@ class Replica:
         """Wait for the exchange, then let the optimizer take its step and drop the gradients.
 
         Raises:
-            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite; parameters are unchanged (except
-                those of earlier buckets, if buckets are applied one by one).
+            NonFiniteError: A loss, a gradient or the gradient norm is NaN or infinite. Parameters are unchanged (except
+                those of earlier buckets, if buckets are applied one by one), and where all workers apply the same
+                gradients, at the update, the next step can be made.
             CommunicationError: A worker died or stopped answering.
             DivergenceError: Replicas are no longer equal.
         """
         if self._scalars is None:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
+        try:
+            return self._update(self._scalars)
+        except NonFiniteError:
+            if self._reduction.abandon():
+                self._end_step()
+            raise
+
+    def _update(self, scalars: StepScalars) -> StepResult:
         began_s = time.perf_counter()
-        totals = self._reduction.check_totals(self._scalars, self._loss, self.num_updates)
+        totals = self._reduction.check_totals(scalars, self._loss, self.num_updates)
         assert self.state.weight_unit is not None
         waited_s = time.perf_counter() - began_s
         landed_step = self.num_updates
@@ -345,8 +344,7 @@ class Replica:
         self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
             self.compare()
-        self._weight, self._loss, self._scalars = 0.0, torch.zeros_like(self._loss), None
-        times, self._times = self._times, StepTimes()
+        times = self._end_step()
         reported = all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
         wire_bytes = result.wire_bytes + self.wire_bytes
@@ -362,6 +360,12 @@ class Replica:
             wire_bytes=wire_bytes,
             times=times,
         )
+
+    def _end_step(self) -> StepTimes:
+        """Forget the step's gradients, and return its times."""
+        self._weight, self._loss, self._scalars = 0.0, torch.zeros_like(self._loss), None
+        times, self._times = self._times, StepTimes()
+        return times
 
     def flush(self) -> None:
         """Apply the buckets that wait for the next forward, so that parameters are those after the last update."""
@@ -464,12 +468,7 @@ class Replica:
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
         divisor = partial(self._scalars.divisor, self.state.weight_unit)
-        if self.shard.reduce_scatter is not None:
-            self.shard.reduce_scatter.arm(divisor, self.num_updates, self.loss_scale or 1.0)
-        if self._reduction.landing is not None:
-            self._reduction.landing.arm(weight / self.state.weight_unit, self.num_updates)
-        if self._reduction.gradients is not None:
-            self._reduction.gradients.arm(divisor, self.num_updates, self.loss_scale or 1.0)
+        self._reduction.arm(divisor, weight / self.state.weight_unit, self.num_updates, self.loss_scale or 1.0)
 
     def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
         """Step the optimizer, with the rule's work before and after, and drop the gradients."""

@@ -16,7 +16,7 @@ from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Synchroniser
+from paceline.sync.synchroniser import Delays, Synchroniser
 
 
 class WorkerState:
@@ -59,6 +59,16 @@ class WorkerState:
         saves a pass over the gradients."""
         self.is_begun = False
         """Whether rule and codecs have started, anew or from a loaded state."""
+
+    @property
+    def gradient_buffers(self) -> list[Tensor]:
+        """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
+        gradients = self._reduction.gradients
+        return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
+
+    def count_delays(self) -> Delays | None:
+        """Return the staleness of pushes to servers; None without servers."""
+        return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
     def document(self) -> dict[str, Any]:
         """Return this worker's state as JSON, without tensors and without the module's and the optimizer's."""

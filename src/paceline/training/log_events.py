@@ -64,7 +64,7 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
 
 def log_delays(session: Session) -> None:
     """Log the staleness of pushes to servers."""
-    delays = session.replica.count_delays() if session.replica.group.rank == 0 else None
+    delays = session.replica.state.count_delays() if session.replica.group.rank == 0 else None
     if delays is not None:
         ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
         session.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))

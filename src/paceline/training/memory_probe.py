@@ -38,7 +38,7 @@ class MemoryProbe:
             return
         if self._tracker is None:
             self._tracker = StorageTracker("cpu")
-            self._tracker.label("gradients", replica.gradient_buffers)
+            self._tracker.label("gradients", replica.state.gradient_buffers)
             if replica.state.average is not None:
                 self._tracker.label("optimizer", replica.state.average.tensors.values())
         with counting(replica.module, replica.optimizer, "cpu", self._tracker):
