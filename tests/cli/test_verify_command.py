@@ -5,10 +5,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline import registry
 from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.verify import verify
 from paceline.errors import ProgramError, SettingsError, UnknownNameError
 from paceline.programs import Ring, list_algorithms
+
+
+@pytest.fixture(autouse=True)
+def forgotten_algorithms(monkeypatch):
+    """Forget the algorithms that files register, which other tests would find among all."""
+    monkeypatch.setattr(registry, "_VARIANTS", {family: dict(known) for family, known in registry._VARIANTS.items()})
 
 
 def run(*arguments):
