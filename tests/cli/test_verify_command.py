@@ -5,10 +5,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline import registry
 from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.verify import verify
 from paceline.errors import ProgramError, SettingsError, UnknownNameError
 from paceline.programs import Ring, list_algorithms
+
+
+@pytest.fixture(autouse=True)
+def forgotten_algorithms(monkeypatch):
+    """Forget the algorithms that files register, which other tests would find among all."""
+    monkeypatch.setattr(registry, "_VARIANTS", {family: dict(known) for family, known in registry._VARIANTS.items()})
 
 
 def run(*arguments):
@@ -111,6 +118,34 @@ def test_a_program_of_the_users_is_proven_from_its_file(tmp_path):
         ["broken_chain", "all_reduce", "1", "0", "0", "0.0000", "0.0000", "0.0000"]
     ]
     assert "must be a class derived from paceline.programs.Algorithm" in str(run(f"{file}:run").exception)
+
+
+FAILING = (
+    CHAIN
+    + """
+@paceline.register("{name}_of_k")
+class OfK(Broken):
+    k: int
+
+    def _build(self, collective, num_ranks, root):
+        return Program(collective, self.name, num_ranks, 1, 0, None) if num_ranks == 1 else self.k / 0
+
+class Unfinished(Algorithm):
+    pass
+"""
+)
+
+
+def test_what_fails_in_an_algorithm_of_the_users_is_named(tmp_path):
+    file = tmp_path / "failing_programs.py"
+    file.write_text(FAILING.format(name="failing"))
+    assert str(run(f"{file}:Broken", "--ranks", "1:2").exception).startswith("failing all_reduce for 2 ranks: ")
+    assert str(run(f"{file}:OfK", "--ranks", "2").exception) == (f"k of {file}:OfK must be given; add --k VALUE")
+    assert len(rows(f"{file}:OfK", "--ranks", "1", "--k", "3")) == 1
+    error = run(f"{file}:OfK", "--ranks", "1:2", "--k", "3").exception
+    assert isinstance(error, ProgramError)
+    assert str(error).startswith("failing_of_k all_reduce for 2 ranks: its code must not fail, but raised ZeroDivision")
+    assert "must define _build" in str(run(f"{file}:Unfinished").exception)
 
 
 def test_proofs_need_no_torch():

@@ -7,8 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import EVERYTHING, build, rows_of
 
-from paceline.errors import SettingsError, UnknownNameError
-from paceline.programs import Collective, Hierarchical, Ring, Torus, chunk_bounds, find_algorithm, list_algorithms
+from paceline.errors import ProgramError, SettingsError, UnknownNameError
+from paceline.programs import (
+    Collective,
+    Hierarchical,
+    Program,
+    Ring,
+    Round,
+    Torus,
+    chunk_bounds,
+    find_algorithm,
+    list_algorithms,
+)
 from paceline.programs.verify import verify
 
 RANKS = range(2, 18)
@@ -278,3 +288,26 @@ def test_settings_survive_json():
         algorithm = find_algorithm(fields["name"]).model_validate(fields)
         assert algorithm.model_dump() == fields
     assert Ring(num_chunks=9).build(Collective.ALL_REDUCE, 4).num_chunks == 9
+
+
+@pytest.mark.parametrize(
+    ("made", "collective", "told"),
+    [
+        (build("naive", "broadcast", 4), "all_reduce", "ring must build .* all_reduce for 4 ranks, but .* broadcast"),
+        (build("ring", "all_reduce", 2), "all_reduce", "all_reduce for 4 ranks, but it is of all_reduce for 2 ranks"),
+        (build("ring", "broadcast", 4, root=3), "broadcast", "4 ranks from rank 1, but .* 4 ranks from rank 3"),
+        ([1, 2], "all_reduce", r"ring must build a Program of all_reduce for 4 ranks, but got \[1, 2\]"),
+    ],
+)
+def test_what_an_algorithm_builds_is_what_was_asked(monkeypatch, made, collective, told):
+    monkeypatch.setattr(Ring, "_build", lambda *_: made)
+    with pytest.raises(ProgramError, match=told):
+        Ring().build(Collective(collective), 4, root=1)
+
+
+def test_a_program_has_a_chunk_and_rounds_of_arrays():
+    with pytest.raises(ProgramError, match="at least one rank and one chunk, but mine has 2 ranks and 0 chunks"):
+        Program(Collective.ALL_REDUCE, "mine", 2, 0, 0, lambda index: None)
+    program = Program(Collective.ALL_REDUCE, "mine", 2, 1, 1, lambda _: Round([1], [0], [0], [1], [True]))
+    with pytest.raises(ProgramError, match="round 0 must be a Round of arrays of one length, but got Round"):
+        verify(program)

@@ -1,6 +1,7 @@
 """Codecs beside unused parameters, odd parameters, and checkpoints of other codecs and worlds."""
 
 import warnings
+from math import inf
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.compression.codec import FeedbackDroppedWarning
-from paceline.errors import SettingsError
+from paceline.errors import NonFiniteError, SettingsError
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.sync import EveryStep
@@ -111,6 +112,26 @@ def test_an_overflow_is_skipped_where_the_first_parameter_of_its_bucket_is_unuse
         return skipped, torch.equal(before, replica.module.first.weight)
 
     assert LocalGroup.run(2, worker) == [([False, False, True], True)] * 2
+
+
+@pytest.mark.parametrize("codec", [{"name": "random_k", "density": 0.5, "dense_below": 0}, "power_sgd"])
+@pytest.mark.parametrize(("second", "told"), [(3e38, "in the sum over ranks"), (inf, "on 1 of 2 ranks")])
+def test_a_sum_of_gradients_that_overflows_is_told_and_blames_no_rank(codec, second, told):
+    """All-reduce hides whose part was not finite; with power_sgd the block is a small one, summed as it is."""
+
+    def worker(group):
+        model = nn.Linear(8, 8, bias=False)
+        sync = EveryStep(codec=codec, codec_of="gradient")
+        replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group, sync=sync)
+        before = model.weight.detach().clone()
+        model.weight.register_hook(lambda gradient: torch.full_like(gradient, second if group.rank else 3e38))
+        replica.backward(replica(torch.ones(1, 8)).sum(), weight=1.0)
+        with pytest.raises(NonFiniteError, match=f"some between weight and weight are not, {told}"):
+            replica.update()
+        replica.close()
+        return torch.equal(model.weight, before)
+
+    assert LocalGroup.run(2, worker) == [True, True]
 
 
 def _save_three(store, name):

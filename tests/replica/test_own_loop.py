@@ -1,8 +1,10 @@
 """A loop of one's own: killed and resumed it is the same loop, and what would go wrong silently is refused."""
 
+import copy
 import gc
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -190,17 +192,17 @@ def test_a_loss_without_its_weight_is_refused():
 def test_an_optimizer_that_goes_on_without_the_rule_is_refused(tmp_path):
     """Saving the state of module and optimizer alone left DiLoCo's workers apart, without a word."""
 
-    def worker(group, *, loads_replica, begins_anew=False):
+    def worker(group, *, loads_replica, begins_anew=False, make=torch.optim.AdamW):
         with group:
             model = nn.Linear(2, 1)
-            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer = make(model.parameters())
             replica = paceline.Replica(model, optimizer, sync=DiLoCo(period=3))
             for _ in range(2):
                 replica.backward(replica(torch.ones(3, 2)).mean(), weight=3)
                 replica.update()
-            saved = optimizer.state_dict(), replica.state_dict()
+            saved = copy.deepcopy(optimizer.state_dict()), replica.state_dict()
             other = nn.Linear(2, 1)
-            optimizer = torch.optim.AdamW(other.parameters())
+            optimizer = make(other.parameters())
             resumed = paceline.Replica(other, optimizer, sync=DiLoCo(period=3))
             other.load_state_dict(model.state_dict())
             optimizer.load_state_dict(saved[0])
@@ -216,8 +218,11 @@ def test_an_optimizer_that_goes_on_without_the_rule_is_refused(tmp_path):
 
     assert LocalGroup.run(2, lambda group: worker(group, loads_replica=True)) == [True, True]
     LocalGroup.run(2, lambda group: worker(group, loads_replica=False, begins_anew=True))
-    with pytest.raises(SettingsError, match=r"diloco must go on from its own state.*paceline\.load_latest"):
-        LocalGroup.run(2, lambda group: worker(group, loads_replica=False))
+    made_with_state = torch.optim.Adagrad
+    assert LocalGroup.run(2, lambda group: worker(group, loads_replica=True, make=made_with_state)) == [True, True]
+    for make in (torch.optim.AdamW, made_with_state, partial(torch.optim.SGD, lr=0.1, momentum=0.9)):
+        with pytest.raises(SettingsError, match=r"diloco must go on from its own state.*paceline\.load_latest"):
+            LocalGroup.run(2, lambda group, make=make: worker(group, loads_replica=False, make=make))
 
 
 def test_a_part_of_a_state_is_refused():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from stepping import flatten, make_linear, make_samples, make_sgd, run_step, train
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, NonFiniteError, SettingsError
@@ -28,6 +29,18 @@ def uneven(rank, step):
 
 def make_adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.05, betas=(0.9, 0.95), fused=True)
+
+
+def make_rmsprop(module):
+    return torch.optim.RMSprop(module.parameters(), lr=0.05)
+
+
+def make_adagrad(module):
+    return torch.optim.Adagrad(module.parameters(), lr=0.05)
+
+
+def make_adadelta(module):
+    return torch.optim.Adadelta(module.parameters(), lr=0.05)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -111,7 +124,13 @@ def test_steps_are_made_while_backward_runs_unless_gradients_are_clipped():
         sync = EveryStep(codec_of="step")
         replica = Replica(module, optimizer, group=group, sync=sync, clip_norm=clip_norm, bucket_bytes=1)
         stepped = []
-        optimizer.register_step_post_hook(lambda *_: stepped.append(module[0].bias.grad is not None))
+        step_once = optimizer.step
+
+        def step_and_note():
+            step_once()
+            stepped.append(module[0].bias.grad is not None)
+
+        optimizer.step = step_and_note  # a hook would make it one step after backward
         for step in range(3):
             stepped.clear()
             run_step(replica, step)
@@ -120,6 +139,36 @@ def test_steps_are_made_while_backward_runs_unless_gradients_are_clipped():
 
     assert False in LocalGroup.run(2, partial(work, clip_norm=None))[0], "the last layer is first"
     assert all(LocalGroup.run(2, partial(work, clip_norm=1.0))[0])
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_hooks_of_the_optimizer_run_once_a_step_and_may_change_parameters(is_global):
+    """One that changed parameters failed in backward, which it ran in the midst of."""
+
+    def work(group):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        calls = []
+
+        @torch.no_grad()
+        def clamp(stepped, *_):
+            if stepped is optimizer:
+                calls.append(1)
+                for parameter in module.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+
+        register = register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
+        hook = register(clamp)
+        replica = Replica(module, optimizer, group=group, sync=EveryStep(codec_of="step"), bucket_bytes=1)
+        for step in range(3):
+            run_step(replica, step)
+        hook.remove()
+        replica.close()
+        return len(calls), float(flatten(module).abs().max())
+
+    for num_calls, largest in LocalGroup.run(2, work):
+        assert num_calls == 3
+        assert largest == pytest.approx(0.05)
 
 
 def test_beta1_is_bounded_where_steps_are_coded_and_left_alone_else():
@@ -150,6 +199,10 @@ def test_it_keeps_the_contract_of_rules(codec, dense_steps):
         ("top_k", make_adamw, "step"),
         ("power_sgd", make_adamw, "step"),
         ("random_k", make_adamw, "step"),
+        ("one_bit", make_rmsprop, "step"),
+        ("top_k", make_adagrad, "step"),
+        ("top_k", make_adadelta, "step"),
+        ("int8", make_rmsprop, "gradient"),
         ("one_bit", make_sgd, "gradient"),
         ("int8", make_adamw, "gradient"),
         ("bf16", make_adamw, "gradient"),
@@ -183,14 +236,17 @@ def test_a_codec_that_carries_momentum_is_refused():
         EveryStep(codec="dgc", codec_of="step")
 
 
-def test_what_is_not_finite_leaves_parameters_as_they_are():
+@pytest.mark.parametrize("make_optimizer", [make_adamw, make_rmsprop, lambda m: AdamWOfSomebodyElse(m.parameters())])
+def test_what_is_not_finite_leaves_parameters_and_the_optimizer_as_they_are(make_optimizer):
     def work(group):
         module = make_linear(dtype=torch.float32)
         before = flatten(module)
-        replica = Replica(module, make_adamw(module), group=group, sync=EveryStep(codec="one_bit"))
+        replica = Replica(module, make_optimizer(module), group=group, sync=EveryStep(codec="one_bit"))
         hook = module.bias.register_hook(lambda gradient: gradient * float("nan") if group.rank else gradient)
         with pytest.raises(NonFiniteError, match=r"at step 0 .* on 1 of 2 ranks"):
             run_step(replica, 0)
+        kept = [torch.as_tensor(value) for state in replica.optimizer.state.values() for value in state.values()]
+        assert all(bool(value.isfinite().all()) for value in kept)
         hook.remove()
         replica.close()
         assert torch.equal(flatten(module), before)

@@ -29,6 +29,18 @@ def idle(num_steps, num_workers=2, **changes):
         ({"sync": EveryStep(codec="int8", dense_steps=9)}, 9, "begins with step 9; lower --sync.dense_steps"),
         ({"sync": DiLoCo(period=16)}, 300, "sync diloco has 18 rounds in 300 steps, .* take --sync.period 12"),
         ({"sync": StreamingDiLoCo(period=16)}, 300, "streaming_diloco has 18 rounds"),
+        ({"sync": DiLoCo(period=16)}, 99, "diloco has 6 rounds .* take --sync every_step, or at least 100 steps"),
+        ({"sync": DiLoCo(period=16)}, 100, "diloco has 6 rounds in 100 steps, .* take --sync.period 4"),
+        (
+            {"sync": DiLoCo(period=4, synchronous_steps=60)},
+            150,
+            "diloco has 22 rounds .* every_step, or at least 160 steps with --sync.period 4",
+        ),
+        (
+            {"sync": StreamingDiLoCo(period=4, outer_momentum_warmup=26)},
+            100,
+            "warm-up takes 26 rounds, the run has 25; lower --sync.outer_momentum_warmup",
+        ),
         (
             {"schedule": Cosine(warmup_steps=20)},
             20,
@@ -49,6 +61,7 @@ def test_what_never_acts_is_told(changes, num_steps, told):
         ({"sync": PostLocalSGD()}, 1100),
         ({"sync": EveryStep(codec="int8", dense_steps=9)}, 10),
         ({"sync": DiLoCo(period=12)}, 300),
+        ({"sync": DiLoCo(period=12, outer_momentum_warmup=25)}, 300),
         ({"schedule": Cosine(warmup_steps=20)}, 21),
         ({"growth": Growth(steps=(5, 29), depths=(8, 16))}, 30),
     ],

@@ -1,6 +1,8 @@
 """`paceline verify`: the proof of a collective program."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,12 +29,13 @@ def verify(
     names = list(list_algorithms()) if algorithm == "all" else [algorithm]
     pairs = parse_pairs(context.args)
     numbers = parse_ranks(ranks)
-    chosen = [apply_overrides(_find(name), pairs) for name in names]
+    chosen = [apply_overrides(_find(name, pairs), pairs) for name in names]
     typer.echo(_HEADER)
     for settings in chosen:
         for wanted in _collectives(settings, collective, is_alone=len(chosen) == 1):
             for num_ranks in numbers:
-                summary = prove(settings.build(wanted, num_ranks, root=root))
+                with _named(f"{settings.name} {wanted} for {num_ranks} ranks"):
+                    summary = prove(settings.build(wanted, num_ranks, root=root))
                 typer.echo(
                     f"{settings.name:18} {wanted:15} {num_ranks:5}  {summary.num_rounds:6}  {summary.num_transfers:9}  "
                     f"{summary.sent.mean():8.4f}  {summary.sent.max():8.4f}  {summary.most_in_a_round:8.4f}"
@@ -45,18 +48,51 @@ def find_settings(arguments: Sequence[str]) -> "Algorithm | None":
     return _find(arguments[0]) if arguments and arguments[0] != "all" else None
 
 
-def _find(name: str) -> "Algorithm":
-    """Return the settings of the algorithm with that name, or at ``file.py:Class``."""
+@contextmanager
+def _named(proved: str) -> Iterator[None]:
+    """While active, errors name what is proved, and one in the algorithm's own code is an error of the program."""
+    from paceline.errors import PacelineError, ProgramError
+
+    try:
+        yield
+    except PacelineError as error:
+        raise type(error)(f"{proved}: {error}") from error
+    except Exception as error:
+        raise ProgramError(f"{proved}: its code must not fail, but raised {type(error).__name__}: {error}") from error
+
+
+def _find(name: str, pairs: Iterable[tuple[str, str]] = ()) -> "Algorithm":
+    """Return the settings of the algorithm with that name, or at ``file.py:Class``.
+
+    Args:
+        name: Name or path of the algorithm.
+        pairs: Overrides, of which the settings without a default are taken.
+
+    Raises:
+        SettingsError: There is no such algorithm, or it needs a setting that is not in `pairs`.
+    """
+    from pydantic import ValidationError
+
     from paceline.errors import SettingsError
     from paceline.functions import find_function
     from paceline.programs import Algorithm, find_algorithm
+    from paceline.registry import explain
 
     if ":" not in name:
         return find_algorithm(name)()
     found = find_function(name)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise SettingsError(f"{name} must be a class derived from paceline.programs.Algorithm, but is none")
-    return found()
+    if inspect.isabstract(found):
+        raise SettingsError(f"{name} must define _build(self, collective, num_ranks, root), but does not; add it")
+    needed = {field for field, about in found.model_fields.items() if about.is_required()}
+    given = {path: value for path, value in pairs if path in needed}
+    if missing := sorted(needed - given.keys()):
+        raise SettingsError(f"{missing[0]} of {name} must be given; add --{missing[0]} VALUE")
+    try:
+        return found.model_validate(given)
+    except ValidationError as error:
+        raise SettingsError(explain(error)) from error
 
 
 _HEADER = f"{'algorithm':18} {'collective':15} ranks  rounds  transfers  {'mean':>8}  {'most':>8}  {'a round':>8}"

@@ -126,3 +126,12 @@ where the elements of a block share a scale.
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer may update a subset of its parameters, or a part of one, separately."""
     return type(optimizer) in (*BY_ELEMENT, SGDRule)
+
+
+ADAPTIVE = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+"""Optimizers without betas that divide by the size of the gradients that they have seen."""
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is Adam or its kin (all have betas), RMSprop, Adagrad or Adadelta, or derived."""
+    return isinstance(optimizer, ADAPTIVE) or any("betas" in group for group in optimizer.param_groups)

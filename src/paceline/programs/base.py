@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
-from paceline.errors import SettingsError
+from paceline.errors import ProgramError, SettingsError
 from paceline.registry import Family
 
 Integers = NDArray[np.int64]
@@ -134,6 +134,9 @@ class Program:
         num_chunks: Number of chunks of the buffer.
         root: Rank where a broadcast starts.
         owners: Rank that owns each chunk, shape ``(num_chunks,)``; for reduce-scatter and all-gather.
+
+    Raises:
+        ProgramError: There is no rank or no chunk; or, when it is read, a round is no `Round` of arrays.
     """
 
     def __init__(
@@ -149,6 +152,11 @@ class Program:
         owners: Integers | None = None,
         classes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        if num_ranks < 1 or num_chunks < 1:
+            raise ProgramError(
+                f"a program must have at least one rank and one chunk, but {name} has {num_ranks} ranks and "
+                f"{num_chunks} chunks; correct it"
+            )
         self.collective = collective
         self.name = name
         self.num_ranks = num_ranks
@@ -157,7 +165,9 @@ class Program:
         self.root = root
         self.owners = owners
         # Each rank of a small program reads each round; rounds of large ones would fill the memory.
-        self._make_round = lru_cache(maxsize=128 if num_ranks <= _MANY_RANKS else 0)(make_round)
+        self._make_round = lru_cache(maxsize=128 if num_ranks <= _MANY_RANKS else 0)(
+            lambda index: _check_round(make_round(index), index)
+        )
         self._make_rank = lru_cache(maxsize=_MANY_RANKS)(lambda rank: _restrict(self.rounds(), rank))
         self._classes = classes
 
@@ -216,6 +226,18 @@ class Program:
         return self._make_rank(rank)
 
 
+def _check_round(made: object, index: int) -> Round:
+    """Return the round, which an algorithm of the user's may have made of something else than arrays."""
+    if isinstance(made, Round) and all(
+        isinstance(column, np.ndarray) and column.shape == (len(made),) for column in vars(made).values()
+    ):
+        return made
+    raise ProgramError(
+        f"round {index} must be a Round of arrays of one length, but got {made!r}; make it with "
+        "paceline.programs.base.make_round"
+    )
+
+
 def _restrict(rounds: Iterable[Round], rank: int) -> list[RankRound]:
     return [
         RankRound(
@@ -241,6 +263,7 @@ class Algorithm(Family):
 
         Raises:
             SettingsError: The algorithm has no program of that collective, or none for that number of ranks.
+            ProgramError: What it builds is none, or is of another collective, number of ranks or root.
         """
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
@@ -254,10 +277,23 @@ class Algorithm(Family):
                 f"num_chunks of an all-to-all must be {num_ranks}**2 = {num_ranks**2}, but got {self.num_chunks}; "
                 "leave it out"
             )
-        return self._build(Collective(collective), num_ranks, root)
+        program: object = self._build(Collective(collective), num_ranks, root)
+        asked = _describe(collective, num_ranks, root)
+        if not isinstance(program, Program):
+            raise ProgramError(f"{self.name} must build a Program of {asked}, but got {program!r}; correct its _build")
+        built = _describe(program.collective, program.num_ranks, program.root)
+        if built != asked:
+            raise ProgramError(f"{self.name} must build a program of {asked}, but it is of {built}; correct its _build")
+        return program
 
     @abstractmethod
     def _build(self, collective: Collective, num_ranks: int, root: int) -> Program: ...
+
+
+def _describe(collective: str, num_ranks: int, root: int) -> str:
+    """Return what a program must agree in with what was asked, in words; only a broadcast depends on its root."""
+    ranks = f"{collective} for {num_ranks} ranks"
+    return f"{ranks} from rank {root}" if collective == Collective.BROADCAST else ranks
 
 
 def chunk_bounds(num_elements: int, num_chunks: int) -> Integers:

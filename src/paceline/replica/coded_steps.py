@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.compression.codec import is_finite
 from paceline.errors import SettingsError
-from paceline.optim.torch_rules import updates_by_element
+from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.optimizer_step import OptimizerStep
@@ -56,8 +57,7 @@ def choose_coding(
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
     if rule.codec_of is not None:
         return rule
-    is_adaptive = any("betas" in group for group in optimizer.param_groups)
-    codes_steps = rule.codec.suits_steps and is_adaptive and not reason
+    codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
 
 
@@ -66,7 +66,8 @@ class StepCoding(BucketLanding):
 
     A step is the change that the optimizer makes, which is taken back at once: parameters stay as they were until the
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
-    are clipped, each worker's own by its own norm, or if the optimizer may need those of all parameters together.
+    are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
+    parameters together, or has hooks of others, which must run once a step.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
@@ -84,8 +85,8 @@ class StepCoding(BucketLanding):
     ) -> None:
         super().__init__(optimizer, rule)
         self._parameters, self._optimizer_step, self._largest_beta1 = parameters, optimizer_step, rule.step_beta1
-        self._steps_by_bucket = updates_by_element(optimizer) or isinstance(optimizer, UpdateRule)
-        self.is_eager = self._steps_by_bucket and optimizer_step.clip_norm is None
+        self._suits_buckets = updates_by_element(optimizer) or isinstance(optimizer, UpdateRule)
+        self._steps_by_bucket = False
         self._share = 1.0
         self._is_begun = False
         self._group_of: dict[int, int] = {}
@@ -94,6 +95,9 @@ class StepCoding(BucketLanding):
     def arm(self, share: float, step: int) -> None:
         """Prepare for a backward pass that launches buckets."""
         self._share, self._step, self._is_begun = share, step, False
+        self._steps_by_bucket = self._suits_buckets and not self._optimizer_step.has_foreign_hooks(self._optimizer)
+        self.is_eager = self._steps_by_bucket and self._optimizer_step.clip_norm is None
+        self.gradients.is_eager = self.is_eager
 
     def before_launch(self, bucket: FlatBucket) -> None:
         """Replace gradients, which are multiplied by this worker's share, by its step, multiplied by it too."""
@@ -104,9 +108,10 @@ class StepCoding(BucketLanding):
         if self.is_eager:
             _multiply([bucket], 1 / self._share)
         names = [name for name in bucket.blocks if self._parameters[name].grad is not None]
-        changes = self._step_alone(names) if self._steps_by_bucket else {name: self._changes[name] for name in names}
-        for name, change in changes.items():
-            torch.mul(change, self._share, out=bucket.blocks[name])
+        if self._steps_by_bucket:
+            self._changes = self._step_alone([bucket], names)
+        for name in names:
+            torch.mul(self._changes[name], self._share, out=bucket.blocks[name])
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
         """Wait for all buckets, apply the mean step, and return the buckets' times."""
@@ -127,19 +132,26 @@ class StepCoding(BucketLanding):
         self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         if self.is_eager:
             return
-        _multiply([bucket.flat for bucket in self.gradients.buckets], 1 / self._share)
+        buckets = [bucket.flat for bucket in self.gradients.buckets]
+        _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
             self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step)
         if not self._steps_by_bucket:
-            self._changes = self._step_alone([n for n, p in self._parameters.items() if p.grad is not None])
+            self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
 
     @torch.no_grad()
-    def _step_alone(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the negative changes that the optimizer makes to parameters, which are then as before."""
+    def _step_alone(self, buckets: list[FlatBucket], names: list[str]) -> dict[str, Tensor]:
+        """Return the negative changes that the optimizer makes to parameters of `buckets`, which are then as before.
+
+        Gradients that are not finite never reach it, since its state would stay so: the changes are NaN, which
+        is told when they arrive.
+        """
         parameters = [self._parameters[name] for name in names]
         if not parameters:
             return {}
         held = [parameter.detach() for parameter in parameters]
+        if not all(is_finite(bucket.numerators) for bucket in buckets):
+            return {name: torch.full_like(value, torch.nan) for name, value in zip(names, held, strict=True)}
         before = [parameter.clone() for parameter in held]
         # Backward may still need these parameters' values, which come back: what has changed is no mistake.
         with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)), self._only(parameters):

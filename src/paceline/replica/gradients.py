@@ -102,7 +102,7 @@ class Gradients:
         Raises:
             NonFiniteError: Some gradients are not finite; the message says where.
         """
-        bad = [bucket for bucket in buckets if bucket.flat.num_non_finite]
+        bad = [bucket for bucket in buckets if bucket.flat.num_non_finite or bucket.flat.has_overflown]
         if not bad:
             return
         self.reducer.roll_back()
@@ -113,9 +113,10 @@ class Gradients:
             return
         first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
         num_ranks = max(bucket.flat.num_non_finite for bucket in bad)
+        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks only"
         raise NonFiniteError(
-            f"gradients must be finite, but at step {step} some between {first} and {last} are not, on {num_ranks} of "
-            f"{self._group.size} ranks, while the loss is; lower the learning rate, or look at that step's data"
+            f"gradients must be finite, but at step {step} some between {first} and {last} are not, {found}, while the "
+            "loss is; lower the learning rate, or look at that step's data"
         )
 
     def time(self, bucket: Bucket) -> BucketTimes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.local import local
@@ -115,6 +116,17 @@ class OptimizerStep:
         """Let the optimizer be stepped by anybody again."""
         if self._guard is not None:
             self._guard.remove()
+
+    def has_foreign_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step runs hooks of others than this object's, which may do anything at it."""
+        own = self._guard.id if self._guard is not None else None
+        # Torch has no public names for them.
+        return bool(
+            optimizer._optimizer_step_pre_hooks.keys() - {own}
+            or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_stepping:

@@ -184,9 +184,17 @@ class WorkerState:
     def check_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to continue from a saved optimizer without the saved state of rule and codecs."""
         self.is_begun = True
-        if (self.keeps_sync_state or self.codec) and optimizer.state:
+        if (self.keeps_sync_state or self.codec) and _has_stepped(optimizer):
             raise SettingsError(
                 f"sync {self._rule.name} must go on from its own state where the optimizer goes on from a saved one, "
                 "but replica.load_state_dict was not called; resume with paceline.load_latest, or call "
                 "replica.begin_anew() where the rule should begin here"
             )
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has state that it was not made with: some, such as Adagrad, are made with steps of 0.
+
+    State of a parameter without a count of steps, such as a momentum, came with a step.
+    """
+    return any(bool(state.get("step", 1)) for state in optimizer.state.values())

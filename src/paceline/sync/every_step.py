@@ -45,7 +45,8 @@ class EveryStep(Rule):
     codec_of: Literal["gradient", "step"] | None = None
     """Input of the codec: the gradient, or the step that each worker's optimizer takes with its own gradient.
     Adaptive optimizers, such as Adam, end much worse if they see coded gradients, whose size comes in bursts. By
-    default steps with optimizers that have betas and one_bit, top_k, random_k or power_sgd; else gradients."""
+    default steps with Adam and its kin (all with betas), RMSprop, Adagrad or Adadelta, and one_bit, top_k, random_k
+    or power_sgd; else gradients."""
     step_beta1: float | None = Field(default=0.5, ge=0, lt=1)
     """Largest beta1 of Adam and its kin where steps are coded, since residuals act like momentum already; none leaves
     the optimizer's own."""

@@ -27,6 +27,8 @@ class FlatBucket:
     blocks: dict[str, Tensor]
     num_non_finite: int = 0
     """Number of workers whose gradients were not finite, if the exchange checks it; known once it is done."""
+    has_overflown: bool = False
+    """Whether every worker's gradients were finite, and their sum is not, if the exchange checks it."""
 
     numerators: Tensor = field(init=False)
     """Part of the buffer with the gradients."""

@@ -8,7 +8,7 @@ from torch import Size, Tensor
 from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
 from paceline.comm.program_group import ProgramGroup
-from paceline.compression.codec import Codec, State
+from paceline.compression.codec import Codec, State, is_finite
 from paceline.compression.exchange import exchange_blocks
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
@@ -127,6 +127,8 @@ class CodecReducer(GradientReducer):
         tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
         group.all_reduce(tail, name=f"{bucket.name} flags").wait()
         bucket.num_non_finite = int(tail[-1])
+        # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
+        bucket.has_overflown = not bucket.num_non_finite and not all(is_finite(each.total) for each in done.values())
         bucket.flags.copy_(tail[:-1])
         for block, exchanged in done.items():
             self._pending[block] = exchanged.state

@@ -10,6 +10,8 @@ from paceline.training.run import Run
 
 _LEAST_ROUNDS = 25
 """Rounds that DiLoCo should have: over a third of them its outer momentum rises, and has its full value after that."""
+_LEAST_PERIOD = 4
+"""Period from which on DiLoCo sends so much less than every_step that stepping alone may pay."""
 
 
 def list_idle(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int) -> Iterator[str]:
@@ -47,8 +49,26 @@ def _list_idle_rule(run: Run, num_steps: int, shapes: Sequence[Size], num_worker
             f"sync {rule.name} is every_step without a codec for the whole run of {num_steps} steps, since it begins "
             f"with step {min(late)}; lower --sync.{field}"
         )
-    elif isinstance(rule, DiLoCo) and (num_rounds := (num_steps - rule.synchronous_steps) // period) < _LEAST_ROUNDS:
+    elif isinstance(rule, DiLoCo):
+        yield from _list_idle_momentum(rule, num_steps)
+
+
+def _list_idle_momentum(rule: DiLoCo, num_steps: int) -> Iterator[str]:
+    alone = num_steps - rule.synchronous_steps
+    num_rounds, fitting_period = alone // rule.period, alone // _LEAST_ROUNDS
+    if num_rounds < _LEAST_ROUNDS:
+        advice = (
+            f"take --sync.period {fitting_period}"
+            if fitting_period >= _LEAST_PERIOD
+            else f"take --sync every_step, or at least {_LEAST_ROUNDS * _LEAST_PERIOD + rule.synchronous_steps} steps "
+            f"with --sync.period {_LEAST_PERIOD}"
+        )
         yield (
             f"sync {rule.name} has {num_rounds} rounds in {num_steps} steps, and wants {_LEAST_ROUNDS} for its outer "
-            f"momentum to help; take --sync.period {max(1, (num_steps - rule.synchronous_steps) // _LEAST_ROUNDS)}"
+            f"momentum to help; {advice}"
+        )
+    if (rule.outer_momentum_warmup or 0) > num_rounds:
+        yield (
+            f"the outer momentum only rises: its warm-up takes {rule.outer_momentum_warmup} rounds, the run has "
+            f"{num_rounds}; lower --sync.outer_momentum_warmup, or leave it out"
         )
