@@ -103,6 +103,7 @@ class Replica:
         self._given_optimizer = optimizer
         self.group = self.shard.group
         self.sync = read_rule(sync)
+        self._runs_optimizer = self.sync.runs_optimizer
         self._precision, self._is_late = precision, landing == "next_forward"
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -486,7 +487,7 @@ class Replica:
             self.optimizer,
             self.num_updates,
             before=push,
-            is_optimizer_run=self.sync.runs_optimizer,
+            is_optimizer_run=self._runs_optimizer,
             has_gradients=has_gradients,
         )
         self._times.optimizer_ended_s = time.perf_counter()
