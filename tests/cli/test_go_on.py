@@ -82,10 +82,10 @@ def test_one_command_starts_goes_on_and_finds_that_all_is_done(here, run_here):
     assert more.returncode == 0, more.stdout + more.stderr
     assert more.stdout.splitlines()[:5] == [
         "goes on with the run that was begun in run",
-        "changed by the command line: num_steps from 4 to 6",
-        "changed by the command line: workers from 2 to 1",
         "kept as begun: clip_norm 1.0, though a new run would now have 0.5; --clip_norm changes it",
         "kept as begun: seed 3, though a new run would now have 0; --seed changes it",
+        "changed by the command line: num_steps from 4 to 6",
+        "changed by the command line: workers from 2 to 1",
     ]
     assert select_here(RunStarted)[-1].event.start_step == 4
     assert [record.step for record in select_here(StepFinished)] == [1, 2, 3, 4, 5, 6]

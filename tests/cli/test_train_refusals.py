@@ -192,6 +192,10 @@ def test_a_run_from_start_to_resume_to_report(here, run_here):
     more = run_here("train", "--resume", "first", "--num_steps", 8, "--workers", 3)
     assert more.returncode == 0, more.stdout + more.stderr
     assert "resumed from" in more.stdout
+    assert more.stdout.splitlines()[:2] == [
+        "changed by the command line: num_steps from 6 to 8",
+        "changed by the command line: workers from 2 to 3",
+    ]
     assert (here / "first" / "run-1.json").exists()
     done = run_here("train", "--resume", "first")
     assert done.returncode == 2

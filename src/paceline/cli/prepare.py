@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.cli.changes import list_differences
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
@@ -111,7 +112,7 @@ def prepare_new(
 
 
 def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> tuple[Path, RunFile]:
-    """Prepare to resume a run, with another number of workers or other settings if requested.
+    """Prepare to resume a run, with another number of workers or other settings if requested, which are printed.
 
     Raises:
         SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
@@ -141,6 +142,11 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
             f"a resumed run must have steps left, but {directory} is at step {step} of {num_steps}; give {more} to "
             "train on"
         )
+    changes = list_differences(begun, run)
+    if workers != file.num_workers:
+        changes["workers"] = (file.num_workers, workers)
+    for name, (before, now) in changes.items():
+        typer.echo(f"changed by the command line: {name} from {before} to {now}")
     resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
     if resumed != file:
         resumed.save(directory)
