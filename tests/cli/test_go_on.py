@@ -1,5 +1,6 @@
 """`paceline train ... --out X --go_on`: one command that starts, goes on, or says that all is done."""
 
+import errno
 import io
 import os
 import sys
@@ -8,6 +9,8 @@ from contextlib import redirect_stdout
 import pytest
 
 from paceline.cli.main import main
+from paceline.cli.prepare import taking_back
+from paceline.errors import StorageError
 from paceline.monitor.events import RunFinished, RunStarted, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.testing import run_processes
@@ -124,9 +127,40 @@ def test_at_no_instant_a_run_has_no_file(tmp_path, monkeypatch):
         type(tmp_path), "replace", lambda *paths: (there.append((tmp_path / "run.json").exists()), replace(*paths))
     )
     file.model_copy(update={"num_workers": 2}).save(tmp_path)
-    assert there == [True]
+    assert there == [True, True]
     assert RunFile.load(tmp_path).num_workers == 2
     assert (tmp_path / "run-1.json").exists()
+
+
+def fail_to_write(source, target):
+    (source if source.name.endswith(".new") else target).touch()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["pathlib.Path.write_text", "shutil.copyfile"])
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, fails):
+    file = RunFile(recipe="transformer_lm", num_workers=1, run={})
+    file.save(tmp_path)
+    monkeypatch.setattr(fails, fail_to_write)
+    with pytest.raises(StorageError, match=r"run.json could not be written: No space left on device; free space"):
+        file.model_copy(update={"num_workers": 2}).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert RunFile.load(tmp_path) == file
+
+
+def test_a_change_whose_launch_fails_is_taken_back(tmp_path):
+    file = RunFile(recipe="transformer_lm", num_workers=1, run={})
+    file.save(tmp_path)
+
+    def fail_to_launch():
+        file.model_copy(update={"num_workers": 2}).save(tmp_path)
+        assert RunFile.load(tmp_path) != file
+        raise StorageError("no workers")
+
+    with pytest.raises(StorageError, match="no workers"), taking_back(tmp_path):
+        fail_to_launch()
+    assert RunFile.load(tmp_path) == file
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def be_a_worker_of_torchrun(directory, arguments):

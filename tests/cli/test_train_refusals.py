@@ -1,7 +1,6 @@
 """Bad input to `paceline train`: one clear message and exit code 2 each, and nothing is made or overwritten."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -262,6 +261,7 @@ def test_a_full_or_read_only_disk_is_a_clear_error_and_keeps_what_there_is(here,
         assert "report.png could not be written: No space left" in fail_on_disk(run_here, "report", disk / "run")
         told = fail_on_disk(run_here, "train", "transformer_lm", "--out", disk / "new", *TINY)
         assert f"{disk / 'new' / 'run.json'} could not be written: No space left on device; free space there" in told
+        assert not (disk / "new").exists()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         advice = "could not be written: Read-only file system; make the directory writable, or choose another"
         assert f"report.png {advice}" in fail_on_disk(run_here, "report", disk / "run")
@@ -295,9 +295,11 @@ def test_settings_that_a_resume_could_not_use_are_taken_back(here, run_here):
     first = run_here("train", "transformer_lm", "--workers", 1, "--out", "run", *TINY)
     assert first.returncode == 0, first.stdout + first.stderr
     before = (here / "run" / "run.json").read_text()
+    there = set((here / "run").glob("*.json"))
     refused = run_here("train", "--resume", "run", "--num_steps", 9, "--model.width", 32)
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert json.loads((here / "run" / "run.json").read_text()) == json.loads(before)
+    assert (here / "run" / "run.json").read_text() == before
+    assert set((here / "run").glob("*.json")) == there, "the history has no change that was refused"
 
 
 def test_a_second_launcher_of_one_run_is_refused(here, monkeypatch, capsys):

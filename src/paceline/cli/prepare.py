@@ -105,8 +105,15 @@ def prepare_new(
             run.initial.check(outline(run.model, splits))
     needed = _check_memory(run, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
+    is_made = out is None or not out.exists()
     directory = _make_directory(out, recipe)
-    file.save(directory)
+    try:
+        file.save(directory)
+    except StorageError:
+        if is_made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
     _log_memory(directory, needed)
     return directory, file
 
@@ -205,10 +212,14 @@ def taking_back(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    before, num_starts = RunFile.load(directory), _count_starts(directory)
-    yield
-    if _count_starts(directory) == num_starts and RunFile.load(directory) != before:
-        before.save(directory)
+    RunFile.load(directory)  # or it is refused
+    older, num_starts = RunFile.list_older(directory), _count_starts(directory)
+    try:
+        yield
+    finally:
+        changed = [path for path in RunFile.list_older(directory) if path not in older]
+        if changed and _count_starts(directory) == num_starts:
+            changed[0].replace(directory / "run.json")
 
 
 def _count_starts(directory: Path) -> int:
