@@ -5,6 +5,7 @@ saved run finds it again in another process. If a family of settings takes funct
 from `Function` too and is registered as ``"function"``.
 """
 
+import difflib
 import functools
 import hashlib
 import importlib
@@ -12,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import operator
+import re
 import sys
 import types
 import typing
@@ -51,6 +53,8 @@ class Function(Settings):
     """Positional arguments of each call, in the words of errors."""
     offered: ClassVar[tuple[str, ...]] = ()
     """Names of additional arguments, passed if the function has such parameters."""
+    returned: ClassVar[str] = ""
+    """Path of the class of what the function returns; empty for any."""
 
     path: str
     """Path of the function: ``package.module:function`` or ``file.py:function``."""
@@ -80,8 +84,11 @@ class Function(Settings):
     @classmethod
     def _find(cls, path: str) -> str:
         """Return the path, with that of its file as an absolute one, of a function that takes what it is given."""
-        function = find_function(path)
+        kind = _find_class(cls.returned) if cls.returned else None
+        function = find_function(path, kind)
         parameters = _list_parameters(function)
+        if kind is not None and isinstance(function, type):
+            _check_class(path, function, kind)
         places = sum(parameter.kind in _BY_POSITION for parameter in parameters.values())
         takes_any = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
         if parameters is not _UNKNOWN and places < len(cls.given) and not takes_any:
@@ -150,6 +157,28 @@ class Function(Settings):
         taken = {name: value for name, value in offered.items() if name in self._list_open(self.path)}
         return function(*given, **(taken | arguments))
 
+    def make(self, *given: Any, **offered: Any) -> Any:
+        """Call the function for an object that is made once, before training.
+
+        Args:
+            given: See `call`.
+            offered: See `call`.
+
+        Raises:
+            SettingsError: The arguments are refused: a class raises TypeError or ValueError, or a function that was
+                given some raises ValueError.
+        """
+        try:
+            return self.call(*given, **offered)
+        except (TypeError, ValueError) as error:
+            is_class = isinstance(find_function(self.path), type)
+            if not is_class and (isinstance(error, TypeError) or not self.arguments):  # an error of the function's own
+                raise
+            found = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items()) or "none"
+            raise SettingsError(
+                f"arguments of {self.path} must be ones that it accepts, but got {found}: {error}; change them"
+            ) from error
+
     @classmethod
     def _list_open(cls, path: str) -> dict[str, inspect.Parameter]:
         """Return the parameters without positional arguments."""
@@ -167,8 +196,12 @@ def find_hint(path: str, argument: str) -> Any:
     return _hints(find_function(path)).get(argument)
 
 
-def find_function(path: str) -> Callable[..., Any]:
+def find_function(path: str, kind: type | None = None) -> Callable[..., Any]:
     """Return the function at ``package.module:function`` or ``file.py:function``.
+
+    Args:
+        path: Path of the function, or of a class.
+        kind: Base of the classes that the error proposes; None for those that the module defines.
 
     Raises:
         SettingsError: There is no such file, module or function.
@@ -179,9 +212,46 @@ def find_function(path: str) -> Callable[..., Any]:
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     function = getattr(module, name, None)
     if not callable(function):
-        names = [key for key, item in vars(module).items() if inspect.isfunction(item) and key[0] != "_"]
-        raise SettingsError(f"{place} must define the function {name!r}, but it has: {', '.join(names) or 'none'}")
+        names = _list_callables(module, kind)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise SettingsError(
+            f"{place} must define the function {name!r}, but it has: {', '.join(names) or 'none'}{hint}"
+        )
     return function  # type: ignore[no-any-return]
+
+
+def _list_callables(module: ModuleType, kind: type | None) -> list[str]:
+    """Return the names of a module's functions, and of its classes that derive from `kind`."""
+    public = {name: item for name, item in vars(module).items() if name[0] != "_"}
+    classes = {name: item for name, item in public.items() if isinstance(item, type) and item is not kind}
+    if kind is not None:
+        fitting = [name for name, item in classes.items() if issubclass(item, kind)]
+    else:
+        fitting = [name for name, item in classes.items() if item.__module__ == module.__name__]
+    return [name for name, item in public.items() if inspect.isfunction(item)] + fitting
+
+
+def _find_class(path: str) -> type:
+    found = find_function(path)
+    assert isinstance(found, type)
+    return found
+
+
+def _check_class(path: str, found: type, kind: type) -> None:
+    """Refuse a class that is no `kind`, or that is made of objects of that kind, which no setting can give it."""
+    if not issubclass(found, kind):
+        raise SettingsError(
+            f"{path} must be a function or class that returns a torch {kind.__name__}, but the class "
+            f"{found.__name__} is none; give one that is, or write a function"
+        )
+    for name, parameter in _list_parameters(found).items():
+        is_required = parameter.default is parameter.empty
+        if is_required and re.search(rf"\b{kind.__name__}\b", str(parameter.annotation)):
+            raise SettingsError(
+                f"{path} must be called by a function of yours, since no setting can give it {name!r}, which takes "
+                f"objects of {kind.__name__}; write a function that makes them and returns the {found.__name__}"
+            )
 
 
 def name_function(function: Callable[..., Any]) -> str:
@@ -227,9 +297,25 @@ def _check(path: str, parameters: Mapping[str, inspect.Parameter], name: str, va
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         plain: JsonValue = adapter.dump_python(adapter.validate_python(value), mode="json")
-        return plain
     except ValidationError as error:
         raise SettingsError(f"{name} of {path}{explain(error).splitlines()[0].removeprefix('settings')}") from error
+    check_number(f"{name} of {path}", value, plain)
+    return plain
+
+
+def check_number(name: str, given: object, taken: object) -> None:
+    """Refuse a boolean that would be taken for a number, which hides a mistake.
+
+    Args:
+        name: Name of the value, for the message.
+        given: Value that was given.
+        taken: What it becomes by its type.
+
+    Raises:
+        SettingsError: A boolean became a number.
+    """
+    if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
+        raise SettingsError(f"{name} must be a number, but got {given}")
 
 
 @functools.lru_cache

@@ -185,7 +185,8 @@ def explain(error: ValidationError) -> str:
 
 
 def _explain_one(problem: Mapping[str, Any]) -> str:
-    path = ".".join(str(part) for part in problem["loc"]) or "settings"
+    is_json = problem["type"] == "finite_number" and problem["loc"][-1:] == ("float",)  # pydantic adds the type
+    path = ".".join(str(part) for part in problem["loc"][: -1 if is_json else None]) or "settings"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of events
         return f"{path} is not a field here"
     if problem["type"] == "missing":

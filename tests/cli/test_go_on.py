@@ -1,5 +1,6 @@
 """`paceline train ... --out X --go_on`: one command that starts, goes on, or says that all is done."""
 
+import errno
 import io
 import os
 import sys
@@ -8,6 +9,8 @@ from contextlib import redirect_stdout
 import pytest
 
 from paceline.cli.main import main
+from paceline.cli.prepare import taking_back
+from paceline.errors import StorageError
 from paceline.monitor.events import RunFinished, RunStarted, StepFinished
 from paceline.monitor.reader import read_log, select
 from paceline.testing import run_processes
@@ -82,10 +85,10 @@ def test_one_command_starts_goes_on_and_finds_that_all_is_done(here, run_here):
     assert more.returncode == 0, more.stdout + more.stderr
     assert more.stdout.splitlines()[:5] == [
         "goes on with the run that was begun in run",
-        "changed by the command line: num_steps from 4 to 6",
-        "changed by the command line: workers from 2 to 1",
         "kept as begun: clip_norm 1.0, though a new run would now have 0.5; --clip_norm changes it",
         "kept as begun: seed 3, though a new run would now have 0; --seed changes it",
+        "changed by the command line: num_steps from 4 to 6",
+        "changed by the command line: workers from 2 to 1",
     ]
     assert select_here(RunStarted)[-1].event.start_step == 4
     assert [record.step for record in select_here(StepFinished)] == [1, 2, 3, 4, 5, 6]
@@ -124,9 +127,40 @@ def test_at_no_instant_a_run_has_no_file(tmp_path, monkeypatch):
         type(tmp_path), "replace", lambda *paths: (there.append((tmp_path / "run.json").exists()), replace(*paths))
     )
     file.model_copy(update={"num_workers": 2}).save(tmp_path)
-    assert there == [True]
+    assert there == [True, True]
     assert RunFile.load(tmp_path).num_workers == 2
     assert (tmp_path / "run-1.json").exists()
+
+
+def fail_to_write(source, target):
+    (source if source.name.endswith(".new") else target).touch()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["pathlib.Path.write_text", "shutil.copyfile"])
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, fails):
+    file = RunFile(recipe="transformer_lm", num_workers=1, run={})
+    file.save(tmp_path)
+    monkeypatch.setattr(fails, fail_to_write)
+    with pytest.raises(StorageError, match=r"run.json could not be written: No space left on device; free space"):
+        file.model_copy(update={"num_workers": 2}).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert RunFile.load(tmp_path) == file
+
+
+def test_a_change_whose_launch_fails_is_taken_back(tmp_path):
+    file = RunFile(recipe="transformer_lm", num_workers=1, run={})
+    file.save(tmp_path)
+
+    def fail_to_launch():
+        file.model_copy(update={"num_workers": 2}).save(tmp_path)
+        assert RunFile.load(tmp_path) != file
+        raise StorageError("no workers")
+
+    with pytest.raises(StorageError, match="no workers"), taking_back(tmp_path):
+        fail_to_launch()
+    assert RunFile.load(tmp_path) == file
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def be_a_worker_of_torchrun(directory, arguments):

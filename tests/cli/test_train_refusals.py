@@ -1,7 +1,6 @@
 """Bad input to `paceline train`: one clear message and exit code 2 each, and nothing is made or overwritten."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -58,6 +57,21 @@ def held(): return paceline.Run(data=Dataset(), **settings)
         ("train transformer_lm --go_on --out empty_folder/..", "is neither; choose another\n"),
         ("train transformer_lm --max-restarts -1", "--max-restarts must be at least 0, but got -1"),
         ("train plain.py --lr 1", "did you mean --optimizer.arguments.lr?"),
+        ("train plain.py --optimizer.name adamw", "without .name; write --optimizer adamw"),
+        ("train plain.py --optimizer.arguments.lr nan", "paceline: optimizer.arguments.lr must be a finite number"),
+        ("train plain.py --optimizer.arguments.momentum true", "momentum must be a number, but got True"),
+        ("train plain.py --clip_norm true", "--clip_norm must be a number, but got True"),
+        ("train plain.py --optimizer torch.optim:AdmW", "did you mean 'AdamW'?"),
+        ("train plain.py --optimizer torch.optim:Nope", "NAdam"),
+        (
+            "train plain.py --optimizer torch.nn:Linear",
+            "a function or class that returns a torch Optimizer, but the class Linear is none",
+        ),
+        (
+            "train plain.py --schedule torch.optim.lr_scheduler:SequentialLR",
+            "no setting can give it 'schedulers', which takes objects of LRScheduler; write a function",
+        ),
+        ("train plain.py --schedule torch.optim.lr_scheduler:ChainedScheduler", "no setting can give it 'schedulers'"),
         ("train plain.py --data nofile.py:f", "paceline: data: the file of a function must exist"),
         ("train plain.py:held", "data must be a function at the top of a module that returns it, a registered name"),
         ("export missing --to .", "what is exported must have a name, but got '.'"),
@@ -192,6 +206,10 @@ def test_a_run_from_start_to_resume_to_report(here, run_here):
     more = run_here("train", "--resume", "first", "--num_steps", 8, "--workers", 3)
     assert more.returncode == 0, more.stdout + more.stderr
     assert "resumed from" in more.stdout
+    assert more.stdout.splitlines()[:2] == [
+        "changed by the command line: num_steps from 6 to 8",
+        "changed by the command line: workers from 2 to 3",
+    ]
     assert (here / "first" / "run-1.json").exists()
     done = run_here("train", "--resume", "first")
     assert done.returncode == 2
@@ -243,6 +261,7 @@ def test_a_full_or_read_only_disk_is_a_clear_error_and_keeps_what_there_is(here,
         assert "report.png could not be written: No space left" in fail_on_disk(run_here, "report", disk / "run")
         told = fail_on_disk(run_here, "train", "transformer_lm", "--out", disk / "new", *TINY)
         assert f"{disk / 'new' / 'run.json'} could not be written: No space left on device; free space there" in told
+        assert not (disk / "new").exists()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         advice = "could not be written: Read-only file system; make the directory writable, or choose another"
         assert f"report.png {advice}" in fail_on_disk(run_here, "report", disk / "run")
@@ -276,9 +295,11 @@ def test_settings_that_a_resume_could_not_use_are_taken_back(here, run_here):
     first = run_here("train", "transformer_lm", "--workers", 1, "--out", "run", *TINY)
     assert first.returncode == 0, first.stdout + first.stderr
     before = (here / "run" / "run.json").read_text()
+    there = set((here / "run").glob("*.json"))
     refused = run_here("train", "--resume", "run", "--num_steps", 9, "--model.width", 32)
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert json.loads((here / "run" / "run.json").read_text()) == json.loads(before)
+    assert (here / "run" / "run.json").read_text() == before
+    assert set((here / "run").glob("*.json")) == there, "the history has no change that was refused"
 
 
 def test_a_second_launcher_of_one_run_is_refused(here, monkeypatch, capsys):

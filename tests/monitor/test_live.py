@@ -118,6 +118,19 @@ def test_an_error_that_several_ranks_have_is_shown_once() -> None:
     assert len(shown) == 5
 
 
+def test_an_error_that_another_rank_quotes_is_told_once() -> None:
+    full = Failed(error="StorageError", message="step-4 could not be written: the disk is full", traceback="")
+    lost = Failed(
+        error="CommunicationError",
+        message=f"lost its peers: rank 0 stopped: {full.error}: {full.message}",
+        traceback="",
+    )
+    assert show_failures((0, full), (1, lost)) == [
+        "rank 0 failed at step 5 with StorageError: step-4 could not be written: the disk is full",
+        "rank 1 failed at step 5 with CommunicationError: lost its peers: rank 0 stopped: StorageError",
+    ]
+
+
 def test_an_error_begins_with_the_line_it_came_from() -> None:
     own = Failed(error="E", message="m", traceback="", place="mine.py:3")
     assert show_failures((0, own)) == ["mine.py:3: rank 0 failed at step 5 with E: m"]

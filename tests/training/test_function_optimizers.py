@@ -154,7 +154,9 @@ def return_lbfgs(params):
     return torch.optim.LBFGS(params)
 
 
-@pytest.mark.parametrize(("function", "got"), [(return_model, "Sequential"), (return_lbfgs, "LBFGS")])
+@pytest.mark.parametrize(
+    ("function", "got"), [(return_model, "Sequential"), (return_lbfgs, "LBFGS"), (torch.optim.SparseAdam, "SparseAdam")]
+)
 def test_what_is_no_optimizer_is_refused(function, got):
     with pytest.raises(SettingsError, match=f"must return an optimizer of torch's .* but got {got}"):
         Optimizer.model_validate(function).build(mine.build_linear())
@@ -183,6 +185,32 @@ def fail_otherwise(optimizer):
 def test_what_is_no_schedule_is_refused(tmp_path, schedule, problem):
     with pytest.raises(SettingsError, match=problem):
         train_here(make_points_run(schedule=schedule), tmp_path)
+
+
+def make_sgd(params, lr):
+    return torch.optim.SGD(params, lr=lr)
+
+
+@pytest.mark.parametrize("way", [partial(torch.optim.SGD, lr=-1.0), partial(make_sgd, lr=-1.0)])
+def test_arguments_that_an_optimizer_refuses_are_refused(way):
+    with pytest.raises(SettingsError, match=r"^arguments of .* got lr=-1.0: Invalid learning rate: -1.0; change them$"):
+        Optimizer.model_validate(way).build(mine.build_linear())
+
+
+def test_arguments_that_a_schedule_refuses_are_refused(tmp_path):
+    schedule = partial(lr_scheduler.OneCycleLR, max_lr=0.1, pct_start=2.0)
+    with pytest.raises(SettingsError, match=r"^arguments of .*OneCycleLR must be .*pct_start=2.0: Expected float"):
+        train_here(make_points_run(schedule=schedule), tmp_path)
+
+
+def fail_without_arguments(model):
+    raise ValueError("of its own")
+
+
+def test_an_error_of_an_optimizer_without_arguments_is_its_own():
+    with pytest.raises(ValueError, match=r"^of its own$") as caught:
+        Optimizer.model_validate(fail_without_arguments).build(mine.build_linear())
+    assert not isinstance(caught.value, SettingsError)
 
 
 def test_an_error_of_a_schedule_is_its_own(tmp_path):

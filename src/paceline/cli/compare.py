@@ -91,7 +91,7 @@ def find_settings(arguments: Sequence[str]) -> Settings | None:
 
 def _check_same(directory: Path, recipe: str, workers: int, overrides: "Overrides") -> None:
     """Raise if `directory` holds a run with other settings; the number of threads may be the machine's."""
-    from paceline.cli.go_on import flatten_settings
+    from paceline.cli.changes import flatten_settings
     from paceline.cli.prepare import make_run
     from paceline.launch.worker import load_run
     from paceline.training.run import RunFile

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from paceline.errors import SettingsError, UnknownNameError
-from paceline.functions import Function, find_hint
+from paceline.functions import Function, check_number, find_hint
 from paceline.registry import Family, Settings, describe_rule, explain, find_variant, list_variants
 
 S = TypeVar("S", bound=Settings)
@@ -109,7 +109,7 @@ def apply_overrides(settings: S, pairs: Iterable[tuple[str, str]]) -> S:
                 _refuse_no_value(path, _list_paths(type(settings), document))
             _set(type(settings), document, path.split("."), path, value)
         except KeyError:
-            raise _unknown(path, type(settings), document) from None
+            raise _unknown(path, value, type(settings), document) from None
         given.add(path.partition(".")[0])
         if "." not in path:  # fields of variants come later, and are those of the variants that will be there
             derived = type(settings).derive_defaults(document)
@@ -173,10 +173,12 @@ def _list_paths(cls: type[Settings], document: Mapping[str, Any], prefix: str = 
                 yield from (f"{prefix}{name}.arguments.{key}" for key in chosen(**child).list_arguments())
 
 
-def _unknown(path: str, cls: type[Settings], document: Mapping[str, Any]) -> UnknownNameError:
+def _unknown(path: str, value: str, cls: type[Settings], document: Mapping[str, Any]) -> UnknownNameError:
     """Return the error for an unknown path, with the paths that may be meant."""
     known = list(_list_paths(cls, document))
     parent, _, name = path.rpartition(".")
+    if name == "name" and parent in known:  # as in the files of runs
+        return UnknownNameError(f"--{path} must be given as --{parent}, without .name; write --{parent} {value}")
     by_name: dict[str, list[str]] = {}
     for one in known:
         by_name.setdefault(one.rpartition(".")[2], []).append(one)
@@ -229,7 +231,9 @@ def _validate(annotation: Any, path: str, value: str | list[str]) -> Any:
     refused = None
     for candidate in candidates:
         try:
-            return adapter.validate_python(candidate)
+            taken = adapter.validate_python(candidate)
+            check_number(f"--{path}", candidate, taken)
+            return taken
         except ValidationError as error:
             is_vague = isinstance(candidate, str | None) or error.errors()[0]["type"] == "missing"
             refused = refused if refused and is_vague else error

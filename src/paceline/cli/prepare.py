@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.cli.changes import list_differences
 from paceline.cli.overrides import apply_overrides
 from paceline.data.base import Splits
 from paceline.data.division import check_shares
@@ -104,14 +105,21 @@ def prepare_new(
             run.initial.check(outline(run.model, splits))
     needed = _check_memory(run, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
+    is_made = out is None or not out.exists()
     directory = _make_directory(out, recipe)
-    file.save(directory)
+    try:
+        file.save(directory)
+    except StorageError:
+        if is_made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
     _log_memory(directory, needed)
     return directory, file
 
 
 def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tuple[str, str]]) -> tuple[Path, RunFile]:
-    """Prepare to resume a run, with another number of workers or other settings if requested.
+    """Prepare to resume a run, with another number of workers or other settings if requested, which are printed.
 
     Raises:
         SettingsError: `directory` holds no run, the run is finished, or settings are invalid.
@@ -141,6 +149,11 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
             f"a resumed run must have steps left, but {directory} is at step {step} of {num_steps}; give {more} to "
             "train on"
         )
+    changes = list_differences(begun, run)
+    if workers != file.num_workers:
+        changes["workers"] = (file.num_workers, workers)
+    for name, (before, now) in changes.items():
+        typer.echo(f"changed by the command line: {name} from {before} to {now}")
     resumed = file.model_copy(update={"num_workers": workers, "run": run.model_dump(mode="json")})
     if resumed != file:
         resumed.save(directory)
@@ -199,10 +212,14 @@ def taking_back(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    before, num_starts = RunFile.load(directory), _count_starts(directory)
-    yield
-    if _count_starts(directory) == num_starts and RunFile.load(directory) != before:
-        before.save(directory)
+    RunFile.load(directory)  # or it is refused
+    older, num_starts = RunFile.list_older(directory), _count_starts(directory)
+    try:
+        yield
+    finally:
+        changed = [path for path in RunFile.list_older(directory) if path not in older]
+        if changed and _count_starts(directory) == num_starts:
+            changed[0].replace(directory / "run.json")
 
 
 def _count_starts(directory: Path) -> int:

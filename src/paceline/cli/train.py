@@ -94,7 +94,7 @@ def _train_here(
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     if go_on and recipe is not None and out is not None and is_begun(out):
-        if not check_begun(recipe, workers, out, overrides):
+        if not check_begun(recipe, out, overrides):
             return ExitCode.FINISHED
         resume = out
     with taking_back(resume):

@@ -75,7 +75,7 @@ def _prepare(
     go_on: bool,
 ) -> tuple[Path, RunFile] | None:
     if go_on and recipe is not None and out is not None and is_begun(out):
-        if not check_begun(recipe, None, out, overrides):
+        if not check_begun(recipe, out, overrides):
             return None
         resume = out
     if resume is not None:

@@ -1,6 +1,7 @@
 """The live view of a run in a terminal."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -165,10 +166,17 @@ class _Failures:
         return bool(self._held) and time.monotonic() >= self._due_s
 
     def release(self) -> list[str]:
-        """Return a line for each held failure, and hold none."""
+        """Return a line for each held failure, and hold none; where one quotes another, its kind alone is quoted."""
         held, self._held = self._held, {}
         self._shown |= held.keys()
-        return [describe_failure(event, sorted(ranks), step) for event, ranks, step in held.values()]
+        quotes = {f"{error}: {message}": error for error, message, _ in self._shown if message}
+        lines = []
+        for event, ranks, step in held.values():
+            message = event.message
+            for quote, error in quotes.items():
+                message = message.replace(quote, error)
+            lines.append(describe_failure(dataclasses.replace(event, message=message), sorted(ranks), step))
+        return lines
 
     def forget(self) -> None:
         """Forget the failures that were shown: the workers have started again."""

@@ -11,6 +11,9 @@ from paceline.functions import Function
 from paceline.optim.base import Optimizer
 from paceline.registry import register
 
+_UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""Optimizers that need a closure, or refuse dense gradients."""
+
 
 @register("function")
 class FunctionOptimizer(Function, Optimizer):
@@ -22,19 +25,20 @@ class FunctionOptimizer(Function, Optimizer):
     """
 
     given: ClassVar[tuple[str, ...]] = ("the model or its parameters",)
+    returned: ClassVar[str] = "torch.optim:Optimizer"
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Call the function.
 
         Raises:
-            SettingsError: The function returns no optimizer.
+            SettingsError: The function refuses its arguments, or returns no optimizer that can be used.
         """
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        made = self.call(trained if self.first_parameter == "params" else module)
-        if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
+        made = self.make(trained if self.first_parameter == "params" else module)
+        if not isinstance(made, torch.optim.Optimizer) or isinstance(made, _UNUSABLE):
             raise SettingsError(
-                f"{self.path} must return an optimizer of torch's that steps without a closure, but got "
-                f"{type(made).__name__}; build another of the model's parameters"
+                f"{self.path} must return an optimizer of torch's that steps without a closure, by dense gradients, "
+                f"but got {type(made).__name__}; build another of the model's parameters"
             )
         made.param_groups = [part for group in made.param_groups for part in _part(group)]
         return made

@@ -94,7 +94,12 @@ class FunctionSchedule(Function, LearningRate):
 
     given: ClassVar[tuple[str, ...]] = ("the optimizer",)
     offered: ClassVar[tuple[str, ...]] = ("num_steps", "total_steps", "num_training_steps")
+    returned: ClassVar[str] = "torch.optim.lr_scheduler:LRScheduler"
 
     def build(self, optimizer: Any, num_steps: int) -> Any:
-        """Call the function."""
-        return self.call(optimizer, **dict.fromkeys(self.offered, num_steps))
+        """Call the function.
+
+        Raises:
+            SettingsError: The function refuses its arguments.
+        """
+        return self.make(optimizer, **dict.fromkeys(self.offered, num_steps))

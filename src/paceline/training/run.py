@@ -341,16 +341,25 @@ class RunFile(Settings):
         """Write the file; an older one is kept beside it under a number.
 
         Raises:
-            StorageError: The disk is full or read-only; an older file stays as it was.
+            StorageError: The disk is full or read-only; the directory stays as it was.
         """
         path = directory / "run.json"
+        new, old = (directory / f".run.json.{os.getpid()}.{end}" for end in ("new", "old"))
         with storing(path):
-            if path.exists():
-                number = len(list(directory.glob("run-*.json"))) + 1
-                shutil.copyfile(path, directory / f"run-{number}.json")  # a copy: there is a run.json at every instant
-            temporary = directory / f".run.json.{os.getpid()}"
-            temporary.write_text(self.model_dump_json(indent=2) + "\n")
-            temporary.replace(path)
+            try:
+                new.write_text(self.model_dump_json(indent=2) + "\n")
+                if path.exists():
+                    shutil.copyfile(path, old)  # a copy: there is a run.json at every instant
+                    old.replace(directory / f"run-{len(self.list_older(directory)) + 1}.json")
+                new.replace(path)
+            finally:
+                for part in (new, old):
+                    part.unlink(missing_ok=True)
+
+    @staticmethod
+    def list_older(directory: Path) -> list[Path]:
+        """Return the older files that `save` has kept, the oldest first."""
+        return sorted(directory.glob("run-*.json"), key=lambda path: (len(path.name), path.name))
 
     @classmethod
     def load(cls, directory: Path) -> Self:
