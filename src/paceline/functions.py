@@ -309,7 +309,7 @@ def check_number(name: str, given: object, taken: object) -> None:
     Args:
         name: Name of the value, for the message.
         given: Value that was given.
-        taken: What it becomes by its type.
+        taken: The argument, converted to its type.
 
     Raises:
         SettingsError: A boolean became a number.

@@ -263,7 +263,7 @@ class Algorithm(Family):
 
         Raises:
             SettingsError: The algorithm has no program of that collective, or none for that number of ranks.
-            ProgramError: What it builds is none, or is of another collective, number of ranks or root.
+            ProgramError: The algorithm has built no program, or one of another collective, number of ranks or root.
         """
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
