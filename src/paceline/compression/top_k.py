@@ -20,7 +20,6 @@ from paceline.compression.codec import (
     State,
     dense_payloads,
     exchange_dense,
-    is_finite,
 )
 from paceline.compression.kernels import find_kernels
 from paceline.registry import register
@@ -83,7 +82,7 @@ class Largest:
         total: Sum of all workers' payloads, in the shape of the value.
         remainder: Elements that this worker did not send, in the shape of the value.
         indices: Indices in the flat value of the elements that this worker sent.
-        is_finite: Whether value and residual were finite, and no sum of finite payloads overflowed.
+        is_finite: Whether value and residual were finite.
     """
 
     total: Tensor
@@ -97,12 +96,11 @@ def exchange_largest(value: Tensor, residual: Tensor | None, num_kept: int) -> G
     indices = torch.empty(num_kept, dtype=_index_dtype(value.shape), device=value.device)
     values = torch.empty(num_kept, dtype=torch.float32, device=value.device)
     remainder = torch.empty_like(value)
-    is_mine_finite = find_kernels("top_k", value.device).select(
+    is_finite = find_kernels("top_k", value.device).select(
         value.view(-1), None if residual is None else residual.view(-1), num_kept, remainder.view(-1), indices, values
     )
     gathered = yield AllGather(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]))
-    total, is_sum_finite = _sum_largest(gathered, value, num_kept)
-    return Largest(total, remainder, indices, is_mine_finite and is_sum_finite)
+    return Largest(_sum_largest(gathered, value, num_kept), remainder, indices, is_finite)
 
 
 def count_kept(shape: Size, density: float) -> int:
@@ -120,11 +118,8 @@ def _index_dtype(shape: Size) -> torch.dtype:
     return torch.int64 if shape.numel() >= INT64_ELEMENTS else torch.int32
 
 
-def _sum_largest(gathered: Tensor, value: Tensor, num_kept: int) -> tuple[Tensor, bool]:
-    """Return the sum of all payloads, by rank, so that it is bitwise equal on all workers, and False if it overflowed.
-
-    Payloads that were not finite are for those who sent them to tell.
-    """
+def _sum_largest(gathered: Tensor, value: Tensor, num_kept: int) -> Tensor:
+    """Return the sum of all payloads: by rank, so that it is bitwise equal on all workers."""
     dtype = _index_dtype(value.shape)
     parts = gathered.split([num_kept * dtype.itemsize, num_kept * 4], dim=1)
     indices, values = (
@@ -133,4 +128,4 @@ def _sum_largest(gathered: Tensor, value: Tensor, num_kept: int) -> tuple[Tensor
     total = torch.zeros_like(value)
     for row in range(len(gathered)):
         total.view(-1).index_add_(0, indices[row], values[row])
-    return total, is_finite(total.view(-1)[indices.flatten()]) or not is_finite(values)
+    return total
