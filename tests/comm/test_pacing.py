@@ -1,5 +1,6 @@
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -110,6 +111,22 @@ def test_collectives_under_a_limit_are_the_same_in_slices_and_every_byte_is_paid
         assert (copied, rows, swapped) == ([1.0] * 5, [float(r) for r in range(size)], [float(r) for r in range(size)])
         assert received == [float((rank - 1) % size)] * 4
         assert hop == [16]
+
+
+def limit_on_one_host():
+    with join() as group, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = torch.nn.Linear(2, 2)
+        rule = Rule.model_validate({"name": "every_step", "max_bandwidth": "32mbit"})
+        Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, sync=rule).close()
+    return [str(warning.message) for warning in caught if "max_bandwidth" in str(warning.message)]
+
+
+def test_a_limit_between_workers_of_one_host_warns_once_that_it_limits_nothing():
+    first, second = (result.value for result in run_processes(2, limit_on_one_host))
+    assert len(first) == 1
+    assert "limits nothing" in first[0]
+    assert second == []
 
 
 LIMIT = 32e6 / 8

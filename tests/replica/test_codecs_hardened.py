@@ -114,7 +114,9 @@ def test_an_overflow_is_skipped_where_the_first_parameter_of_its_bucket_is_unuse
     assert LocalGroup.run(2, worker) == [([False, False, True], True)] * 2
 
 
-@pytest.mark.parametrize("codec", [{"name": "random_k", "density": 0.5, "dense_below": 0}, "power_sgd"])
+@pytest.mark.parametrize(
+    "codec", [*({"name": name, "density": 0.5, "dense_below": 0} for name in ("top_k", "random_k")), "power_sgd"]
+)
 @pytest.mark.parametrize(("second", "told"), [(3e38, "in the sum over ranks"), (inf, "on 1 of 2 ranks")])
 def test_a_sum_of_gradients_that_overflows_is_told_and_blames_no_rank(codec, second, told):
     """All-reduce hides whose part was not finite; with power_sgd the block is a small one, summed as it is."""

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -100,6 +101,12 @@ def check_replica(
         raise SettingsError(
             f"max_bandwidth must be None for workers on {shard.group.device.type}, whose backend sends by itself, "
             f"but got {rule.max_bandwidth:g} bytes/s; leave it out"
+        )
+    is_one_host = len(shard.world.host_ranks) == shard.world.size > 1
+    if rule.max_bandwidth is not None and is_one_host and shard.world.rank == 0:
+        warnings.warn(
+            "max_bandwidth limits nothing here: all workers are on one host and exchange through its memory",
+            stacklevel=3,
         )
     if rule.carries_momentum:
         check_momentum(local_optimizer(optimizer))
