@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.data.images import Images
 from paceline.optim import AdamW, AdamW8bit
-from paceline.optim.eight_bits import BLOCK_SIZE, Encoded, _tables
+from paceline.optim.eight_bits import BLOCK_SIZE, Encoded, _tables, values_by_code
 
 always = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -227,6 +227,23 @@ def test_the_kernel_steps_as_plain_torch_does(monkeypatch, shape):
         torch.testing.assert_close(fast[0][1][f"{name}_scales"], plain[0][1][f"{name}_scales"], rtol=1e-6, atol=0)
     moved = plain[1][0] - draw(shape, 0)
     assert (fast[1][0] - plain[1][0]).norm() < 0.01 * moved.norm()
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 7e30])
+def test_the_kernel_finds_the_nearest_value_on_both_sides_of_each_bound(is_signed, scale):
+    kernels = pytest.importorskip("paceline.optim.numba_adamw_8bit")
+    table = values_by_code(torch.device("cpu"), is_signed=is_signed).numpy()
+    bounds = (table[1:].astype(np.float64) + table[:-1]) / 2
+    slack = np.where(np.abs(bounds) < 3e-7, 0.03, 1e-5)  # the smallest signed value begins at 2.8e-7, not 2.75e-7
+    below, above = bounds - np.abs(bounds) * slack, bounds + np.abs(bounds) * slack
+    quotients = np.concatenate([table, below, above, [0.0]])
+    codes = np.arange(len(table))
+    expected = np.concatenate([codes, codes[:-1], codes[1:], [127 if is_signed else 0]])
+    encode = kernels._encode_signed if is_signed else kernels._encode_unsigned
+    found = np.empty(len(quotients), np.uint8)
+    encode((quotients * scale).astype(np.float32), np.float32(scale), found)
+    assert found.tolist() == expected.tolist()
 
 
 def test_what_is_not_finite_stays_seen():

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 BLOCK_SIZE = 256
 """Number of elements that share a scale."""
-_NUM_DECADES = 7
+NUM_DECADES = 7
 _MIDDLE = 2**15
 _TINY = 2.0**-126
 """Smallest scale that is divided by: the smallest normal float32."""
@@ -82,9 +82,9 @@ def _tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
 
 def _make_tables(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
     values: list[float] = []
-    for decade in range(_NUM_DECADES):
+    for decade in range(NUM_DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
-        values += ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - _NUM_DECADES + 1)).tolist()
+        values += ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - NUM_DECADES + 1)).tolist()
     values[-1] = 1.0
     if is_signed:
         values = [*(-value for value in reversed(values)), 0.0, *values]

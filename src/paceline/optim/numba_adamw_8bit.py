@@ -1,26 +1,50 @@
-"""The step of `AdamW8bit` on CPUs: one pass over memory, a block at a time in the cache."""
+"""The step of `AdamW8bit` on CPUs: one pass over memory, a block at a time in the cache.
 
-import functools
+Codes are computed, not looked up, so that the loops are vectorised. The values of a decade are equally far apart, so a
+code is a linear function of the quotient there, a line that rises by the decade's number of values. From decade to
+decade the number doubles and the slope falls to a fifth: the lowest of all lines is the right one. Lines are
+raised so that each decade begins at the power of two that is its number of values.
+"""
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.optim.eight_bits import BLOCK_SIZE
+from paceline.optim.eight_bits import BLOCK_SIZE, NUM_DECADES
 
 Floats = NDArray[np.float32]
+Integers = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
+Numbers = tuple[np.float32, ...]
 
-_TINY = np.float32(2.0**-126)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-"""Mask of a float's bits but the sign."""
-_SHIFT = np.int32(13)
-"""Bits of a float that are left out where its code is looked up: cells are as wide as half floats are apart."""
-_FIRST, _LAST = np.int32(0x33800000 >> 13), np.int32((0x3F800000 - 0x33800000) >> 13)
-"""Cell of 2**-24, below which all have one code, and the number of cells up to 1."""
-_NEGATIVE = _LAST + np.int32(1)
-"""Place of the first negative number."""
+_ONE, _TINY = np.float32(1), np.float32(2.0**-126)
+_MAGNITUDE, _EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+"""Masks of a float's bits: all but the sign, and those of its power of two."""
+
+
+def _make_lines(num_first: int) -> tuple[Floats, Floats]:
+    """Return slopes and offsets of the lines of all decades, of which the first has `num_first` values."""
+    nums = num_first * 2.0 ** np.arange(NUM_DECADES)
+    slopes = nums / 0.9 * 10.0 ** np.arange(NUM_DECADES - 1, -1, -1)
+    offsets = nums * 8 / 9
+    # The last value was moved up to 1 by half a distance, so the bound below it lies a quarter of one higher.
+    num = nums[-1]
+    slopes = np.append(slopes, num / 1.125)
+    offsets = np.append(offsets, 2 * num - 1 - num / 1.125 * (1 - 0.675 / num))
+    return slopes.astype(np.float32), offsets.astype(np.float32)
+
+
+_SIGNED_SLOPES, _SIGNED_OFFSETS = _make_lines(1)
+_UNSIGNED_SLOPES, _UNSIGNED_OFFSETS = _make_lines(2)
+_ZERO = np.int32(2**NUM_DECADES - 1)
+"""Code of 0 among signed values."""
+_SMALLEST = np.int32(2)
+"""Place of the smallest unsigned value, whose code is 0."""
+_SIGNED_END, _UNSIGNED_END = np.float32(2**NUM_DECADES - 0.5), np.float32(2 ** (NUM_DECADES + 1) - 0.5)
+"""Heights within the last places."""
+_GAP = np.float32(0.2)
+"""Length of a line's begin that is nearer to the last value of the decade below than to the line's first."""
 
 
 def step(
@@ -43,7 +67,6 @@ def step(
     """
     (first_codes, first_scales), (root_codes, root_scales) = first, root
     signed, unsigned = tables
-    beta1, beta2, rate, correction, epsilon, decay = map(np.float32, numbers)
     _step(
         weights.numpy(),
         gradient.numpy(),
@@ -52,25 +75,9 @@ def step(
         root_codes.numpy(),
         root_scales.numpy(),
         signed.numpy(),
-        _number_cells(signed),
         unsigned.numpy(),
-        _number_cells(unsigned),
-        beta1,
-        beta2,
-        rate,
-        correction,
-        epsilon,
-        decay,
+        tuple(map(np.float32, numbers)),
     )
-
-
-@functools.cache
-def _number_cells(table: Tensor) -> Bytes:
-    """Return the code nearest to the middle of each cell of floats from 0 to 1, then of those from 0 to -1."""
-    values = table.numpy()
-    middles = (((np.arange(_NEGATIVE) + _FIRST) << _SHIFT) + (1 << _SHIFT) // 2).astype(np.int32).view(np.float32)
-    bounds = (values[1:] + values[:-1]) / 2
-    return np.searchsorted(bounds, np.concatenate([middles, -middles])).astype(np.uint8)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -82,27 +89,21 @@ def _step(
     root_codes: Bytes,
     root_scales: Floats,
     signed: Floats,
-    to_signed: Bytes,
     unsigned: Floats,
-    to_unsigned: Bytes,
-    beta1: np.float32,
-    beta2: np.float32,
-    rate: np.float32,
-    correction: np.float32,
-    epsilon: np.float32,
-    decay: np.float32,
+    numbers: Numbers,
 ) -> None:
     firsts, roots = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.float32)
-    places = np.empty(BLOCK_SIZE, np.uint16)
     for block in range(first_scales.size):
         begin = block * BLOCK_SIZE
         size = min(BLOCK_SIZE, weights.size - begin)
         ends = slice(begin, begin + size)
         _decode(first_codes[ends], first_scales[block], signed, firsts)
         _decode(root_codes[ends], root_scales[block], unsigned, roots)
-        _move(weights[ends], gradient[ends], firsts, roots, beta1, beta2, rate, correction, epsilon, decay)
-        first_scales[block] = _encode(firsts, size, to_signed, first_codes[ends], places)
-        root_scales[block] = _encode(roots, size, to_unsigned, root_codes[ends], places)
+        _move(weights[ends], gradient[ends], firsts, roots, numbers)
+        first_scales[block] = _largest(firsts.view(np.int32)[:size])
+        root_scales[block] = _largest(roots.view(np.int32)[:size])
+        _encode_signed(firsts, first_scales[block], first_codes[ends])
+        _encode_unsigned(roots, root_scales[block], root_codes[ends])
 
 
 @njit(nogil=True, cache=True)
@@ -112,49 +113,59 @@ def _decode(codes: Bytes, scale: np.float32, table: Floats, values: Floats) -> N
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _move(
-    weights: Floats,
-    gradient: Floats,
-    firsts: Floats,
-    roots: Floats,
-    beta1: np.float32,
-    beta2: np.float32,
-    rate: np.float32,
-    correction: np.float32,
-    epsilon: np.float32,
-    decay: np.float32,
-) -> None:
-    one = np.float32(1)
+def _move(weights: Floats, gradient: Floats, firsts: Floats, roots: Floats, numbers: Numbers) -> None:
+    beta1, beta2, rate, correction, epsilon, decay = numbers
     scaled_rate, scaled_epsilon = rate * correction, epsilon * correction
     for i in range(weights.size):
         g = gradient[i]
-        first = firsts[i] + (one - beta1) * (g - firsts[i])
-        root = np.sqrt(roots[i] * roots[i] * beta2 + (one - beta2) * g * g)
+        first = firsts[i] + (_ONE - beta1) * (g - firsts[i])
+        root = np.sqrt(roots[i] * roots[i] * beta2 + (_ONE - beta2) * g * g)
         weights[i] = weights[i] * decay - scaled_rate * first / (root + scaled_epsilon)
         firsts[i] = first
         roots[i] = root
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _encode(values: Floats, size: int, table: Bytes, codes: Bytes, places: NDArray[np.uint16]) -> np.float32:
-    """Write the codes of `values`, looked up by the half floats of their quotients, and return their scale."""
-    bits = values.view(np.int32)
-    scale = _largest(bits[:size])
-    inverse = np.float32(1) / max(scale, _TINY)
-    for i in range(size):
-        values[i] *= inverse
-    for i in range(size):
-        cell = min(max(((bits[i] & _MAGNITUDE) >> _SHIFT) - _FIRST, np.int32(0)), _LAST)
-        places[i] = np.uint16(cell + (_NEGATIVE if bits[i] < 0 else np.int32(0)))
-    for i in range(size):
-        codes[i] = table[places[i]]
-    return scale
-
-
 @njit(nogil=True, cache=True)
-def _largest(bits: NDArray[np.int32]) -> np.float32:
+def _largest(bits: Integers) -> np.float32:
     """Return the largest magnitude of floats given by their bits; NaN is the largest of all."""
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, np.int32(bits[i] & _MAGNITUDE))
     return np.int32(largest).view(np.float32)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_signed(values: Floats, scale: np.float32, codes: Bytes) -> None:
+    inverse = _ONE / max(scale, _TINY)
+    for i in range(codes.size):
+        place = _place(abs(values[i]) * inverse, _SIGNED_SLOPES, _SIGNED_OFFSETS, _SIGNED_END)
+        codes[i] = np.uint8(_ZERO + (place if values[i] >= 0 else -place))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_unsigned(values: Floats, scale: np.float32, codes: Bytes) -> None:
+    inverse = _ONE / max(scale, _TINY)
+    for i in range(codes.size):
+        place = _place(values[i] * inverse, _UNSIGNED_SLOPES, _UNSIGNED_OFFSETS, _UNSIGNED_END)
+        codes[i] = np.uint8(max(place, _SMALLEST) - _SMALLEST)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _place(quotient: np.float32, slopes: Floats, offsets: Floats, end: np.float32) -> np.int32:
+    """Return the place of the value nearest to `quotient`: that on the lowest line; NaN has the last."""
+    height = end
+    for line in range(NUM_DECADES + 1):
+        other = quotient * slopes[line] + offsets[line]
+        height = other if other < height else height
+    is_below = height - _float_of(_exponent_of(height)) < _GAP
+    return np.int32(height - _GAP if is_below else height)
+
+
+@njit(nogil=True, cache=True)
+def _exponent_of(number: np.float32) -> np.int32:
+    return np.float32(number).view(np.int32) & _EXPONENT
+
+
+@njit(nogil=True, cache=True)
+def _float_of(bits: np.int32) -> np.float32:
+    return np.int32(bits).view(np.float32)
