@@ -1,6 +1,7 @@
 """Layer 6: a layout applied to a model: the shard of each rank, and the exchange between ranks of one worker."""
 
 from paceline.parallel.context import ContextParallelModule
+from paceline.parallel.deferred import Construction, UndeferrableError, defer
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parallelize import parallelize
@@ -11,6 +12,7 @@ from paceline.parallel.tensor_styles import STYLES, Style
 __all__ = [
     "ORDERS",
     "STYLES",
+    "Construction",
     "ContextParallelModule",
     "HasPipelineLayers",
     "Mesh",
@@ -20,6 +22,8 @@ __all__ = [
     "PipelineSettings",
     "Style",
     "TiedHead",
+    "UndeferrableError",
+    "defer",
     "parallelize",
     "register_styles",
 ]

@@ -67,6 +67,14 @@ def shard_module(
     return module
 
 
+def adopt_parameters(module: nn.Module) -> None:
+    """Go on with parameters that have taken the place of those that were sharded, with the same slices."""
+    for part in _sharded_modules(module):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
+
+
 def find_blocks(module: nn.Module) -> list[str]:
     """Return the names of the modules that are each gathered separately.
 

@@ -12,7 +12,8 @@ from paceline.compression.codec import Codec
 from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.context import check_attention, check_length, split_attention
-from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module
+from paceline.parallel.deferred import Construction
+from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
@@ -34,6 +35,7 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
+    construction: Construction | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -49,6 +51,8 @@ def parallelize(
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
         sample: Model inputs of at least one sample, with which a pipeline measures layers.
+        construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
+            Each rank then makes only its part.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -64,7 +68,8 @@ def parallelize(
         )
     mesh = Mesh(world, axes)
     check_same_model(module, world)
-    broadcast_module(module, world)
+    if construction is None:
+        broadcast_module(module, world)
     if layout.tensor > 1:
         make_plan(module, tensor_plan, layout.tensor)  # while the names of the whole model exist
     driver: Pipeline | None = None
@@ -73,8 +78,8 @@ def parallelize(
         if sample is None:
             raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
         peers = mesh.group("sharded") if layout.shards_parameters else None
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
-        module = driver.module
+        inputs = tuple(tensor.to("meta") if construction is not None else tensor for tensor in list_tensors(sample))
+        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), inputs, peers)
     if layout.tensor > 1:
         tensor_split = split(module, mesh, tensor_plan)
     if layout.context > 1:
@@ -86,6 +91,8 @@ def parallelize(
         )
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout)
+    if construction is not None:
+        _finish(construction, module, driver, world)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
     return _note(
@@ -99,6 +106,13 @@ def parallelize(
             reduce_scatter=reduce_scatter,
         )
     )
+
+
+def _finish(construction: Construction, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
+    """Give this rank's part of a model without memory its values."""
+    construction.finish(module, world.device)
+    for part in driver.stages if driver is not None else [module]:
+        adopt_parameters(part)
 
 
 def _note(shard: ModelShard) -> nn.Module:
