@@ -31,12 +31,13 @@ from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
 from paceline.training.best import BestSoFar
+from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
 from paceline.training.run import Run
 from paceline.training.session import Session, build_replica, make_rates, open_session
-from paceline.training.training import Training, build_model, count_parameters, prepare, start_training
+from paceline.training.training import Training, count_parameters, prepare, start_training
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:

@@ -281,6 +281,8 @@ def _log_start(session: Session) -> None:
                 f"of {training.run.global_batch}, over all workers; give one of them the other's value"
             )
         )
+    if training.about_building:
+        session.log_event(Warned(message=training.about_building))
     if training.about_initial:
         session.log_event(Warned(message=training.about_initial))
     if training.splits.held_out is None:
