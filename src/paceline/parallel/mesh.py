@@ -1,6 +1,6 @@
 """A rank's coordinates in a layout, and its groups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,7 @@ class Mesh:
         _num_meshes[world] = self._number + 1
         self._groups: dict[tuple[Axis, ...], Group] = {}
         self._device_mesh: DeviceMesh | None = None
+        self._closers: list[Callable[[], None]] = []
 
     def size(self, *axes: Axis) -> int:
         """Return the number of ranks along `axes`."""
@@ -89,8 +90,26 @@ class Mesh:
         """Return torch's process group along `axis`."""
         return self.device_mesh.get_group(axis)
 
+    def open_process_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """Return a new group of torch's of all ranks, through host memory, for a thread of its own.
+
+        It ends with the mesh. Every rank calls this.
+
+        Args:
+            timeout_s: Time that ranks wait for each other.
+        """
+        self._open_default_group()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group
+
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Call `close` before the mesh ends."""
+        self._closers.append(close)
+
     def close(self) -> None:
         """End torch's default group with the last mesh that uses it. The world closes Paceline's groups."""
+        while self._closers:
+            self._closers.pop()()
         self._device_mesh = None
         if self in _users:
             _users.discard(self)

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Checkpoint
+from paceline.checkpoint import Block, Checkpoint
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
@@ -51,6 +51,15 @@ class Slice(NamedTuple):
         """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Index of the block's first element in the whole tensor."""
+        found, rest = [], self.begin
+        for stride in torch.empty(self.whole, device="meta").stride():
+            found.append(rest // stride)
+            rest %= stride
+        return tuple(found)
+
     def cut(self, whole: Tensor) -> Tensor:
         """Return the block of the whole tensor: a view."""
         if self.is_whole:
@@ -85,6 +94,25 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
                     gathered[name] = held.make(whole=True)
                 held.cut(gathered[name]).copy_(moved)
     return gathered
+
+
+def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[Block]]:
+    """Return the blocks of whole tensors that this rank is to write, of which each is some rank's; nothing moves.
+
+    Args:
+        mine: This rank's tensors; see `gather`.
+        group: The ranks.
+    """
+    offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
+    blocks: dict[str, list[Block]] = {}
+    for name, slices in offers.items():
+        owners = {(held.begin, *held.shape): rank for rank, held in reversed(slices.items())}
+        if group.rank not in owners.values():
+            continue
+        held, tensor = slices[group.rank], local(mine[name]).detach()
+        if tensor.numel() or not Size(held.whole).numel():
+            blocks[name] = [Block(tensor, tuple(held.whole), held.offsets)]
+    return blocks
 
 
 def scatter(

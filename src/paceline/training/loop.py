@@ -26,7 +26,8 @@ from paceline.monitor.events import (
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local
 from paceline.replica.named_tensors import capture_objects
-from paceline.replica.state import capture
+from paceline.replica.shared_saving import start_saving
+from paceline.replica.state import describe
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
@@ -145,7 +146,7 @@ def _finish(session: Session) -> bool:
     evaluation = training.evaluation if training.evaluated_step == training.step else None
     if held_out is not None and evaluation is None:
         evaluation = evaluate_held_out(session, held_out)
-    if training.best.is_kept and training.best.step == training.step and session.saver is not None:
+    if training.best.is_kept and training.best.step == training.step and session.replica.shard.world.rank == 0:
         training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was evaluated
     if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]
@@ -347,9 +348,10 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> s
                 f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
-    tensors, document = capture(replica)
+    world = replica.shard.world
+    tensors, document = describe(replica)
     more, objects = capture_objects({"rates": session.rates})
-    tensors |= more
+    tensors |= more if world.rank == 0 else {}
     document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
@@ -362,14 +364,14 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> s
         "noise": session.noise.state() if session.noise is not None else None,
     }
     path = ""
+    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
     if session.saver is not None:
-        session.saver.start(tensors, document, training.step, is_best=is_best)
         log_saved(session, session.saver.finished())
         if wait and (saved := session.saver.wait()):
             log_saved(session, [saved])
             path = str(saved.path)
     if wait:
-        replica.shard.world.barrier(name="checkpoint")
+        world.barrier(name="checkpoint")
     return path
 
 

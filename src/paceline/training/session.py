@@ -16,6 +16,7 @@ from paceline.errors import SettingsError
 from paceline.monitor.events import Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
+from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
@@ -37,7 +38,7 @@ class Session:
     """Learning rates of the replica's optimizer."""
     loader: Loader
     saver: AsyncSaver | None
-    """Saver on rank 0, which writes for all; None elsewhere."""
+    """Saver of this rank; None where rank 0 writes for it."""
     load_balancer: LoadBalancer
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
@@ -154,7 +155,7 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     noise = None
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
-    saver = AsyncSaver(training.store) if group.rank == 0 else None
+    saver = open_saver(training.store, replica.shard)
     probe = MemoryProbe(is_on=group.rank == 0)
     return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
 
