@@ -61,6 +61,7 @@ def parallelize(
     axes = layout.resolve(world.size)
     check_sharding(layout, sharded_codec, pipeline or PipelineSettings())
     if layout.is_plain:
+        _finish(construction, module, None, world)
         return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
         raise SettingsError(
@@ -91,8 +92,7 @@ def parallelize(
         )
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout)
-    if construction is not None:
-        _finish(construction, module, driver, world)
+    _finish(construction, module, driver, world)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
     return _note(
@@ -108,8 +108,10 @@ def parallelize(
     )
 
 
-def _finish(construction: Construction, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
+def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
     """Give this rank's part of a model without memory its values."""
+    if construction is None:
+        return
     construction.finish(module, world.device)
     for part in driver.stages if driver is not None else [module]:
         adopt_parameters(part)
