@@ -19,7 +19,7 @@ from paceline.parallel import defer
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 
-NUM_RANKS, NUM_LAYERS, WIDTH, NUM_SAMPLES = 8, 96, 512, 8
+NUM_RANKS, NUM_LAYERS, WIDTH, NUM_SAMPLES = 12, 96, 512, 12
 STATE_BYTES = 12 * NUM_LAYERS * WIDTH * (WIDTH + 1)
 """Bytes of the whole model's parameters, gradients and momentum."""
 LIMIT_BYTES = STATE_BYTES // 4
@@ -47,7 +47,8 @@ def limit_memory(num_bytes: int) -> Path:
     Tensors get pages of their own, which go back when they are freed: glibc would keep those between others.
     """
     libc = ctypes.CDLL(None)
-    assert libc.mallopt(_M_MMAP_THRESHOLD, 2**16) and libc.mallopt(_M_ARENA_MAX, 1)
+    assert libc.mallopt(_M_MMAP_THRESHOLD, 2**16)
+    assert libc.mallopt(_M_ARENA_MAX, 1)
     is_first = (V1 / "memory.limit_in_bytes").exists()
     folder = (V1 if is_first else V2) / f"paceline-test-{os.getpid()}"
     folder.mkdir()
