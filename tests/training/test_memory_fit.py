@@ -9,6 +9,7 @@ from test_memory_estimate import CPU, TEXT, make_run
 
 from paceline.errors import SettingsError
 from paceline.memory import Memory
+from paceline.parallel.pipeline import PipelineSettings
 from paceline.recipes import find_recipe
 from paceline.topology.layout import Layout
 from paceline.training.memory_fit import check_fit, estimate
@@ -30,6 +31,26 @@ def test_what_is_advised_fits():
             assert check_fit(changed, TEXT, 2, CPU, room).peak_bytes <= room
             assert estimate(run.model_copy(update={setting: int(value) // 2}), TEXT, 2, CPU).peak_bytes > room
             break
+
+
+@pytest.mark.parametrize(
+    ("order", "stages", "kept"),
+    [
+        ("gpipe", None, 1.0),  # all micro-batches
+        ("layer_wise", None, 1.0),  # the only one
+        ("1f1b", None, 2 / 4),  # as many as ranks, of twice as many
+        ("interleaved", 2, 5 / 8),  # two for each later rank, a round for the further stage, and the one at work
+        ("zero_bubble", 1, 3 / 4),
+        ("zbv", 2, 4 / 8),
+    ],
+)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_pipeline_keeps_what_its_order_does_of_its_own_micro_batches(order, stages, kept, num_micro_batches):
+    changes = {"global_batch": 32, "num_micro_batches": num_micro_batches}
+    whole, first = make_run(**changes), make_run(**changes, layout=Layout(pipeline=2))
+    first = first.model_copy(update={"pipeline": PipelineSettings(order=order, stages_per_rank=stages)})
+    needed = estimate(whole, TEXT, 1, CPU).bytes_of["activations"]
+    assert estimate(first, TEXT, 2, CPU).bytes_of["activations"] == pytest.approx(needed * kept / 2, rel=0.01)
 
 
 def test_what_nothing_helps_says_so():

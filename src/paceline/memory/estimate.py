@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Size
@@ -63,16 +63,20 @@ def estimate_step(
     return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
-def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estimate:
+def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, kept: float = 1.0) -> Estimate:
     """Return the memory of a rank of a layout, from that of a worker with a whole model.
 
     Computed from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
     activations; the context axis activations; of the sharded axis stage 1 divides optimizer state, stage 2 gradients
-    too unless micro-batches add them up in full, stage 3 parameters too. A stage of a pipeline holds the activations of
-    as many micro-batches as there are stages, or of all if they are fewer. Tensors that are whole on every rank (norms,
+    too unless micro-batches add them up in full, stage 3 parameters too. Tensors that are whole on every rank (norms,
     embeddings of another stage), and a block's parameters gathered from the sharded axis, are left out: the result may
-    be a fifth too low.
-    fifth too low.
+    be a third too low.
+
+    Args:
+        whole: Memory of a worker with a whole model.
+        layout: Layout of the ranks.
+        num_micro_batches: Micro-batches over which the run accumulates gradients; a pipeline's own are apart.
+        kept: Part of the activations of the pipeline's micro-batches that its first rank holds at the same time.
     """
     model = layout.tensor * layout.pipeline
     accumulates = num_micro_batches > 1 or layout.pipeline > 1
@@ -81,12 +85,11 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
         "gradients": layout.sharded if layout.zero_stage >= 2 and not accumulates else 1,
         "parameters": layout.sharded if layout.zero_stage == 3 else 1,
     }
-    in_flight = min(layout.pipeline, num_micro_batches)
     bytes_of = {
         category: -(-num_bytes // (model * sharded.get(category, 1))) for category, num_bytes in whole.bytes_of.items()
     }
     for category in ("activations", "temporary"):
-        bytes_of[category] = -(-whole.bytes_of[category] * in_flight // (model * layout.context))
+        bytes_of[category] = ceil(whole.bytes_of[category] * kept / (model * layout.context))
     return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)))
 
 

@@ -8,6 +8,8 @@ import torch
 
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
+from paceline.data.division import check_shares
+from paceline.data.order import apportion
 from paceline.errors import SettingsError
 from paceline.memory import Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
@@ -37,8 +39,32 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     choices = choose_blocks(run, splits, num_workers, device)
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
-    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    needed = whole
+    if not run.layout.is_plain:
+        needed = divide(whole, run.layout, run.num_micro_batches, _kept_by_pipeline(run, num_workers))
     return needed if run.ema is None else _add_averages(needed, run, splits)
+
+
+def _kept_by_pipeline(run: Run, num_workers: int) -> float:
+    """Return the part of a pipeline's activations that its first rank holds at the same time, by the run's order.
+
+    Torch's orders with several stages a rank run twice as many forwards ahead as there are later ranks, and one round
+    for each further stage.
+    """
+    num_ranks, pipeline = run.layout.pipeline, run.pipeline
+    if num_ranks == 1:
+        return 1.0
+    shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
+    num_samples = max(1, -(-max(shares) // run.num_micro_batches))
+    num_micro_batches = pipeline.count_micro_batches(num_samples, num_ranks)
+    if pipeline.order in ("layer_wise", "gpipe"):
+        return 1.0
+    num_stages = pipeline.num_local_stages
+    if pipeline.order in ("1f1b", "zbv"):
+        ahead = num_ranks * num_stages
+    else:
+        ahead = 2 * (num_ranks - 1) + (num_stages - 1) * num_ranks + 1
+    return min(1.0, ahead / (num_micro_batches * num_stages))
 
 
 def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:
