@@ -122,7 +122,10 @@ class RunsToCompare:
         return {name: each for name, each in outcomes.items() if name not in failures}, failures
 
     def _measure_compute(self) -> float:
-        """Return the time of computing in a step: that of a run of one worker, with one worker's part of a batch."""
+        """Return the time of computing in a step: that of a run of one worker, with one worker's part of a batch.
+
+        It is the lower quartile over steps: what other programs of this machine take is no part of it.
+        """
         steps = [("num_epochs", "none"), ("num_steps", str(_NUM_COMPUTE_STEPS)), ("stop_after", "none")]
         apart = [("evaluate_interval", "0"), ("checkpoint_interval", "0"), ("keep_best", "none")]
         share = [("global_batch", str(-(-self.run.global_batch // self.workers))), ("shares", "none")]
@@ -136,7 +139,7 @@ class RunsToCompare:
                 f"--hosts must be given for a run that one worker can train, to measure its computing, but: {error}; "
                 "leave out --hosts and --bandwidth"
             ) from error
-        return statistics.median(steps_s[_NUM_WARM_UP:])
+        return statistics.quantiles(steps_s[_NUM_WARM_UP:], n=4)[0]
 
     def _price(self, name: str, compute_s: float | None) -> Price | None:
         if self.link is None or compute_s is None:
