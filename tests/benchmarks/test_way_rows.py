@@ -75,7 +75,7 @@ def test_the_advice_names_the_fastest_with_its_cost():
     rows = [describe("none", REFERENCE), describe("diloco", make_outcome(4.0, 1.9, 2.02))]
     assert advise(rows, "on 4 hosts", 0.0) == (
         "Take diloco: on 4 hosts it needs 9.76 s where none needs 15 s (1.5 times as fast) to come within 0 % of its "
-        "last loss, and its own loss ends 1.0 % higher."
+        "last loss, and its own loss ends 1.00 % higher."
     )
 
 

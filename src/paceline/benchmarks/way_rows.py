@@ -173,7 +173,7 @@ def advise(rows: Sequence[WayRow], place: str, within: float) -> str:
     return (
         f"Take {best.way}: {place} it needs {duration(best.time_to_loss_s)} where {reference.way} needs "
         f"{duration(reference.time_to_loss_s)} ({gain:.1f} times as fast) to come {goal}, and its own loss ends "
-        f"{abs(worse):.1f} % {'higher' if worse > 0 else 'lower'}."
+        f"{abs(worse):.2f} % {'higher' if worse > 0 else 'lower'}."
     )
 
 

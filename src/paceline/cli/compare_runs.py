@@ -127,7 +127,12 @@ class RunsToCompare:
         It is the lower quartile over steps: what other programs of this machine take is no part of it.
         """
         steps = [("num_epochs", "none"), ("num_steps", str(_NUM_COMPUTE_STEPS)), ("stop_after", "none")]
-        apart = [("evaluate_interval", "0"), ("checkpoint_interval", "0"), ("keep_best", "none")]
+        apart = [
+            ("evaluate_interval", "0"),
+            ("evaluate_samples", "1"),
+            ("checkpoint_interval", "0"),
+            ("keep_best", "none"),
+        ]
         share = [("global_batch", str(-(-self.run.global_batch // self.workers))), ("shares", "none")]
         overrides = [*self.given, *steps, *apart, *share]
         directory = self.directory / f"computing-of-1-in-{self.workers}"
