@@ -57,7 +57,8 @@ class ADPSGD(GossipRule):
         """Both messages of a pair for each active worker, if all take the same number of steps."""
         num_bytes = self.message_bytes(shapes)
         num_messages = 2 * len({active for active, _ in pair_up(self.graph, num_workers)})
-        return (Traffic("send", num_bytes, round(num_messages * num_bytes / num_workers), peers="neighbours"),)
+        wire_bytes = round(num_messages * num_bytes / num_workers)
+        return (Traffic("send", num_bytes, wire_bytes, peers="neighbours", overlap=1.0),)
 
 
 def pair_up(graph: Graph, num_workers: int) -> Edges:

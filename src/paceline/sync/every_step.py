@@ -23,6 +23,8 @@ _NEEDS = {
     Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
 }
 """Collectives of a codec's payloads; small blocks are summed uncompressed in any case."""
+_BACKWARD = 2 / 3
+"""Backward's part of a step's computing, in which gradients are ready one after another."""
 
 
 @register("every_step")
@@ -125,11 +127,16 @@ class EveryStep(Rule):
         return CodecReducer(group, self.codec, program, seed)
 
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
-        """One all-reduce a step, of gradients, encoded if there is a codec."""
+        """One all-reduce a step, of gradients, encoded if there is a codec.
+
+        Backward hides that of gradients; steps count as exposed, since clipped ones are known only after it.
+        """
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         wire_bytes = sum(self.codec.wire_bytes(shape, num_workers) for shape in shapes)
-        encoded = Traffic("all_reduce", num_bytes, wire_bytes, first_step=self.dense_steps)
+        overlap = 0.0 if self.codec_of == "step" else _BACKWARD
+        encoded = Traffic("all_reduce", num_bytes, wire_bytes, first_step=self.dense_steps, overlap=overlap)
         if not self.dense_steps:
             return (encoded,)
         dense_bytes = sum(NoCodec().wire_bytes(shape, num_workers) for shape in shapes)
-        return (Traffic("all_reduce", num_bytes, dense_bytes, end_step=self.dense_steps), encoded)
+        dense = Traffic("all_reduce", num_bytes, dense_bytes, end_step=self.dense_steps, overlap=_BACKWARD)
+        return (dense, encoded)

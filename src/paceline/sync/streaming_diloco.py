@@ -73,6 +73,7 @@ class StreamingDiLoCo(DiLoCo):
                 sum(tensor.nbytes for tensor in fragment.values()),
                 sum(self.codec.wire_bytes(tensor.shape, num_workers) for tensor in fragment.values()),
                 self.period,
+                overlap=self.delay,
             )
             for fragment in fragments
         )
