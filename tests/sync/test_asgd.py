@@ -17,6 +17,7 @@ from paceline.comm.rpc import NOTHING, RpcHeader
 from paceline.errors import CommunicationError, SettingsError
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
+from paceline.replica.survivors import stand_alone
 from paceline.sync import ASGD
 from paceline.sync.parameter_server.blocks import PackedTensors, copy_all
 from paceline.sync.parameter_server.server import RequestKind
@@ -307,9 +308,9 @@ def test_a_slow_worker_holds_up_nobody_and_the_fast_one_does_more():
     assert sorted(noted) == [(start, start + 4) for start in range(0, 100, 4)]
 
 
-def test_a_dead_workers_samples_are_handed_out_again():
+def test_when_a_worker_dies_the_others_stop_and_only_its_samples_are_not_used():
     position = iter(range(0, 10**6, 4))
-    noted, claimed = [], threading.Event()
+    noted, has_claimed = [], threading.Event()
 
     def work(group):
         module = make_linear()
@@ -317,19 +318,32 @@ def test_a_dead_workers_samples_are_handed_out_again():
         replica.dispatcher.set_source(
             lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
         )
-        replica.dispatcher.set_boundary(40)
+        replica.dispatcher.set_boundary(10**6)
         if group.rank == 2:
-            replica.dispatcher.claim(4)
-            claimed.set()
+            claimed.append(replica.dispatcher.claim(4))
+            has_claimed.set()
             raise RuntimeError("struck by lightning")
-        claimed.wait()
+        has_claimed.wait()
         while (interval := replica.dispatcher.claim(4)) is not None:
             run_step(replica, interval[0])
             replica.dispatcher.ack(interval)
+        stopped[group.rank] = replica.dispatcher.lost
+        if (handed_over := stand_alone(replica)) is None:
+            return
+        with replica.consensus():
+            consensus = flatten(module)
+        torch.testing.assert_close(consensus, flatten(module))
+        tensors, _ = capture(replica)
+        saved.append((handed_over.lost_ranks, sum(name.startswith("rank0/shared/parameter/") for name in tensors)))
 
+    claimed, stopped, saved = [], {}, []
     with pytest.raises(RuntimeError, match="lightning"):
         LocalGroup.run(3, work)
-    assert sorted(noted) == [(start, start + 4) for start in range(0, 40, 4)]
+    assert stopped == dict.fromkeys((0, 1), "rank 2 is lost, so that all others stop")
+    assert saved == [([2], 2)], "of the weight and the bias, by the first worker alone"
+    assert not set(claimed) & set(noted)
+    used_up = next(position)
+    assert sorted([*noted, *claimed]) == [(start, start + 4) for start in range(0, used_up, 4)]
 
 
 def test_a_dead_server_is_an_error_that_names_it():

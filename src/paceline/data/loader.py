@@ -1,8 +1,8 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -21,7 +21,7 @@ from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
-from paceline.errors import DataError, SettingsError
+from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
 _FAR = 2**40
@@ -272,6 +272,21 @@ class Loader:
         """Record that all samples before `position` were used, on any worker."""
         self._ledger = Ledger(position)
 
+    def set_progress(self, num_steps: Mapping[int, int]) -> None:
+        """Record the number of steps that each of some workers has done, where they go at their own pace.
+
+        Of steps that not all of them have done, the shares of those that have count as used, and the others, with those
+        of all other ranks, will be used. Steps that all of them have done count as used.
+        """
+        first, furthest = min(num_steps.values()), max(num_steps.values())
+        start, done = self._batches.position_of(first), []
+        for step in range(first, furthest):
+            batch = self.order.next_batch(self._batches.position_of(step), self.batch_at(start))
+            ends = accumulate(apportion(batch.num_samples, self._shares.at(batch.start)), initial=batch.start)
+            parts = [Interval(*part) for part in pairwise(ends)]
+            done += [part for rank, part in enumerate(parts) if part.num_samples and num_steps.get(rank, 0) > step]
+        self._ledger = Ledger(start, done)
+
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data as JSON, which fits any number of workers, shares and batches.
 
@@ -386,6 +401,8 @@ class Loader:
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = _FAR
             yield from self._iterate()
+            if dispatcher.lost:
+                raise CommunicationError(dispatcher.lost)
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
             membership.boundary_step = self._batches.step_of(self.position)
             membership.is_stopping |= dispatcher.is_stopping
@@ -429,7 +446,10 @@ class Loader:
                     )
             if self.in_hand is not None:
                 self.ack(step[-1])
-            if self._dispatcher is None and self._membership.is_stopping:
+            if self._dispatcher is None:
+                if self._membership.is_stopping:
+                    return
+            elif self._dispatcher.lost:
                 return
 
     @property

@@ -347,6 +347,8 @@ class CheckpointSaved(Event):
     path: str
     num_bytes: Int
     duration_s: Float
+    lost_ranks: list[Int] = Field(default_factory=list)
+    """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
 
 
 @_event("checkpoint_skipped")

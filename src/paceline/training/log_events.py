@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
@@ -94,11 +94,13 @@ def log_distance(session: Session) -> None:
         )
 
 
-def log_saved(session: Session, saved: list[SavedCheckpoint]) -> None:
+def log_saved(session: Session, saved: list[SavedCheckpoint], lost_ranks: Sequence[int] = ()) -> None:
     """Log the checkpoints that are complete now."""
-    for checkpoint in saved:
+    for one in saved:
         session.log_event(
-            CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)
+            CheckpointSaved(
+                path=str(one.path), num_bytes=one.num_bytes, duration_s=one.duration_s, lost_ranks=list(lost_ranks)
+            )
         )
 
 
