@@ -195,6 +195,25 @@ def test_the_living_hand_their_parameters_and_steps_over_to_the_first():
     assert (mean - spread.mean(0)).norm() < 2 * (spread - spread.mean(0)).norm() + 1e-9
 
 
+def test_delays_are_of_averages_that_came_between_gradients_and_their_use():
+    def run(group):
+        replica = make_replica(group, ADPSGD())
+        for step in range(20):
+            take_step(replica, step)
+        group.barrier()
+        delays = replica.state.count_delays()
+        with replica.consensus():
+            pass
+        replica.close()
+        return delays
+
+    first, _ = LocalGroup.run(2, run)
+    # Rank 0 asks for an average after each step, whose answer comes before the next update: each gradient but the
+    # first is one average old. Rank 1 answers whenever it is asked.
+    assert first.counts[1] >= 9
+    assert sum(first.counts.values()) == 40
+
+
 @pytest.mark.parametrize(
     "name", ["ring", "torus", "complete", "star", "exponential", "one_peer_exponential", "random_pairs"]
 )

@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from paceline.registry import register
 from paceline.sync.farewells import Farewells
 from paceline.sync.gossip import FlatParameters, GossipRule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import HandedOver, LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Edges, Graph
 
 _AVERAGE, _ASK, _LEAVE = 0, 1, 2
@@ -122,6 +123,10 @@ class ADPSGDSynchroniser(Synchroniser):
         self._has_begun = self._has_asked = False
         self._asked_s = 0.0
         self._num_steps = 0
+        self._num_averages = 0
+        """Averages in the parameters that the next gradients are of."""
+        self._delays: Counter[int] = Counter()
+        """Delays since this worker has last reported them."""
         self._wire_bytes = 0
         self._waited_s = 0.0
 
@@ -130,12 +135,14 @@ class ADPSGDSynchroniser(Synchroniser):
         self._begin()
         self._service.check()
         self._finish()
+        self._delays[self._model.num_averages - self._num_averages] += 1
         self._base = self._model.read()
         self._flat.write(self._base)
 
     def after_update(self, step: LocalStep) -> SyncResult:
         """Add the optimizer's change, and if active request the next average."""
         self._model.add(self._flat.read() - self._base)
+        self._num_averages = self._model.num_averages  # first: one that comes meanwhile counts as unseen
         self._flat.write(self._model.read())
         num_steps = self._num_steps = step.number + 1
         is_late = time.monotonic() - self._asked_s > _ASK_INTERVAL_S
@@ -147,6 +154,11 @@ class ADPSGDSynchroniser(Synchroniser):
         wire_bytes, self._wire_bytes = self._wire_bytes + self._service.take_bytes(), 0
         waited_s, self._waited_s = self._waited_s, 0.0
         return SyncResult(waited_s, wire_bytes, stop)
+
+    def count_delays(self) -> Delays:
+        """Return the delays of gradients so far that workers have reported to this one, the first."""
+        with self._model.lock:
+            return Delays(dict(self._service.delays), 0)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -211,12 +223,15 @@ class ADPSGDSynchroniser(Synchroniser):
         client.finish(self._delta.view(torch.uint8))
         self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
+        self._model.num_averages += 1
 
     def _ask(self, num_steps: int, stop_requested: bool) -> None:
-        """Ask rank 0 whether, and after which step, all stop."""
+        """Ask rank 0 whether, and after which step, all stop; report the delays since the last time."""
         self._has_asked, self._asked_s = True, time.monotonic()
         header = RpcHeader(_ASK, clock=num_steps, value=float(stop_requested))
-        answer, _ = self._endpoint.clients[0].call(header)
+        body = torch.tensor(list(self._delays.items())).view(torch.uint8).flatten()
+        answer, _ = self._endpoint.clients[0].call(header, body)
+        self._delays.clear()
         self._stop_at = answer.clock or None
         if answer.value:
             lost = self._context.group.names[int(answer.value) - 1]
@@ -237,6 +252,8 @@ class _Model:
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.lock = threading.Lock()
+        self.num_averages = 0
+        """Number of averages with other workers so far."""
 
     def read(self) -> Tensor:
         with self.lock:
@@ -276,6 +293,8 @@ class _Passive(RpcService):
     def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int], farewells: Farewells) -> None:
         self._model, self._stop, self._rank = model, stop, rank
         self.farewells = farewells
+        self.delays: Counter[int] = Counter()
+        """Delays that workers have reported, on rank 0."""
         self._last_sum = torch.zeros(0, dtype=model.values.dtype)
         self._last_steps: dict[int, int] = {}
         self._received = {caller: torch.empty_like(model.values) for caller in callers}
@@ -293,6 +312,7 @@ class _Passive(RpcService):
         if header.kind == _ASK:
             lost = self.farewells.first_lost
             with self._model.lock:
+                self.delays.update(dict(body.view(torch.int64).view(-1, 2).tolist()))
                 stop_at = self._stop.ask(header.clock, bool(header.value))
             answer = RpcHeader(_ASK, clock=stop_at, value=0.0 if lost is None else lost + 1.0)
             return lambda: (answer, NOTHING)
@@ -309,6 +329,7 @@ class _Passive(RpcService):
             torch.sub(self._model.values, body.view(delta.dtype), out=delta)
             delta.mul_(0.5)
             self._model.values.sub_(delta)
+            self._model.num_averages += 1
             self._wire_bytes += delta.nbytes
         return lambda: (RpcHeader(_AVERAGE), delta.view(torch.uint8))
 

@@ -119,15 +119,20 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays of pushes to a server.
+    """Delays of pushes to a server, or of gradients among workers that average in pairs.
 
     Args:
-        counts: Number of pushes by delay: the number of others' updates between their pull and them.
+        counts: Number of pushes by delay: the number of others' updates between their pull and them. Among pairs,
+            number of gradients by the number of averages between the parameters that they are of and their use.
         num_dropped: Number of pushes that came too late for their step.
     """
 
     counts: dict[int, int]
     num_dropped: int
+
+    def since(self, before: "Delays") -> dict[int, int]:
+        """Return the number of pushes by delay since an earlier count."""
+        return {delay: new for delay, count in self.counts.items() if (new := count - before.counts.get(delay, 0)) > 0}
 
 
 class Synchroniser(ABC):
