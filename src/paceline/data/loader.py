@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -13,7 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
+from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
@@ -273,19 +273,8 @@ class Loader:
         self._ledger = Ledger(position)
 
     def set_progress(self, num_steps: Mapping[int, int]) -> None:
-        """Record the number of steps that each of some workers has done, where they go at their own pace.
-
-        Of steps that not all of them have done, the shares of those that have count as used, and the others, with those
-        of all other ranks, will be used. Steps that all of them have done count as used.
-        """
-        first, furthest = min(num_steps.values()), max(num_steps.values())
-        start, done = self._batches.position_of(first), []
-        for step in range(first, furthest):
-            batch = self.order.next_batch(self._batches.position_of(step), self.batch_at(start))
-            ends = accumulate(apportion(batch.num_samples, self._shares.at(batch.start)), initial=batch.start)
-            parts = [Interval(*part) for part in pairwise(ends)]
-            done += [part for rank, part in enumerate(parts) if part.num_samples and num_steps.get(rank, 0) > step]
-        self._ledger = Ledger(start, done)
+        """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
+        self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data as JSON, which fits any number of workers, shares and batches.
@@ -446,10 +435,7 @@ class Loader:
                     )
             if self.in_hand is not None:
                 self.ack(step[-1])
-            if self._dispatcher is None:
-                if self._membership.is_stopping:
-                    return
-            elif self._dispatcher.lost:
+            if self._membership.is_stopping if self._dispatcher is None else self._dispatcher.lost:
                 return
 
     @property
