@@ -8,7 +8,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm import LocalGroup
 from paceline.data import Loader
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
+from paceline.replica.replica import Replica
+from paceline.sync import ASGD
 
 
 class Counter:
@@ -123,3 +125,31 @@ def test_the_loop_ends_after_the_step_in_which_a_loss_is_heard_of():
             counter.lost = "rank 7 is lost"
     assert taken == [(0, 9), (9, 18)]
     assert loader.position == 18
+
+
+def test_a_loop_of_ones_own_ends_on_all_workers_when_one_is_lost():
+    """It does not train on to its end, which is far, for nothing."""
+
+    def worker(group):
+        num_batches = 0
+        with group:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(1, 1)
+            replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1e-6), sync=ASGD())
+            data = TensorDataset(torch.arange(50.0)[:, None], torch.arange(50.0)[:, None])
+            try:
+                for batch in Loader(data, 9, num_steps=10**6):
+                    replica.backward((replica(batch.inputs) - batch.targets).square().mean(), weight=batch.count())
+                    replica.update()
+                    num_batches += 1
+                    if group.rank == 2 and num_batches == 20:
+                        raise RuntimeError("struck by lightning")
+            except CommunicationError as error:
+                told[group.rank] = str(error)
+                raise
+
+    told = {}
+    with pytest.raises(RuntimeError, match="lightning"):
+        LocalGroup.run(3, worker)
+    assert told.keys() == {0, 1}
+    assert all("rank 2 is lost, so that all others stop" in message for message in told.values())

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from paceline.errors import SettingsError
-from paceline.optim.torch_rules import is_adaptive
 from paceline.registry import register
 from paceline.sync.parameter_server.base import ServedRule
 from paceline.sync.parameter_server.clocks import FreeClocks
@@ -39,8 +38,7 @@ class ASGD(ServedRule):
     """Number of pushes, of any workers, whose mean servers take one step with (n-softsync of Zhang et al. 2016). With
     the number of workers a step has the samples of a synchronous one, and learning rates are the same."""
     rate_factor: float | None = Field(default=None, gt=0)
-    """Factor of the learning rate. None: from the part of a synchronous step's samples that a step has, at most 1: its
-    root for adaptive optimizers, and else that part itself, with which n steps move as far as one."""
+    """Factor of the learning rate. None: the root of the part of a synchronous step's samples that a step has."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps' worth of a synchronous step's samples over which the rate rises linearly, beside the schedule's own
     warm-up; none with one worker. None: a tenth of the run, at most 30."""
@@ -95,8 +93,7 @@ class ASGD(ServedRule):
             corrects = all("betas" in group for group in optimizer.param_groups)
         rate_factor = self.rate_factor
         if rate_factor is None:
-            part = min(1.0, self.pushes_per_step / num_workers)
-            rate_factor = math.sqrt(part) if is_adaptive(optimizer) else part
+            rate_factor = math.sqrt(min(1.0, self.pushes_per_step / num_workers))
         steps = _MOST_WARMUP if self.warmup_steps is None else self.warmup_steps
         num_rising = steps * num_workers // self.pushes_per_step if num_workers > 1 else 0
         return _AsynchronousUpdate(self.model_copy(update={"correct_momentum": corrects}), rate_factor, num_rising)
