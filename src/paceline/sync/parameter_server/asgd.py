@@ -30,15 +30,16 @@ class ASGD(ServedRule):
     others when workers stop, evaluate or save are applied then.
 
     The following settings compensate for delays and for the small batch of a push; with one worker none of them changes
-    anything. By default rates and momentum are lowered, and rates rise slowly, as measured best; ``ASGD(rate_factor=1,
-    correct_momentum=False, warmup_steps=0)`` is the paper's rule.
+    anything, but a `rate_factor` that is given. By default rates and momentum are lowered, and rates rise slowly, as
+    measured best; ``ASGD(rate_factor=1, correct_momentum=False, warmup_steps=0)`` is the paper's rule.
     """
 
     pushes_per_step: int = Field(default=1, ge=1)
     """Number of pushes, of any workers, whose mean servers take one step with (n-softsync of Zhang et al. 2016). With
     the number of workers a step has the samples of a synchronous one, and learning rates are the same."""
     rate_factor: float | None = Field(default=None, gt=0)
-    """Factor of the learning rate. None: the root of the part of a synchronous step's samples that a step has."""
+    """Factor of the learning rate. None: the root of the part of a synchronous step's samples that a step has, at most
+    1."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps' worth of a synchronous step's samples over which the rate rises linearly, beside the schedule's own
     warm-up; none with one worker. None: a tenth of the run, at most 30."""
