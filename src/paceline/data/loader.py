@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
+from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
@@ -21,7 +21,7 @@ from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
-from paceline.errors import DataError, SettingsError
+from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
 _FAR = 2**40
@@ -272,6 +272,10 @@ class Loader:
         """Record that all samples before `position` were used, on any worker."""
         self._ledger = Ledger(position)
 
+    def set_progress(self, num_steps: Mapping[int, int]) -> None:
+        """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
+        self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
+
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data as JSON, which fits any number of workers, shares and batches.
 
@@ -386,6 +390,8 @@ class Loader:
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = _FAR
             yield from self._iterate()
+            if dispatcher.lost:
+                raise CommunicationError(dispatcher.lost)
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
             membership.boundary_step = self._batches.step_of(self.position)
             membership.is_stopping |= dispatcher.is_stopping
@@ -429,7 +435,7 @@ class Loader:
                     )
             if self.in_hand is not None:
                 self.ack(step[-1])
-            if self._dispatcher is None and self._membership.is_stopping:
+            if self._membership.is_stopping if self._dispatcher is None else self._dispatcher.lost:
                 return
 
     @property

@@ -308,12 +308,17 @@ class ModelGrown(Event):
 
 @_event("staleness_measured")
 class StalenessMeasured(Event):
-    """Age of the parameters that workers computed their pushes from, since the run began."""
+    """Age of the parameters that workers computed their gradients from, where they go at their own pace."""
 
     delays: list[Int]
-    """Delays, in updates of others between a worker's pull and its push."""
+    """Delays since the run began, in updates of others between a worker's pull and its push; with ad_psgd, in averages
+    between the parameters of a gradient and its use."""
     counts: list[Int]
     """Number of pushes with each of these delays."""
+    mean: Float | None = None
+    """Mean delay since the measurement before; None without a push."""
+    largest: Int | None = None
+    """Largest delay since the measurement before."""
     num_dropped: Int
     """Number of pushes that came too late to count."""
 
@@ -347,6 +352,8 @@ class CheckpointSaved(Event):
     path: str
     num_bytes: Int
     duration_s: Float
+    lost_ranks: list[Int] = Field(default_factory=list)
+    """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
 
 
 @_event("checkpoint_skipped")

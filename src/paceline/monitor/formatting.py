@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.monitor.events import (
     BatchChanged,
+    CheckpointSaved,
     CheckpointSkipped,
     Evaluated,
     Failed,
@@ -98,6 +99,9 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {batch:,} samples a step from here on"
         case ModelGrown(num_layers=layers, num_parameters=parameters):
             return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
+        case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
+            lost = ", ".join(map(str, ranks))
+            return f"step {record.step:,}: rank {lost} was lost; what the others had learnt is saved in {path}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):

@@ -74,6 +74,11 @@ class ModelShard:
             self.statistics_group = mesh.group("data", "sharded", "context") if sharded else group
             self._tied_groups = self._find_tied_groups(mesh)
 
+    def stand_alone(self, alone: Group) -> None:
+        """Replace the groups of a whole model's shard by that of this rank alone, which stands for all from now on."""
+        assert self.mesh is None
+        self.group = self.world = self.data_parallel_group = self.statistics_group = alone
+
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds a whole model, and can run it alone."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
@@ -16,7 +17,7 @@ from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, Synchroniser
+from paceline.sync.synchroniser import Delays, HandedOver, Synchroniser
 
 
 class WorkerState:
@@ -120,6 +121,13 @@ class WorkerState:
         """Load the rule's state of all saved workers; see `Synchroniser.load_state`."""
         if self._synchroniser is not None:
             self._synchroniser.load_state(saved, shared)
+
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Leave to the first worker what this one has; see `Synchroniser.hand_over`."""
+        assert self._synchroniser is not None
+        if self.average is not None:
+            self.average.group = alone
+        return self._synchroniser.hand_over(alone)
 
     @property
     def codec(self) -> str:

@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
-from paceline.errors import CommunicationError, DataError, NonFiniteError, SettingsError
+from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
     BatchChanged,
     Evaluated,
@@ -24,9 +23,6 @@ from paceline.monitor.events import (
     Warned,
 )
 from paceline.monitor.log import EventLog
-from paceline.parallel.local import local
-from paceline.replica.named_tensors import capture_objects
-from paceline.replica.state import capture
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
@@ -35,8 +31,9 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
 from paceline.training.run import Run
+from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
-from paceline.training.training import Training, build_model, count_parameters, prepare, start_training
+from paceline.training.training import build_model, count_parameters, prepare, start_training
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -51,7 +48,11 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     try:
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
-            return _run_steps(session) and _finish(session)
+            try:
+                return _run_steps(session) and _finish(session)
+            except CommunicationError as error:
+                save_what_lives(session, error)
+                raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         log_failure(log, error, step=training.step if training else -1)
         raise
@@ -90,6 +91,12 @@ def _run_steps(session: Session) -> bool:
     session.step_began_s = time.perf_counter()
     if session.replica.dispatcher is not None:
         return _run_at_own_pace(session, session.replica.dispatcher)
+    return _run_together(session)
+
+
+def _run_together(session: Session) -> bool:
+    """Run steps that all workers take."""
+    training = session.training
     maybe_grow(session)
     for batch in session.loader:
         with session.probe.watching(session.replica, batch):
@@ -127,6 +134,8 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
             log_step(session, result, batch.interval.num_samples)
             session.step_began_s = time.perf_counter()
+        if dispatcher.lost:
+            raise CommunicationError(dispatcher.lost)
         position = group.gather_documents(loader.position, name="position")[0]
         loader.move_to(position)
         training.num_samples = position - began_at
@@ -281,16 +290,6 @@ def next_boundary(session: Session, step: int) -> int:
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
 
 
-def is_evaluation_due(training: Training) -> bool:
-    """Return whether the parameters after the present step are to be evaluated, and are not yet."""
-    run, step = training.run, training.step
-    if training.splits.held_out is None or step == training.evaluated_step:
-        return False
-    if step == training.num_steps:
-        return training.best.is_used
-    return run.evaluate_interval > 0 and step % run.evaluate_interval == 0
-
-
 def do_after_step(session: Session, *, stop: bool) -> bool:
     """Evaluate and save if they are due, and save if a worker was asked to `stop`; return whether steps end here.
 
@@ -334,42 +333,6 @@ def _end_if_agreed(session: Session) -> bool:
     training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
     session.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
     return True
-
-
-def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> str:
-    """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
-    training, replica = session.training, session.replica
-    replica.flush()
-    for name, parameter in replica.module.named_parameters():
-        if not torch.isfinite(local(parameter)).all():
-            raise NonFiniteError(
-                f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
-                "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
-            )
-    tensors, document = capture(replica)
-    more, objects = capture_objects({"rates": session.rates})
-    tensors |= more
-    document |= objects | {
-        "step": training.step,
-        "recipe": training.recipe,
-        "run": training.run.model_dump(mode="json"),
-        "spec": asdict(training.splits.train.spec),
-        "loader": session.loader.state_dict(),
-        "best": training.best.state(),
-        "is_evaluation_due": is_evaluation_due(training),
-        "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
-        "noise": session.noise.state() if session.noise is not None else None,
-    }
-    path = ""
-    if session.saver is not None:
-        session.saver.start(tensors, document, training.step, is_best=is_best)
-        log_saved(session, session.saver.finished())
-        if wait and (saved := session.saver.wait()):
-            log_saved(session, [saved])
-            path = str(saved.path)
-    if wait:
-        replica.shard.world.barrier(name="checkpoint")
-    return path
 
 
 def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:

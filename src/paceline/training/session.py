@@ -17,6 +17,7 @@ from paceline.monitor.events import Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.state import restore
+from paceline.sync.synchroniser import Delays
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
@@ -249,9 +250,15 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     training.best.load(document.get("best", {}))
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
-    training.step = document["step"]
+    training.step = training.delays_step = document["step"]
+    training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+
+
+def find_delays(session: Session) -> Delays | None:
+    """Return the delays of gradients, on rank 0; None elsewhere, or if workers step together."""
+    return session.replica.state.count_delays() if session.replica.group.rank == 0 else None
 
 
 def _log_start(session: Session) -> None:

@@ -1,6 +1,6 @@
 """State of a training that stays while workers come and go: settings, model, log, checkpoints, and progress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.parallelize import parallelize
+from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
@@ -54,6 +55,10 @@ class Training:
     """Latest evaluation since this start."""
     evaluated_step: int = 0
     """Step of the latest evaluation, or that of the resume if none was due there any more."""
+    delays: Delays = field(default_factory=lambda: Delays({}, 0))
+    """Delays of gradients as logged last, on rank 0."""
+    delays_step: int = 0
+    """Step of that log."""
     least_distance: float | None = None
     """Least distance of workers from their consensus since this start."""
     has_drifted: bool = False
