@@ -45,7 +45,9 @@ def test_workers_step_with_a_small_beta1_and_a_rate_for_their_batch(rule, num_ap
 def test_a_smaller_beta1_stays():
     rule = DiLoCo(period=4, local_beta1=0.7)
     given = rule.model_copy(update={"local_beta1": None})
-    assert torch.equal(train(2, rule, 6, uneven, make_adam(beta1=0.3)), train(2, given, 6, uneven, make_adam(beta1=0.3)))
+    assert torch.equal(
+        train(2, rule, 6, uneven, make_adam(beta1=0.3)), train(2, given, 6, uneven, make_adam(beta1=0.3))
+    )
 
 
 def test_rates_of_optimizers_without_betas_are_scaled_too():
