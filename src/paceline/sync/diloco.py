@@ -46,7 +46,7 @@ class DiLoCo(LocalRule):
     nesterov: bool = True
     """Whether the outer momentum is Nesterov's."""
     scale_rate: bool = False
-    """Whether learning rates of adaptive optimizers are multiplied by the square root of the number of workers while
+    """Whether learning rates of adaptive optimizers are multiplied by the fourth root of the number of workers while
     each steps alone; the outer momentum makes steps larger already."""
 
     def fit_length(self, num_steps: int) -> Self:
