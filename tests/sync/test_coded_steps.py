@@ -47,7 +47,9 @@ def make_adadelta(module):
 @pytest.mark.parametrize("make_optimizer", [make_adamw, partial(make_sgd, momentum=0.9)])
 def test_it_is_local_sgd_with_a_period_of_one(codec, make_optimizer):
     ours = train(3, EveryStep(codec=CODECS[codec], codec_of="step", step_beta1=None), 8, uneven, make_optimizer)
-    reference = train(3, LocalSGD(codec=CODECS[codec], period=1), 8, uneven, make_optimizer)
+    reference = train(
+        3, LocalSGD(codec=CODECS[codec], period=1, local_beta1=None, scale_rate=False), 8, uneven, make_optimizer
+    )
     assert torch.equal(ours[0], ours[1])
     torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
 
@@ -111,7 +113,9 @@ def train_branches(sync, optimizer_class, clip_norm, bucket_bytes=8):
 def test_micro_batches_branches_ties_and_clipping_are_those_of_local_sgd(optimizer, clip_norm):
     codec = {"name": "one_bit", "dense_below": 0}
     ours = train_branches(EveryStep(codec=codec, codec_of="step", step_beta1=None), optimizer, clip_norm)
-    reference = train_branches(LocalSGD(codec=codec, period=1), optimizer, clip_norm)
+    reference = train_branches(
+        LocalSGD(codec=codec, period=1, local_beta1=None, scale_rate=False), optimizer, clip_norm
+    )
     for (mine, norms), (theirs, their_norms) in zip(ours, reference, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         assert norms == pytest.approx(their_norms) if clip_norm else norms == [None] * 6
