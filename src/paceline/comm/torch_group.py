@@ -178,7 +178,9 @@ class TorchGroup(Group):
         where = f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}"
         limit = find_limit() if self.device.type == "cpu" else None
         if limit is None:
-            return self._start(where, lambda: operation(tensor))
+            work = self._start(where, lambda: operation(tensor))
+            work.note_times()
+            return work
         length = max(1, int(SLICE_BYTES / sent) // tensor.element_size()) if is_cut and sent else max(1, tensor.numel())
         parts = tensor.view(-1).split(length) if is_cut else [tensor]
 
@@ -190,7 +192,7 @@ class TorchGroup(Group):
         self._paced = self._paced or Channel("paceline-paced")
         return self._paced.submit(run)
 
-    def _start(self, where: str, operation: Callable[[], dist.Work], sent_to: int | None = None) -> Work:
+    def _start(self, where: str, operation: Callable[[], dist.Work], sent_to: int | None = None) -> "_TorchWork":
         try:
             work = operation()
         except RuntimeError as error:
@@ -270,6 +272,15 @@ class _TorchWork(Work):
 
     def wait(self) -> None:
         self._group._wait(self._work, self._where, self._sequence, self._sent_to)
+
+    def note_times(self) -> None:
+        """Note the times of a collective that has just begun, on a CPU: on a GPU it may still be queued."""
+        if self._group.device.type == "cpu":
+            self.began_s = time.perf_counter()
+            self._work.get_future().add_done_callback(self._note_end)
+
+    def _note_end(self, _: Any) -> None:
+        self.ended_s = time.perf_counter()
 
 
 # Only the words of a backend's error tell a lost peer from a call that the backend cannot do.
