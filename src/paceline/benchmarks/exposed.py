@@ -2,14 +2,13 @@
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, JsonValue
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
-from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
+from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step, take_turns
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
 from paceline.replica.landing import Landing
@@ -52,16 +51,11 @@ class ExposedBenchmark(Benchmark):
         times: dict[str, list[float]] = self.workers.start(
             time_sides, self.problem, self.batch, sides, self.landing, self.num_rounds, self.steps_per_turn
         )[0]
-        case = f"{self.problem}, {self._describe_wire()}"
+        case = f"{self.problem}, {self.workers.describe()}"
         hooks = [side for side in self.sides if side in _HOOKS]
         rows = [_compare(side, "ddp", case, times) for side in self.sides if side != "ddp"]
         ours = [side for side in self.sides if side not in ("ddp", *hooks)]
         return rows + [_compare(side, hook, case, times) for hook in hooks for side in ours]
-
-    def _describe_wire(self) -> str:
-        if self.workers.bandwidth is None:
-            return f"{self.workers.num_workers} workers on one host"
-        return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
 
 
 def time_sides(
@@ -86,17 +80,7 @@ def time_sides(
             else:
                 steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}), landing)
         del first
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for index in range(-4, num_rounds):
-            turn = sides[index % len(sides) :] + sides[: index % len(sides)]
-            for side in turn:
-                group.barrier()
-                began_s = time.perf_counter()
-                for _ in range(steps_per_turn):
-                    steps[side]()
-                if index >= 0:
-                    times[side].append((time.perf_counter() - began_s) / steps_per_turn)
-    return times
+        return take_turns(group, steps, num_rounds, steps_per_turn)
 
 
 def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) -> BenchmarkRow:
