@@ -46,7 +46,9 @@ class BucketsBenchmark(Benchmark):
         ]
 
 
-def time_sizes(problem: Literal["lm", "resnet"], batch: int, sizes: list[int], num_rounds: int) -> dict[str, list[float]]:
+def time_sizes(
+    problem: Literal["lm", "resnet"], batch: int, sizes: list[int], num_rounds: int
+) -> dict[str, list[float]]:
     """Return the seconds of a step with each size, by round. Every worker runs it."""
     with joined() as group:
         first = make_problem(problem, batch, group.rank)
