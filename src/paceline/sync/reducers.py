@@ -147,7 +147,7 @@ class _CodecThread:
         self._connections = group.duplicate("codec")
         self.group = self._connections
         if program is not None:
-            self.group = ProgramGroup(self._connections, program)
+            self.group = ProgramGroup(self._connections, program, runs_here=True)
         self.channel = Channel("paceline-codec")
 
     def close(self) -> None:
