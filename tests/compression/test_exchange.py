@@ -1,6 +1,7 @@
 """Exchanges of many blocks: what shares a message with what."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,18 +14,18 @@ from paceline.testing.codec_contract import every_codec
 CODECS = {name: codec for name, codec in every_codec().items() if not codec.carries_momentum}
 
 
-def exchange(codec, values_of, monkeypatch=None, size=3):
+def exchange(codec, values_of, size=3):
     """Exchange blocks with flags, rank r's of ``values_of(r)``; return what each rank got and which collectives ran."""
 
     def worker(group):
         called = []
+
+        def run(kind, collective, *arguments, name):
+            called.append(kind)
+            return collective(*arguments, name=name)
+
         for kind in ("all_reduce", "all_gather", "all_to_all"):
-
-            def run(*arguments, name, kind=kind, collective=getattr(group, kind)):
-                called.append(kind)
-                return collective(*arguments, name=name)
-
-            setattr(group, kind, run)
+            setattr(group, kind, partial(run, kind, getattr(group, kind)))
         tail = torch.tensor([1.0, float(group.rank == 1), 0.0, 0.0])
         done = exchange_blocks(codec, values_of(group.rank), {}, group, step=0, name="test", tail=tail)
         return tail.tolist(), called, {block: exchanged.total for block, exchanged in done.items()}
