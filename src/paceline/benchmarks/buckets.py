@@ -9,6 +9,7 @@ from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.problems import joined, make_problem, replica_step, take_turns
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
+from paceline.replica.step_result import StepResult
 
 _CHOSEN = "chosen"
 
@@ -34,12 +35,11 @@ class BucketsBenchmark(Benchmark):
 
     def measure(self) -> list[BenchmarkRow]:
         """Time all sides; the last row is the best fixed size, so it is there twice."""
-        times: dict[str, list[float]] = self.workers.start(
-            time_sizes, self.problem, self.batch, list(self.sizes), self.num_rounds
-        )[0]
+        times: dict[str, list[float]]
+        times, chosen = self.workers.start(time_sizes, self.problem, self.batch, list(self.sizes), self.num_rounds)[0]
         fixed = {side: seconds for side, seconds in times.items() if side != _CHOSEN}
         best = min(fixed, key=lambda side: statistics.median(fixed[side]))
-        case = f"{self.problem}, batch {self.batch}, {self.workers.describe()}"
+        case = f"{self.problem}, batch {self.batch}, {self.workers.describe()}: {chosen}"
         return [
             BenchmarkRow.of_pairs(self.name, case, "step time", "s", times[_CHOSEN], seconds, name)
             for name, seconds in [*fixed.items(), (f"the best: {best}", fixed[best])]
@@ -48,13 +48,19 @@ class BucketsBenchmark(Benchmark):
 
 def time_sizes(
     problem: Literal["lm", "resnet"], batch: int, sizes: list[int], num_rounds: int
-) -> dict[str, list[float]]:
-    """Return the seconds of a step with each size, by round. Every worker runs it."""
+) -> tuple[dict[str, list[float]], str]:
+    """Return the seconds of a step with each size, by round, and what was chosen and why. Every worker runs it."""
+    reasons = []
+
+    def note(result: StepResult) -> None:
+        if (choice := result.times.bucket_choice) is not None:
+            reasons.append(choice.reason)
+
     with joined() as group:
         first = make_problem(problem, batch, group.rank)
-        fixed: dict[str, int | None] = {f"{size} MiB": size * 2**20 for size in sizes}
-        steps = {
-            side: replica_step(first.copy(), group, bucket_bytes=size)
-            for side, size in {_CHOSEN: None, **fixed}.items()
-        }
-        return take_turns(group, steps, num_rounds, num_untimed=6)
+        steps = {_CHOSEN: replica_step(first.copy(), group, on_result=note)}
+        for size in sizes:
+            steps[f"{size} MiB"] = replica_step(first.copy(), group, bucket_bytes=size * 2**20)
+        times = take_turns(group, steps, num_rounds, num_untimed=6)
+    assert len(reasons) == 1
+    return times, reasons[0]

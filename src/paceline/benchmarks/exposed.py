@@ -14,8 +14,23 @@ from paceline.registry import register
 from paceline.replica.landing import Landing
 from paceline.sync import EveryStep
 
+_OF_GRADIENTS = " of gradients"
 Side = Literal[
-    "none", "fp16", "bf16", "int8", "one_bit", "top_k", "random_k", "power_sgd", "ddp", "ddp_fp16", "ddp_power_sgd"
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "one_bit",
+    "one_bit of gradients",
+    "top_k",
+    "top_k of gradients",
+    "random_k",
+    "random_k of gradients",
+    "power_sgd",
+    "power_sgd of gradients",
+    "ddp",
+    "ddp_fp16",
+    "ddp_power_sgd",
 ]
 
 _HOOKS = {"ddp_fp16": "DDP's fp16 hook", "ddp_power_sgd": "DDP's PowerSGD hook"}
@@ -35,7 +50,8 @@ class ExposedBenchmark(Benchmark):
     batch: int = Field(default=1, ge=1)
     """Samples of each worker."""
     sides: tuple[Side, ...] = ("none",)
-    """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP."""
+    """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP. A codec of optimizer steps, such as one_bit,
+    is also measured beside the same codec of gradients, if that is given too."""
     landing: Literal["update", "arrival"] = "update"
     """Moment at which Paceline's optimizer applies gradients: all at once, or each bucket as it arrives."""
     num_rounds: int = Field(default=200, ge=3)
@@ -55,7 +71,9 @@ class ExposedBenchmark(Benchmark):
         hooks = [side for side in self.sides if side in _HOOKS]
         rows = [_compare(side, "ddp", case, times) for side in self.sides if side != "ddp"]
         ours = [side for side in self.sides if side not in ("ddp", *hooks)]
-        return rows + [_compare(side, hook, case, times) for hook in hooks for side in ours]
+        rows += [_compare(side, hook, case, times) for hook in hooks for side in ours]
+        pairs = [(side, side + _OF_GRADIENTS) for side in ours if side + _OF_GRADIENTS in ours]
+        return rows + [_compare(side, other, case, times) for side, other in pairs]
 
 
 def time_sides(
@@ -78,7 +96,9 @@ def time_sides(
                 hook = side.removeprefix("ddp").removeprefix("_")
                 steps[side] = ddp_step(mine, hook or None)  # type: ignore[arg-type]
             else:
-                steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}), landing)
+                given = {"codec": side.removesuffix(_OF_GRADIENTS)}
+                given |= {"codec_of": "gradient"} if side.endswith(_OF_GRADIENTS) else {}
+                steps[side] = replica_step(mine, group, EveryStep.model_validate(given), landing)
         del first
         return take_turns(group, steps, num_rounds, steps_per_turn)
 
@@ -95,7 +115,7 @@ def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) ->
         unit="s",
         ours=statistics.median(ours) - statistics.median(floor),
         reference=statistics.median(reference) - statistics.median(floor),
-        reference_name=_HOOKS.get(other, "DDP"),
+        reference_name="DDP" if other == "ddp" else _HOOKS.get(other, other),
         ratio=_ratio(ours, reference, floor, rounds),
         ratio_upper=ratios[int(0.95 * len(ratios))],
         ratio_lower=ratios[int(0.05 * len(ratios))],

@@ -20,6 +20,7 @@ from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.replica.landing import Landing
 from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepResult
 from paceline.sync import EveryStep
 
 Step = Callable[[], None]
@@ -68,6 +69,7 @@ def replica_step(
     sync: EveryStep | None = None,
     landing: Landing = "update",
     bucket_bytes: int | None = None,
+    on_result: Callable[[StepResult], object] = lambda result: None,
 ) -> Step:
     """Return Paceline's step."""
     replica = Replica(
@@ -82,7 +84,7 @@ def replica_step(
 
     def step() -> None:
         replica.backward(problem.loss(replica), weight=problem.targets.numel())
-        replica.update()
+        on_result(replica.update())
 
     return step
 
