@@ -79,7 +79,7 @@ def test_all_workers_choose_by_the_slowest_backward_and_the_exchanges_of_the_las
         while not is_measured:
             # Rank 0 waits a second longer for each.
             link = LinkSpeed(0.1 + (1 - group.rank), 1000.0 * MIB)
-            is_measured = sizer.measure(times_of(layout, link.exchange_s), ready_s, 0.0)
+            is_measured = sizer.measure(times_of(layout, link.exchange_s), ready_s, [0.0, 0.0, 60.0])
         return sizer.agree(plan)
 
     expected = choose_bucket_bytes(backward_of(1.0), LinkSpeed(0.1, 1000.0 * MIB), plan)
@@ -165,7 +165,7 @@ def test_one_worker_whose_state_was_read_keeps_the_size_of_all():
         sizer = BucketSizer(group, dict.fromkeys(MANY, float(MIB)))
         sizer.keeps = group.rank == 1
         for _ in range(4):
-            sizer.measure(times_of(plan(FIRST_SIZE), lambda num_bytes: 5.0), {}, 0.0)
+            sizer.measure(times_of(plan(FIRST_SIZE), lambda num_bytes: num_bytes / MIB), {}, [0.0])
         return sizer.agree(plan)
 
     assert LocalGroup.run(2, worker) == [None, None]
@@ -179,3 +179,13 @@ def test_what_is_learnt_of_a_step_does_not_grow_from_step_to_step():
         return len(replica._reduction.gradients._launcher.ready_s)
 
     assert LocalGroup.run(2, worker) == [len([p for p in make_module().parameters() if p.requires_grad])] * 2
+
+
+def test_exchanges_that_take_as_long_whatever_their_size_change_nothing():
+    def worker(group):
+        sizer = BucketSizer(group, dict.fromkeys(MANY, float(MIB)))
+        for _ in range(4):
+            sizer.measure(times_of(plan(FIRST_SIZE), lambda num_bytes: 1.0 / num_bytes), {}, [0.0])
+        return sizer.agree(plan)
+
+    assert LocalGroup.run(2, worker) == [None, None]

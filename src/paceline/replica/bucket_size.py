@@ -1,5 +1,6 @@
 """Bucket size by the link: small buckets leave earlier, large ones cost fewer exchanges."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -80,17 +81,19 @@ class BucketSizer:
         self._link = LinkMeter(group, _MEASURED)
         self._skipped = 0
         self._ready_s: list[list[float]] = []
-        self._launch_s: list[float] = []
+        self._launches_s: list[float] = []
         self.keeps = False
         """Whether the size must stay, since this worker's state was read: who resumes from it has no other."""
 
-    def measure(self, buckets: Sequence[BucketTimes], ready_s: Mapping[str, float], launch_s: float) -> bool:
+    def measure(
+        self, buckets: Sequence[BucketTimes], ready_s: Mapping[str, float], launches_s: Sequence[float]
+    ) -> bool:
         """Record a step; return whether enough are. Every worker calls it at the same step.
 
         Args:
             buckets: Times of the buckets, in launch order.
             ready_s: Time at which each parameter's gradient was ready, in any order; without those that had none.
-            launch_s: Time that a launch took on average.
+            launches_s: Time that each launch took.
         """
         if self._skipped < _SKIPPED:
             self._skipped += 1
@@ -98,18 +101,22 @@ class BucketSizer:
         self._link.note_step(TimedExchange(one.wire_bytes, one.began_s, one.ended_s) for one in buckets)
         first_s, last_s = min(ready_s.values(), default=0.0), max(ready_s.values(), default=0.0)
         self._ready_s.append([ready_s.get(name, last_s) - first_s for name in self._num_bytes])
-        self._launch_s.append(launch_s)
-        return len(self._launch_s) == _MEASURED
+        self._launches_s += launches_s
+        return len(self._ready_s) == _MEASURED
 
     def agree(self, plan: Callable[[int], BucketLayout]) -> BucketChoice | None:
-        """Return the size that is best for the slowest worker, the same on each; None if it must stay."""
+        """Return the size that is best for the slowest worker, the same on each.
+
+        None if it must stay, or if nothing is known: without exchanges, or where larger ones seem to take no longer, as
+        on a busy machine.
+        """
         link = self._link.agree()
-        mine = [median(times) for times in zip(*self._ready_s, strict=True)] + [median(self._launch_s)]
+        mine = [median(times) for times in zip(*self._ready_s, strict=True)] + [median(self._launches_s)]
         sent = torch.tensor([*mine, float(self.keeps)], dtype=torch.float64, device=self._group.device)
         everybody = sent.new_empty(self._group.size, len(sent))
         self._group.all_gather(everybody, sent, name="times of gradients").wait()
         *ready_s, launch_s, keeps = everybody.amax(dim=0).tolist()
-        if link is None or keeps:
+        if keeps or link is None or math.isinf(link.bytes_per_s):
             return None
         backward = BackwardPass(self._num_bytes, dict(zip(self._num_bytes, ready_s, strict=True)), launch_s)
         return choose_bucket_bytes(backward, link, plan)

@@ -184,8 +184,8 @@ class BucketLauncher:
         self.buckets = list(buckets)
         self.ready_s: dict[str, float] = {}
         """Time at which the last armed backward pass made each gradient, by parameter, in that order."""
-        self.launch_s = 0.0
-        """Time that launches took in the last armed backward pass."""
+        self.launches_s: list[float] = []
+        """Time that each launch of the last armed backward pass took."""
         self._launch = launch
         self._armed = self._is_eager = False
         self._next = 0
@@ -198,7 +198,7 @@ class BucketLauncher:
         """Launch buckets during the next backward pass, or after it without `is_eager`."""
         self._armed, self._is_eager = True, is_eager
         self._next = 0
-        self.ready_s, self.launch_s = {}, 0.0
+        self.ready_s, self.launches_s = {}, []
 
     def finish(self) -> None:
         """Launch the remaining buckets after the backward pass: those with parameters that it did not use."""
@@ -246,7 +246,7 @@ class BucketLauncher:
             bucket = self.buckets[self._next]
             began_s = time.perf_counter()
             bucket.work = self._launch(bucket)
-            self.launch_s += time.perf_counter() - began_s
+            self.launches_s.append(time.perf_counter() - began_s)
             self._next += 1
 
 

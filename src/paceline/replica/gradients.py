@@ -166,7 +166,7 @@ class Gradients:
             self._change_layout(self._plan(self._bucket_bytes))
         elif self._sizer is not None:
             ready_s = self._launcher.ready_s if self.is_eager else {}
-            if not self._sizer.measure(times.buckets, ready_s, self._launcher.launch_s / len(self.buckets)):
+            if not self._sizer.measure(times.buckets, ready_s, self._launcher.launches_s):
                 return
             choice = self._sizer.agree(self._plan)
             self._sizer = None
