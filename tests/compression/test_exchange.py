@@ -1,6 +1,7 @@
 """Exchanges of many blocks: what shares a message with what."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from paceline.comm import LocalGroup
 from paceline.compression import OneBit, PowerSGD, TopK
 from paceline.compression.exchange import exchange_blocks
-from paceline.testing.codec_contract import every_codec
+from paceline.testing.codec_contract import every_codec, values_that_are_not_finite_are_reported
 
 CODECS = {name: codec for name, codec in every_codec().items() if not codec.carries_momentum}
 
@@ -88,3 +89,17 @@ def test_flags_travel_alone_where_a_codec_does_not_say_in_time_whether_its_value
     for tail, called, _ in values:
         assert tail == [3.0, 1.0, 0.0, 1.0]
         assert called == ["all_reduce", "all_gather", "all_reduce"]
+
+
+def test_the_contract_refuses_a_codec_whose_last_request_says_that_nan_is_finite():
+    class Blind(TopK):
+        def exchange(self, value, state, context):
+            exchange = super().exchange(value, state, context)
+            answer = yield replace(next(exchange), is_finite=True)
+            try:
+                exchange.send(answer)
+            except StopIteration as end:
+                return end.value
+
+    with pytest.raises(AssertionError, match="the last request says that it is finite"):
+        values_that_are_not_finite_are_reported(Blind(dense_below=0))
