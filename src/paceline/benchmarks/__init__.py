@@ -1,6 +1,7 @@
 """Layer 9: measurements, as ratios within one run."""
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
+from paceline.benchmarks.buckets import BucketsBenchmark
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import COMPARISONS
@@ -21,6 +22,7 @@ __all__ = [
     "COMPARISONS",
     "Benchmark",
     "BenchmarkRow",
+    "BucketsBenchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "ConvergenceBenchmark",

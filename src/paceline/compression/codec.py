@@ -40,9 +40,12 @@ class AllReduce:
 
     Args:
         payload: Flat tensor (1-dim) of a dtype that can be added.
+        is_finite: In the last round, whether this worker's part of the sum was finite, if that is known: it then
+            travels with the payload, and needs no message of its own.
     """
 
     payload: Tensor
+    is_finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class AllGather:
 
     Args:
         payload: This worker's bytes: uint8, shape ``(num_bytes,)``, of the same size on every worker.
+        is_finite: See `AllReduce`.
     """
 
     payload: Tensor
+    is_finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +228,7 @@ def merge_states(states: Sequence[State], shape: Size) -> State:
 def exchange_dense(value: Tensor) -> Exchange:
     """Exchange a block uncompressed."""
     finite = is_finite(value)
-    total = yield AllReduce(value.flatten().clone())
+    total = yield AllReduce(value.flatten().clone(), finite)
     return Exchanged(total.reshape(value.shape), is_finite=finite)
 
 

@@ -1,5 +1,6 @@
 """Exchanges of many blocks over a group: the requests of one round share one message."""
 
+import itertools
 from collections.abc import Mapping
 from typing import cast
 
@@ -19,6 +20,9 @@ from paceline.compression.codec import (
     State,
 )
 
+_TAIL = ""
+"""Name of the tail among the blocks: no parameter has it."""
+
 
 def exchange_blocks(
     codec: Codec,
@@ -29,6 +33,7 @@ def exchange_blocks(
     step: int,
     seed: int = 0,
     name: str,
+    tail: Tensor | None = None,
 ) -> dict[str, Exchanged]:
     """Exchange blocks with the other workers and return the results; every rank calls it with the same blocks.
 
@@ -40,7 +45,10 @@ def exchange_blocks(
         step: Number of updates done before.
         seed: Seed of the run.
         name: Name of the exchange in errors.
+        tail: Flags of 0 or 1, in fp32, that become their sums over all workers. The last one becomes the number of
+            workers of which some block is not finite. They travel with the last round, if its requests say so.
     """
+    num_rounds = max((len(codec.payloads(value.shape, group.size)) for value in values.values()), default=0)
     under_way: dict[str, Exchange] = {}
     requests: dict[str, Request] = {}
     for block, value in values.items():
@@ -48,25 +56,47 @@ def exchange_blocks(
         under_way[block] = codec.exchange(value, states.get(block, {}), context)
         requests[block] = next(under_way[block])
     done: dict[str, Exchanged] = {}
-    while requests:
-        answers = _answer(requests, group, name)
+    for left in itertools.count(num_rounds, -1):
+        is_known = left == 1 and not any(_is_finite(request) is None for request in requests.values())
+        if tail is not None and (is_known or not requests):
+            parts = [each.is_finite for each in done.values()] + [_is_finite(request) for request in requests.values()]
+            tail[-1] = not all(parts)
+        if not requests:
+            break
+        answers = _answer(requests, group, name, tail if is_known else None)
+        tail = None if is_known else tail
         requests = {}
         for block, answer in answers.items():
             try:
                 requests[block] = under_way[block].send(answer)
             except StopIteration as end:
                 done[block] = end.value
+    if tail is not None:
+        group.all_reduce(tail, name=f"{name} flags").wait()
     return {block: done[block] for block in values}
 
 
-def _answer(requests: Mapping[str, Request], group: Group, name: str) -> dict[str, Tensor]:
-    """Run one round: at most one collective of each kind and dtype, the same on every rank."""
+def _is_finite(request: Request) -> bool | None:
+    """Return whether a worker's part is finite, as its last request says."""
+    return None if isinstance(request, AllToAll) else request.is_finite
+
+
+def _answer(requests: Mapping[str, Request], group: Group, name: str, tail: Tensor | None) -> dict[str, Tensor]:
+    """Run one round: at most one collective of each kind and dtype, the same on every rank; one of them sums `tail`."""
     answers: dict[str, Tensor] = {}
-    reduced = {block: request for block, request in requests.items() if isinstance(request, AllReduce)}
-    for dtype in sorted({request.payload.dtype for request in reduced.values()}, key=str):
-        answers |= _reduce({b: r.payload for b, r in reduced.items() if r.payload.dtype == dtype}, group, name)
-    answers |= _gather({b: r.payload for b, r in requests.items() if isinstance(r, AllGather)}, group, name)
-    answers |= _scatter({b: r.payload for b, r in requests.items() if isinstance(r, AllToAll)}, group, name)
+    sums = {block: request.payload for block, request in requests.items() if isinstance(request, AllReduce)}
+    gathers = {block: request.payload for block, request in requests.items() if isinstance(request, AllGather)}
+    parts = {block: request.payload for block, request in requests.items() if isinstance(request, AllToAll)}
+    if tail is not None and gathers and not any(payload.dtype == torch.float32 for payload in sums.values()):
+        gathers[_TAIL] = tail.to(torch.uint8)
+    elif tail is not None:
+        sums[_TAIL] = tail
+    for dtype in sorted({payload.dtype for payload in sums.values()}, key=str):
+        answers |= _reduce({block: payload for block, payload in sums.items() if payload.dtype == dtype}, group, name)
+    answers |= _gather(gathers, group, name) | _scatter(parts, group, name)
+    if tail is not None:
+        summed = answers.pop(_TAIL)
+        tail.copy_(summed.sum(dim=0) if _TAIL in gathers else summed)
     return answers
 
 

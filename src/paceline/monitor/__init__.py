@@ -7,6 +7,7 @@ from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
     BatchChanged,
     BucketExchanged,
+    BucketSizeChosen,
     CheckpointSaved,
     CheckpointSkipped,
     ConsensusMeasured,
@@ -52,6 +53,7 @@ _HOMES = {
 __all__ = [
     "BatchChanged",
     "BucketExchanged",
+    "BucketSizeChosen",
     "CheckpointSaved",
     "CheckpointSkipped",
     "ConsensusMeasured",

@@ -178,6 +178,15 @@ class BucketExchanged(Event):
     """Time that the worker waited for it."""
 
 
+@_event("bucket_size_chosen")
+class BucketSizeChosen(Event):
+    """The size of gradient buckets, chosen after the first steps."""
+
+    bucket_bytes: Int
+    reason: str
+    """Numbers that it was chosen by, in words."""
+
+
 @_event("step_timed")
 class StepTimed(Event):
     """Times of a sampled step, on the worker that wrote the event, after its buckets.

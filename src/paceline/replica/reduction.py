@@ -4,7 +4,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import Rule
 
-# Measured: on CPUs 16 MiB waits least for the last bucket, smaller buckets cost more calls; a GPU wants few launches.
-DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
+GPU_BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket on GPUs, which want few launches, and whose exchanges are not timed; on CPUs it is chosen."""
 
 
 class GradientReduction:
@@ -52,7 +52,7 @@ class GradientReduction:
         *,
         shard: ModelShard,
         rule: Rule,
-        bucket_bytes: int | Literal["tuned"] | None,
+        bucket_bytes: int | None,
         landing: Landing,
         seed: int,
     ) -> None:
@@ -104,9 +104,10 @@ class GradientReduction:
         self.landing = self._start_landing(step)
         starting = self.landing or self._rule
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
-        suits = reducer.bucket_bytes or DEFAULT_BUCKET_BYTES[self.reduce_group.device.type]
-        chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
-        self.gradients = Gradients(self._parameters, self.reduce_group, reducer, chosen)
+        fixed = self._bucket_bytes or reducer.bucket_bytes
+        if fixed is None and self.reduce_group.device.type != "cpu":
+            fixed = GPU_BUCKET_BYTES
+        self.gradients = Gradients(self._parameters, self.reduce_group, reducer, fixed)
         if self.landing is not None:
             self.landing.gradients = self.gradients
             self.gradients.is_eager, self.gradients.before_launch = self.landing.is_eager, self.landing.before_launch

@@ -57,8 +57,8 @@ class Replica:
             parameters, gradients and their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
         bucket_bytes: Size of the buckets in which gradients are exchanged, the first of 1 MiB at most; by default
-            the codec's own, without codec 16 MiB on CPUs, 25 MiB on GPUs. ``"tuned"`` tries several sizes in the
-            first steps.
+            the codec's own if it has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the
+            network (`StepTimes.bucket_choice`).
         landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
             arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
             has arrived: each is applied just before its parameters are used, and those that forward uses first are sent
@@ -85,7 +85,7 @@ class Replica:
         sync: Rule | str = "every_step",
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        bucket_bytes: int | Literal["tuned"] | None = None,
+        bucket_bytes: int | None = None,
         landing: Landing = "update",
         ema: float | None = None,
         batch_norm: BatchNormScope = "local",

@@ -14,6 +14,9 @@ from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.reducer import FlatBucket, GradientReducer
 
+_BUCKET_BYTES = 16 * 2**20
+"""Size of a bucket if the codec has no own: few, since each costs some messages, however small its payloads are."""
+
 
 class DenseReducer(GradientReducer):
     """Sums whole buffers: by the group's own all-reduce, or by a program.
@@ -62,7 +65,7 @@ class CodecReducer(GradientReducer):
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes, codec.max_in_flight
+        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or _BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
         self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0
@@ -122,10 +125,10 @@ class CodecReducer(GradientReducer):
                 )
             value = view.float().contiguous()
             values[block] = value / divisor if divisor != 1.0 else value
-        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name)
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
-        tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
-        group.all_reduce(tail, name=f"{bucket.name} flags").wait()
+        done = exchange_blocks(
+            self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name, tail=tail
+        )
         bucket.num_non_finite = int(tail[-1])
         # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
         bucket.has_overflown = not bucket.num_non_finite and not all(is_finite(each.total) for each in done.values())
@@ -144,7 +147,7 @@ class _CodecThread:
         self._connections = group.duplicate("codec")
         self.group = self._connections
         if program is not None:
-            self.group = ProgramGroup(self._connections, program)
+            self.group = ProgramGroup(self._connections, program, runs_here=True)
         self.channel = Channel("paceline-codec")
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
     BucketExchanged,
+    BucketSizeChosen,
     CheckpointSaved,
     ConsensusMeasured,
     Event,
@@ -60,6 +61,8 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
         pipeline = session.replica.shard.pipeline
         if pipeline is not None and pipeline.times is not None:
             session.training.log.write(pipeline.times.to_event(), step=session.training.step)
+    if (choice := result.times.bucket_choice) is not None:
+        session.log_event(BucketSizeChosen(bucket_bytes=choice.bucket_bytes, reason=choice.reason))
     if result.newly_unused:
         session.log_event(UnusedParameters(names=result.newly_unused))
     training = session.training

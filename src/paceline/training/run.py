@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
@@ -122,9 +122,9 @@ class Run(Settings):
     """Evaluations without improvement, by the measure of `keep_best` or the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too; 0 for none."""
-    bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
-    """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own,
-    without codec 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
+    bucket_bytes: int | None = Field(default=None, ge=1)
+    """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own if it
+    has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the network."""
     landing: Landing = "update"
     """Moment at which the optimizer applies gradients: at the update, each bucket at its arrival while others are still
     in transit, or in the next forward pass, just before each is needed."""
