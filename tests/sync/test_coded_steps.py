@@ -323,10 +323,10 @@ def make_adam(module):
     return torch.optim.Adam(module.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, 2.0])
 @pytest.mark.parametrize("codec", ["none", "one_bit"])
 def test_steps_of_workers_that_see_noise_are_as_long_as_synchronous_ones(codec, clip_norm):
-    """Both factors are exact: each draw sees the ratio 2, and without noise it is 1."""
+    """Both factors are exact: each draw sees the ratio 2, and without noise it is 1. No gradient is clipped."""
     apart = train_elements(codec, make_adam, [0, 1], clip_norm=clip_norm)
     assert torch.equal(apart[0], apart[1])
     torch.testing.assert_close(apart[0, 0], torch.full((2,), 0.005), msg="nothing is measured before the first step")
@@ -391,3 +391,16 @@ def test_a_step_that_fails_is_not_measured():
         replica.close()
 
     LocalGroup.run(2, work)
+
+
+def test_a_worker_clips_its_own_gradient_at_a_bound_that_allows_for_its_noise():
+    """The optimizer sees gradients of 1 clipped at 0.5, and at 0.5 sqrt(2) once noise has been measured."""
+    seen = []
+
+    class Seeing(torch.optim.Adam):
+        def step(self, closure=None):
+            seen.append(max(float(p.grad.abs().max()) for group in self.param_groups for p in group["params"]))
+            return super().step(closure)
+
+    train_elements("none", lambda m: Seeing(m.parameters(), lr=0.01), [0, 1], clip_norm=0.5, num_steps=3)
+    assert sorted(seen) == pytest.approx([0.5] * 2 + [0.5 * 2**0.5] * 4, rel=1e-5)

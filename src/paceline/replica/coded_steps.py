@@ -70,7 +70,8 @@ class StepCoding(BucketLanding):
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
     parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
-    long as synchronous ones (`StepLength`), unless such hooks may bound parameters.
+    long as synchronous ones (`StepLength`), unless such hooks may bound parameters. The bound of clipping is larger by
+    the same factor, as a worker's own gradient is.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
@@ -172,7 +173,7 @@ class StepCoding(BucketLanding):
         buckets = [bucket.flat for bucket in self.gradients.buckets]
         _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
-            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step)
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
         if not self._steps_by_bucket:
             self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
 

@@ -52,8 +52,9 @@ class EveryStep(Rule):
     the optimizer's own."""
     step_length: Literal["synchronous", "own"] = "synchronous"
     """Length of coded steps of adaptive optimizers, which divide by the size of gradients: a worker's own are noisier
-    than the mean of all, so that its steps are too short. synchronous multiplies them by sqrt(E|g_i|^2 / E|g|^2), of
-    own and mean gradients, at most sqrt(num_workers), measured on about one of 1,024 elements; own leaves them."""
+    than the mean of all, so that its steps are too short. synchronous multiplies them, and the bound of clipping, by
+    sqrt(E|g_i|^2 / E|g|^2), of own and mean gradients, at most sqrt(num_workers), measured on about one of 1,024
+    elements; own leaves them."""
     program: Algorithm | None = None
     """Collective program that sums the gradients; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
