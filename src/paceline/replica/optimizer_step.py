@@ -169,20 +169,26 @@ class OptimizerStep:
         finally:
             self._is_stepping = False
 
-    def clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+    def clip(self, optimizer: torch.optim.Optimizer, number: int, *, factor: float = 1.0) -> float:
         """Clip the gradients by their global norm, and return it.
+
+        Args:
+            optimizer: Optimizer of the gradients.
+            number: Number of updates before this step.
+            factor: Factor of the bound.
 
         Raises:
             NonFiniteError: The norm is not finite, in a precision that does not overflow.
         """
         assert self.clip_norm is not None
+        bound = self.clip_norm * factor
         if self._shard.is_whole:
             held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(held, bound)
         else:
             norm = self._shard.gradient_norm(self._parameters)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, float((self.clip_norm / (norm + _TINY)).clamp(max=1.0)))
+            torch._foreach_mul_(gradients, float((bound / (norm + _TINY)).clamp(max=1.0)))
         if not torch.isfinite(norm) and not self.is_scaled:
             raise NonFiniteError(
                 f"the gradient norm must be finite, but at step {number} it is {float(norm)} "

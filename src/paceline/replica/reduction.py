@@ -84,7 +84,8 @@ class GradientReduction:
     @property
     def wire_bytes(self) -> int:
         """Bytes that this worker sends for a step's gradients."""
-        return self.gradients.wire_bytes if self.gradients is not None else 0
+        beside = self.landing.wire_bytes if self.landing is not None else 0
+        return beside + (self.gradients.wire_bytes if self.gradients is not None else 0)
 
     def prepare(self, step: int) -> None:
         """Reduce over the workers that the rule selects for `step`, from now on."""

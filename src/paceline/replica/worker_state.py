@@ -82,6 +82,7 @@ class WorkerState:
             "codec": self.codec,
             "sharded_codec": self._shard.reduce_scatter.codec.name if self._shard.reduce_scatter is not None else "",
             "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
+            "landing": self._reduction.landing.state_dict() if self._reduction.landing is not None else {},
             "sync": self._rule.name,
             "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
             "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
@@ -101,6 +102,8 @@ class WorkerState:
         self._optimizer_step.load_state_dict(state["scaler"])
         if self._reduction.gradients is not None and state["gradients"]:
             self._reduction.gradients.load_state_dict(state["gradients"])
+        if self._reduction.landing is not None and state["num_workers"] == self._shard.group.size:
+            self._reduction.landing.load_state_dict(state.get("landing", {}))
         if is_own and self._stop_votes is not None:
             self._stop_votes.weight_since_sync = state["weight_since_sync"]
         if is_own and self._synchroniser is not None:

@@ -58,6 +58,11 @@ class EveryStep(Rule):
     step_beta1: float | None = Field(default=0.5, ge=0, lt=1)
     """Largest beta1 of Adam and its kin where steps are coded, since residuals act like momentum already; none leaves
     the optimizer's own."""
+    step_length: Literal["synchronous", "own"] = "synchronous"
+    """Length of coded steps of adaptive optimizers, which divide by the size of gradients: a worker's own are noisier
+    than the mean of all, so that its steps are too short. synchronous multiplies them, and the bound of clipping, by
+    sqrt(E|g_i|^2 / E|g|^2), of own and mean gradients, at most sqrt(num_workers), measured on about one of 1,024
+    elements; own leaves them."""
     program: Algorithm | None = None
     """Collective program that sums the gradients; by default the group's own choice."""
     dense_steps: int = Field(default=0, ge=0)
@@ -147,3 +152,8 @@ class EveryStep(Rule):
         dense_bytes = sum(NoCodec().wire_bytes(shape, num_workers) for shape in shapes)
         dense = Traffic("all_reduce", num_bytes, dense_bytes, end_step=self.dense_steps, overlap=_BACKWARD)
         return (dense, encoded)
+
+
+def count_sampled(shape: Size) -> int:
+    """Return the number of a parameter's elements on which the length of coded steps is measured."""
+    return min(-(-shape.numel() // 1024), 64)
