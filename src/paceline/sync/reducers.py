@@ -9,7 +9,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
 from paceline.comm.program_group import ProgramGroup
 from paceline.compression.codec import Codec, State, is_finite
-from paceline.compression.exchange import exchange_blocks
+from paceline.compression.exchange import exchange_blocks, wait_timed
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.reducer import FlatBucket, GradientReducer
@@ -100,7 +100,7 @@ class CodecReducer(GradientReducer):
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """Load this worker's state; that of another number of workers is divided, so that nothing is lost."""
         for block, shape in shapes.items():
-            by_worker = [_of_block(tensors, block) for tensors in saved]
+            by_worker = [of_block(tensors, block) for tensors in saved]
             if any(by_worker):
                 self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
@@ -122,10 +122,11 @@ class CodecReducer(GradientReducer):
                 )
             value = view.float().contiguous()
             values[block] = value / divisor if divisor != 1.0 else value
-        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name)
+        timed, states, seed = self.timed, self._states, self._seed
+        done = exchange_blocks(self._codec, values, states, group, step=step, seed=seed, name=bucket.name, timed=timed)
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
         tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
-        group.all_reduce(tail, name=f"{bucket.name} flags").wait()
+        wait_timed(group.all_reduce(tail, name=f"{bucket.name} flags"), 2 * tail.nbytes, timed)
         bucket.num_non_finite = int(tail[-1])
         # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
         bucket.has_overflown = not bucket.num_non_finite and not all(is_finite(each.total) for each in done.values())
@@ -155,5 +156,6 @@ class _CodecThread:
         self._connections.close()
 
 
-def _of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+def of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+    """Return a block's state, by site, of tensors that are named `<block>/<site>`."""
     return {name.removeprefix(f"{block}/"): kept for name, kept in tensors.items() if name.startswith(f"{block}/")}
