@@ -169,13 +169,13 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, as JSON."""
-        return {"layout": self.layout, "is_tuned": self._tuner is None}
+        return {"layout": self.layout, "is_learnt": self._layout_is_learnt, "is_tuned": self._tuner is None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use a saved layout, since sums over three ranks or more depend on it."""
         layout = state["layout"]
         if {name for names in layout for name in names} == set(self._parameters):
-            self._layout_is_learnt = True
+            self._layout_is_learnt = state.get("is_learnt", True)
             self._ready_order = [name for names in layout for name in names]
             if state["is_tuned"]:
                 self._tuner = None
