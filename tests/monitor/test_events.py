@@ -61,6 +61,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "bucket_exchanged",
         "checkpoint_saved",
         "checkpoint_skipped",
+        "codec_changed",
         "consensus_measured",
         "evaluated",
         "failed",

@@ -8,6 +8,7 @@ from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
     BucketExchanged,
     CheckpointSaved,
+    CodecChanged,
     ConsensusMeasured,
     Event,
     Failed,
@@ -58,6 +59,10 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
         pipeline = session.replica.shard.pipeline
         if pipeline is not None and pipeline.times is not None:
             session.training.log.write(pipeline.times.to_event(), step=session.training.step)
+    for change in session.replica.state.take_codec_changes():
+        session.log_event(
+            CodecChanged(codec=change.codec, before=change.before, codec_of=change.codec_of, reason=change.reason)
+        )
     if result.newly_unused:
         session.log_event(UnusedParameters(names=result.newly_unused))
 
