@@ -1,6 +1,7 @@
 """Layer 9: measurements, as ratios within one run."""
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
+from paceline.benchmarks.codec_choice import CodecChoiceBenchmark
 from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
@@ -23,6 +24,7 @@ __all__ = [
     "COMPARISONS",
     "Benchmark",
     "BenchmarkRow",
+    "CodecChoiceBenchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "ConvergenceBenchmark",
