@@ -157,6 +157,29 @@ def test_what_step_codecs_hold_back_survives_and_optimizers_become_equal_again(s
     assert not torch.equal(done[0][1], done[1][1]), "steps are coded at the end: each worker has a state of its own"
 
 
+def test_a_parameter_that_nobody_uses_any_more_gets_what_was_held_back_of_it(script):
+    script.update({0: "int8", 3: "none"})
+
+    def work(group):
+        module = Sums()
+        replica = Replica(module, make_sgd(module), group=group, sync=AUTO, bucket_bytes=64, hash_interval=1)
+        for step in range(5):
+            inputs = inputs_of(group.rank, step)
+            loss = replica(inputs) if step < 4 else (replica.module.first * inputs[:48].view(8, 6)).sum()
+            replica.backward(loss, weight=1.0 + group.rank)
+            if step == 4:
+                assert held_back(replica)[48:].norm() > 0
+            replica.update()
+        assert not held_back(replica).any()
+        replica.close()
+        return flatten(module)
+
+    done = LocalGroup.run(SIZE, work)
+    wanted = [sum(share * inputs_of(r, step).double() for r, share in enumerate(weights())) for step in range(5)]
+    wanted[4][48:] = 0
+    torch.testing.assert_close(-done[0], sum(wanted), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("make_optimizer", [make_sgd, make_adam])
 def test_a_resume_at_any_step_is_bit_for_bit(script, make_optimizer):
     script.update({1: "int8", 3: "one_bit", 6: "top_k", 8: "none", 11: "power_sgd"})

@@ -59,8 +59,9 @@ LOSSES: Mapping[tuple[str, CodecOf, bool], MeasuredLoss] = {
 }
 """Losses by codec, what it encodes, and whether the optimizer is adaptive. What is not here was not measured."""
 
-STEPS_BY_LOSS = 0.20
-"""Fall of the logarithm of the loss with that of the number of steps, by which a loss is turned into steps."""
+LOSS_BY_STEPS = 0.25
+"""Exponent e of the loss's fall, steps ** -e, by which a ratio of losses becomes one of steps: 0.246 from 300 to 600
+steps (docs/benchmarks/coded-steps-4-workers.json and convergence-codecs.json, every_step without a codec)."""
 
 _COPIES = {"bf16": 10.0, "fp16": 10.0, "int8": 10.0, "one_bit": 13.0, "top_k": 12.0, "power_sgd": 31.0}
 """Time of encoding and decoding a block, in copies of it: one thread of a CPU, a block of 1,024 x 1,024, 4 workers."""
@@ -205,7 +206,7 @@ def rank_codecs(
         measured = LOSSES.get((price.codec.name, price.codec_of, numbers.is_adaptive))
         ratio = measured.ratio if measured is not None else math.inf
         refused = _refuse(price, measured, numbers, max_loss)
-        forecasts.append(CodecForecast(price, step_s, ratio ** (1 / STEPS_BY_LOSS), refused))
+        forecasts.append(CodecForecast(price, step_s, ratio ** (1 / LOSS_BY_STEPS), refused))
     return sorted(forecasts, key=lambda each: (bool(each.refused), each.cost_s))
 
 
