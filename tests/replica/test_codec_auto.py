@@ -6,11 +6,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.errors import NonFiniteError, SettingsError
 from paceline.replica import reduction
 from paceline.replica.codec_chooser import CodecChooser, StepMeasurement
 from paceline.replica.replica import Replica
+from paceline.replica.state import capture, restore
 from paceline.sync import DiLoCo, EveryStep
 
 CANDIDATES = (
@@ -209,6 +211,49 @@ def test_a_resume_at_any_step_is_bit_for_bit(script, make_optimizer):
             replica.close()
 
     LocalGroup.run(SIZE, work)
+
+
+@pytest.mark.parametrize("num_steps", [3, 5, 8])
+@pytest.mark.parametrize("num_after", [2, 3])
+def test_a_checkpoint_holds_the_choice_and_what_is_held_back(script, tmp_path, num_steps, num_after):
+    """Saved with residuals to be carried from one_bit to top_k, as top_k, and on the way from steps to gradients."""
+    script.update({1: "one_bit", 4: "top_k", 7: "none"})
+
+    def start(group):
+        module = Sums()
+        return Replica(module, make_adam(module), group=group, sync=AUTO, bucket_bytes=64, hash_interval=1)
+
+    def begin(group):
+        replica = start(group)
+        for step in range(num_steps):
+            step_with(replica, step)
+        with CheckpointStore(tmp_path) as store:
+            tensors, document = capture(replica)
+            if group.rank == 0:
+                store.save(tensors, document, num_steps)
+            group.barrier()
+        kept, rule = held_back(replica), replica._reduction.rule
+        replica._reduction.chooser.heard, replica._reduction.chooser.began = -1, num_steps
+        step_with(replica, num_steps)
+        replica.close()
+        return kept, rule, flatten(replica.module)
+
+    def go_on(group):
+        replica = start(group)
+        with CheckpointStore(tmp_path) as store:
+            restore(store.find_newest_valid(lambda *_: None) if group.rank == 0 else None, replica)
+        kept, rule = held_back(replica), replica._reduction.rule
+        replica._reduction.chooser.began = num_steps
+        step_with(replica, num_steps)
+        replica.close()
+        return kept, rule, flatten(replica.module)
+
+    saved, loaded = LocalGroup.run(SIZE, begin), LocalGroup.run(num_after, go_on)
+    assert sum(kept for kept, _, _ in saved).norm() > 0.01
+    torch.testing.assert_close(sum(kept for kept, _, _ in loaded), sum(kept for kept, _, _ in saved))
+    assert {rule for _, rule, _ in loaded} == {rule for _, rule, _ in saved}
+    if num_after == SIZE:
+        assert all(torch.equal(after, before) for (_, _, after), (_, _, before) in zip(loaded, saved, strict=True))
 
 
 def test_the_choice_follows_a_link_that_gets_slow_in_training(monkeypatch):
