@@ -37,6 +37,8 @@ _OVERLAP = 0.7
 """Share of backward behind which an exchange can hide: before that the first bucket is not full."""
 _FORGETTING = 0.998
 """What remains after a step of a measured step time's difference from the prediction."""
+_MOST_DOUBT = 2.0
+"""Largest correction of a codec's step time that is taken for that of others, which have not run."""
 _LATENCY_S = 2e-4
 """Latency of a collective until one has been measured."""
 _SMALL_BYTES = 4096
@@ -273,9 +275,11 @@ class CodecChooser:
         if isinstance(self.codec, NoCodec) and now.waited_s < _HIDDEN * now.step_s:
             self._wanted, self._num_wanted = "", 0
             return
-        ranking = rank_codecs(
-            list(prices.values()), numbers, max_loss=self._auto.max_loss, corrections=self._corrections
-        )
+        # Where one codec was slower than predicted, such as on busy cores, the others are taken to be so too.
+        tried = [ratio for each, ratio in self._corrections.items() if each != NoCodec.name]
+        untried = min(max(tried, default=1.0), _MOST_DOUBT)
+        corrections = dict.fromkeys(prices, untried) | {NoCodec.name: 1.0} | self._corrections
+        ranking = rank_codecs(list(prices.values()), numbers, max_loss=self._auto.max_loss, corrections=corrections)
         by_name = {each.name: each for each in ranking}
         none = by_name[NoCodec.name]
         best = none if _GAIN_OF_NONE * none.cost_s <= ranking[0].cost_s else ranking[0]
