@@ -62,6 +62,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "bucket_size_chosen",
         "checkpoint_saved",
         "checkpoint_skipped",
+        "codec_changed",
         "consensus_measured",
         "evaluated",
         "failed",

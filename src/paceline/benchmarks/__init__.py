@@ -2,6 +2,7 @@
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.buckets import BucketsBenchmark
+from paceline.benchmarks.codec_choice import CodecChoiceBenchmark
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
 from paceline.benchmarks.comparison import COMPARISONS
@@ -23,6 +24,7 @@ __all__ = [
     "Benchmark",
     "BenchmarkRow",
     "BucketsBenchmark",
+    "CodecChoiceBenchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "ConvergenceBenchmark",

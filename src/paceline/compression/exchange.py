@@ -1,13 +1,15 @@
 """Exchanges of many blocks over a group: the requests of one round share one message."""
 
 import itertools
+import time
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Work
+from paceline.comm.link_speed import TimedExchange
 from paceline.compression.codec import (
     AllGather,
     AllReduce,
@@ -22,6 +24,8 @@ from paceline.compression.codec import (
 
 _TAIL = ""
 """Name of the tail among the blocks: no parameter has it."""
+Timed = list[TimedExchange] | None
+"""List of the exchanges so far; None if they are not timed."""
 
 
 def exchange_blocks(
@@ -34,6 +38,7 @@ def exchange_blocks(
     seed: int = 0,
     name: str,
     tail: Tensor | None = None,
+    timed: Timed = None,
 ) -> dict[str, Exchanged]:
     """Exchange blocks with the other workers and return the results; every rank calls it with the same blocks.
 
@@ -47,6 +52,7 @@ def exchange_blocks(
         name: Name of the exchange in errors.
         tail: Flags of 0 or 1, in fp32, that become their sums over all workers. The last one becomes the number of
             workers of which some block is not finite. They travel with the last round, if its requests say so.
+        timed: List to which the collectives are appended with the bytes that this worker sends; None for no times.
     """
     num_rounds = max((len(codec.payloads(value.shape, group.size)) for value in values.values()), default=0)
     under_way: dict[str, Exchange] = {}
@@ -63,7 +69,7 @@ def exchange_blocks(
             tail[-1] = not all(parts)
         if not requests:
             break
-        answers = _answer(requests, group, name, tail if is_known else None)
+        answers = _answer(requests, group, name, tail if is_known else None, timed)
         tail = None if is_known else tail
         requests = {}
         for block, answer in answers.items():
@@ -72,7 +78,7 @@ def exchange_blocks(
             except StopIteration as end:
                 done[block] = end.value
     if tail is not None:
-        group.all_reduce(tail, name=f"{name} flags").wait()
+        wait_timed(group.all_reduce(tail, name=f"{name} flags"), 2 * (group.size - 1) / group.size * tail.nbytes, timed)
     return {block: done[block] for block in values}
 
 
@@ -81,7 +87,17 @@ def _is_finite(request: Request) -> bool | None:
     return None if isinstance(request, AllToAll) else request.is_finite
 
 
-def _answer(requests: Mapping[str, Request], group: Group, name: str, tail: Tensor | None) -> dict[str, Tensor]:
+def wait_timed(work: Work, sent_bytes: float, timed: Timed) -> None:
+    """Wait for a collective that has just begun, and append it to `timed`, if that is given."""
+    began_s = time.perf_counter()
+    work.wait()
+    if timed is not None:
+        timed.append(TimedExchange(round(sent_bytes), began_s, time.perf_counter()))
+
+
+def _answer(
+    requests: Mapping[str, Request], group: Group, name: str, tail: Tensor | None, timed: Timed
+) -> dict[str, Tensor]:
     """Run one round: at most one collective of each kind and dtype, the same on every rank; one of them sums `tail`."""
     answers: dict[str, Tensor] = {}
     sums = {block: request.payload for block, request in requests.items() if isinstance(request, AllReduce)}
@@ -92,35 +108,39 @@ def _answer(requests: Mapping[str, Request], group: Group, name: str, tail: Tens
     elif tail is not None:
         sums[_TAIL] = tail
     for dtype in sorted({payload.dtype for payload in sums.values()}, key=str):
-        answers |= _reduce({block: payload for block, payload in sums.items() if payload.dtype == dtype}, group, name)
-    answers |= _gather(gathers, group, name) | _scatter(parts, group, name)
+        same = {block: payload for block, payload in sums.items() if payload.dtype == dtype}
+        answers |= _reduce(same, group, name, timed)
+    answers |= _gather(gathers, group, name, timed) | _scatter(parts, group, name, timed)
     if tail is not None:
         summed = answers.pop(_TAIL)
         tail.copy_(summed.sum(dim=0) if _TAIL in gathers else summed)
     return answers
 
 
-def _reduce(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+def _reduce(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Timed) -> dict[str, Tensor]:
     together = _join(payloads)
-    group.all_reduce(together, name=f"{name} sums").wait()
+    sent_bytes = 2 * (group.size - 1) / group.size * together.nbytes
+    wait_timed(group.all_reduce(together, name=f"{name} sums"), sent_bytes, timed)
     return _cut(together, payloads)
 
 
-def _gather(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+def _gather(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Timed) -> dict[str, Tensor]:
     if not payloads:
         return {}
     together = _join(payloads)
     gathered = together.new_empty(group.size, len(together))
-    group.all_gather(gathered, together, name=f"{name} payloads").wait()
+    work = group.all_gather(gathered, together, name=f"{name} payloads")
+    wait_timed(work, (group.size - 1) * together.nbytes, timed)
     return _cut(gathered, payloads)
 
 
-def _scatter(payloads: Mapping[str, Tensor], group: Group, name: str) -> dict[str, Tensor]:
+def _scatter(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Timed) -> dict[str, Tensor]:
     if not payloads:
         return {}
     together = _join(payloads)
     received = torch.empty_like(together)
-    group.all_to_all(received, together, name=f"{name} parts").wait()
+    work = group.all_to_all(received, together, name=f"{name} parts")
+    wait_timed(work, (group.size - 1) / group.size * together.nbytes, timed)
     return _cut(received, payloads)
 
 

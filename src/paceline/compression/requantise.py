@@ -66,6 +66,15 @@ class Requantise(Codec):
         kept = {"worker": worker.view(value.shape), "owner": owner} if self.error_feedback else {}
         return Exchanged(summed, kept, is_finite)
 
+    def residual(self, state: State, shape: Size, rank: int, num_workers: int) -> Tensor | None:
+        """Return the worker's residual, with the owner's in its place."""
+        kept = super().residual(state, shape, rank, num_workers)
+        if kept is None or "owner" not in state:
+            return kept
+        kept = kept.clone()
+        kept.view(-1)[self._rows(shape, num_workers).part(rank)] += state["owner"].flatten()
+        return kept
+
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """All rows, then one row of sums."""
         is_dense = self.is_dense(shape)

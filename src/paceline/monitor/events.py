@@ -305,6 +305,19 @@ class BatchChanged(Event):
     """Number of samples used since the start of training at which it takes effect."""
 
 
+@_event("codec_changed")
+class CodecChanged(Event):
+    """Codec auto encodes with another codec from the next step on."""
+
+    codec: str
+    """Name of the codec."""
+    before: str
+    codec_of: str
+    """Input of the codec: gradient or step."""
+    reason: str
+    """Measured speed of the link, and predicted step times, the best first."""
+
+
 @_event("model_grown")
 class ModelGrown(Event):
     """The model has become deeper."""

@@ -8,6 +8,7 @@ from paceline.monitor.events import (
     BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
+    CodecChanged,
     Evaluated,
     Failed,
     ModelGrown,
@@ -97,6 +98,8 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
         case BatchChanged(global_batch=batch):
             return f"step {record.step:,}: {batch:,} samples a step from here on"
+        case CodecChanged(codec=codec, before=before, reason=reason):
+            return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
         case ModelGrown(num_layers=layers, num_parameters=parameters):
             return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
         case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):

@@ -15,6 +15,7 @@ from paceline.monitor.events import (
     BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
+    CodecChanged,
     ConsensusMeasured,
     Evaluated,
     Event,
@@ -240,7 +241,7 @@ def _parse(line: bytes) -> list[Record]:
     return [from_json(text)] if text else []  # a writer that ended another's torn line may leave an empty one
 
 
-_CHANGES = (BatchChanged, ModelGrown, GradientNoiseMeasured)
+_CHANGES = (BatchChanged, CodecChanged, ModelGrown, GradientNoiseMeasured)
 _CURVES = (StepFinished, Evaluated, ConsensusMeasured, StalenessMeasured, SharesChanged, *_CHANGES)
 
 

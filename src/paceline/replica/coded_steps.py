@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import SettingsError
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
@@ -45,22 +46,29 @@ def choose_coding(
     """
     if not isinstance(rule, EveryStep):
         return rule
-    reason = ""
-    if not layout.is_plain:
-        steps_too = "LocalSGD(period=1) (--sync local_sgd --sync.period 1)"
-        reason = f"where ranks share a model; take {steps_too}, which sends steps too"
-    elif precision == "fp16":
-        reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
-    elif landing != "update":
-        reason = f"with landing {landing}; leave landing out"
-    elif any(torch.finfo(parameter.dtype).bits < 32 for parameter in parameters.values()):
-        reason = "with parameters of less than 32 bits, which small steps do not change"
+    if isinstance(rule.codec, AutoCodec) and landing != "update":
+        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    reason = refuse_steps(parameters, precision, landing, layout)
     if rule.codec_of == "step" and reason:
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
-    if rule.codec_of is not None:
+    if rule.codec_of is not None or not isinstance(rule.codec, Codec):
         return rule
     codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+def refuse_steps(parameters: Mapping[str, Tensor], precision: str, landing: Landing, layout: Layout) -> str:
+    """Return why steps cannot be coded, as the end of a sentence; empty if they can."""
+    if not layout.is_plain:
+        steps_too = "LocalSGD(period=1) (--sync local_sgd --sync.period 1)"
+        return f"where ranks share a model; take {steps_too}, which sends steps too"
+    if precision == "fp16":
+        return "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
+    if landing != "update":
+        return f"with landing {landing}; leave landing out"
+    if any(torch.finfo(parameter.dtype).bits < 32 for parameter in parameters.values()):
+        return "with parameters of less than 32 bits, which small steps do not change"
+    return ""
 
 
 class StepCoding(BucketLanding):

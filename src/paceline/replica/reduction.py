@@ -11,17 +11,23 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.compression import AutoCodec, Codec
 from paceline.errors import GradientError, NonFiniteError
+from paceline.optim.torch_rules import is_adaptive
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, summed_gradient
-from paceline.replica.coded_steps import StepCoding
+from paceline.replica.codec_chooser import CodecChooser, measure_step
+from paceline.replica.coded_steps import StepCoding, refuse_steps
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.next_forward import ForwardLanding
+from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
 from paceline.replica.step_scalars import StepScalars, StepTotals
+from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
+from paceline.sync.reducer import GradientReducer
 from paceline.sync.rule import Rule
 
 GPU_BUCKET_BYTES = 25 * 2**20
@@ -60,6 +66,12 @@ class GradientReduction:
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._optimizer_step = optimizer_step
+        self.chooser = self._start_chooser(rule)
+        """Chooser of the codec; None if it is fixed."""
+        if self.chooser is not None:
+            self._rule = self.chooser.rule
+        self._carried: tuple[Codec, dict[str, Tensor]] | None = None
+        """Codec before, and its state, that the next reducer begins with."""
         self._ranks: list[int] = []
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
@@ -87,8 +99,55 @@ class GradientReduction:
         beside = self.landing.wire_bytes if self.landing is not None else 0
         return beside + (self.gradients.wire_bytes if self.gradients is not None else 0)
 
+    @property
+    def rule(self) -> Rule:
+        """Rule of the present step, with its codec, if that is chosen while training runs."""
+        return self._rule
+
+    def send_scalars(self, weight: float, numerator: Tensor, stop: bool) -> StepScalars:
+        """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
+        measured = self.chooser.values() if self.chooser is not None else ()
+        return StepScalars(self.reduce_group, weight, numerator, stop, measured=measured)
+
+    def choice(self) -> dict[str, Any] | None:
+        """Return the choice of a codec, as JSON; None if it is fixed."""
+        if self.chooser is None or self.gradients is None:
+            return None
+        reducer = self.gradients.reducer
+        carried = reducer.carried if isinstance(reducer, CarryingReducer) else None
+        return self.chooser.state_dict() | {"carried": carried.model_dump(mode="json") if carried is not None else None}
+
+    def resume(self, step: int, choice: dict[str, Any] | None) -> None:
+        """Prepare for `step` as a saved replica would, with the saved `choice` of a codec."""
+        if self.chooser is not None and choice is not None:
+            self.chooser.load_state_dict(choice)
+            carried = Codec.model_validate(choice["carried"]) if choice["carried"] is not None else None
+            self._change_rule(self.chooser.rule, (carried, {}) if carried is not None else None)
+        self._use_rule(step)
+
     def prepare(self, step: int) -> None:
-        """Reduce over the workers that the rule selects for `step`, from now on."""
+        """Reduce over the workers and with the codec that the rule selects for `step`, from now on."""
+        if self.chooser is not None and self.gradients is not None:
+            self._change_codec(self.chooser, self.gradients.reducer, step)
+        self._use_rule(step)
+
+    def _change_codec(self, chooser: CodecChooser, reducer: GradientReducer, step: int) -> None:
+        """Take the chosen codec, if it changes, once all that was carried to the present one has been sent."""
+        if isinstance(reducer, CarryingReducer) and reducer.carried is not None:
+            return
+        before = chooser.codec
+        if (rule := chooser.take_next(step)) is None:
+            return
+        if not self._rule.keeps_optimizers_equal and rule.keeps_optimizers_equal:
+            average_states(self._optimizer, self._parameters, self._all)
+        states = reducer.state()
+        self._change_rule(rule, (before, states) if states else None)
+
+    def _change_rule(self, rule: Rule, carried: tuple[Codec, dict[str, Tensor]] | None) -> None:
+        self._rule, self._carried = rule, carried
+        self._ranks, self._unchanged = [], range(0)
+
+    def _use_rule(self, step: int) -> None:
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
@@ -98,6 +157,7 @@ class GradientReduction:
             return
         self.flush()
         self.close()
+        landed = self.landing.state_dict() if self.landing is not None else {}
         self._end = self.gradients = self.landing = None
         self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
         if self.reduce_group.size == 1:
@@ -105,6 +165,12 @@ class GradientReduction:
         self.landing = self._start_landing(step)
         starting = self.landing or self._rule
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
+        if self.landing is not None:
+            self.landing.load_state_dict(landed)
+        if self.chooser is not None:
+            reducer.timed = []
+        if self._carried is not None:
+            reducer, self._carried = CarryingReducer(reducer, self.reduce_group, *self._carried), None
         fixed = self._bucket_bytes or reducer.bucket_bytes
         if fixed is None and self.reduce_group.device.type != "cpu":
             fixed = GPU_BUCKET_BYTES
@@ -136,6 +202,8 @@ class GradientReduction:
             GradientError: All weights are 0.
         """
         totals = scalars.wait()
+        if self.chooser is not None:
+            self.chooser.hear(totals.measured)
         if totals.num_non_finite:
             losses = {str(self._shard.world.rank): repr(float(loss))}
             for group in (self._shard.model_parallel_group, self.reduce_group):
@@ -246,7 +314,11 @@ class GradientReduction:
             self.landing.flush()
 
     def adapt_layout(self, times: StepTimes) -> None:
-        """Adapt layout and bucket size after a step."""
+        """Adapt layout and bucket size after a step, and measure it for the choice of a codec."""
+        if self.chooser is not None and self.gradients is not None:
+            timed = self.gradients.reducer.timed or []
+            self.chooser.note(measure_step(times, timed, self.chooser.copy_s))
+            timed.clear()
         if self.landing is not None:
             self.landing.end_step()
         if self.gradients is not None:
@@ -263,6 +335,24 @@ class GradientReduction:
         else:
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+    def _start_chooser(self, rule: Rule) -> CodecChooser | None:
+        if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec) or self._all.size == 1:
+            return None
+        step, bucket_bytes = self._optimizer_step, self._bucket_bytes
+        return CodecChooser(
+            rule,
+            [local(parameter).shape for parameter in self._parameters.values()],
+            rank=self._all.rank,
+            num_workers=self._all.size,
+            is_adaptive=is_adaptive(self._optimizer),
+            steps_refused=refuse_steps(
+                self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout
+            ),
+            steps_overlap=step.clip_norm is None,
+            bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
+            device=self._all.device,
+        )
 
     def _start_landing(self, step: int) -> BucketLanding | None:
         if isinstance(self._rule, EveryStep) and self._rule.codes_steps(step):

@@ -379,7 +379,7 @@ class Replica:
             DivergenceError: Replicas should be equal and are not.
         """
         self.flush()
-        self._comparison.check(self.num_updates)
+        self._comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -465,7 +465,7 @@ class Replica:
         weight, numerator, stop = self.shard.reduce_step_scalars(
             weight, numerator, bool(self.membership.stop_requested_by)
         )
-        self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
+        self._scalars = self._reduction.send_scalars(weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
         divisor = partial(self._scalars.divisor, self.state.weight_unit)

@@ -11,6 +11,7 @@ from paceline.comm.pacing import limit_bandwidth
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
@@ -81,6 +82,7 @@ class WorkerState:
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
             "sharded_codec": self._shard.reduce_scatter.codec.name if self._shard.reduce_scatter is not None else "",
+            "codec_choice": self._reduction.choice(),
             "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
             "landing": self._reduction.landing.state_dict() if self._reduction.landing is not None else {},
             "sync": self._rule.name,
@@ -97,7 +99,7 @@ class WorkerState:
         """
         self.is_begun = True
         self.num_updates = state["num_updates"]
-        self._reduction.prepare(self.num_updates)
+        self._reduction.resume(self.num_updates, state.get("codec_choice"))
         self.weight_unit = state["weight_unit"]
         self._optimizer_step.load_state_dict(state["scaler"])
         if self._reduction.gradients is not None and state["gradients"]:
@@ -133,10 +135,20 @@ class WorkerState:
         return self._synchroniser.hand_over(alone)
 
     @property
+    def keeps_optimizers_equal(self) -> bool:
+        """Whether the optimizer's state is equal on all workers now."""
+        return self._reduction.rule.keeps_optimizers_equal
+
+    def take_codec_changes(self) -> list[CodecChange]:
+        """Return the changes of codec auto since the last call."""
+        chooser = self._reduction.chooser
+        return chooser.take_changes() if chooser is not None else []
+
+    @property
     def codec(self) -> str:
         """Name of the codec of `feedback`; empty if there is no feedback, as in a world of one."""
         codec = self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
-        is_of_steps = self._rule.keeps_replicas_equal and not self._rule.keeps_optimizers_equal
+        is_of_steps = self._rule.keeps_replicas_equal and not self.keeps_optimizers_equal
         return f"{codec} of steps" if codec and is_of_steps else codec
 
     def feedback(self) -> dict[str, Tensor]:
@@ -174,8 +186,9 @@ class WorkerState:
                 "state_dict returned, or resume with paceline.load_latest"
             )
         saved, here = state["document"], self.document()
+        is_chosen = saved.get("codec_choice") and here["codec_choice"]
         for name in ("sync", "codec", "sharded_codec", "num_workers"):
-            if saved[name] != here[name]:
+            if saved[name] != here[name] and not (name == "codec" and is_chosen):
                 raise SettingsError(
                     f"a replica's state must be of the same {name}, but got {saved[name]!r} for {here[name]!r}; go on "
                     "with the same, or resume with paceline.load_latest, which takes what fits"

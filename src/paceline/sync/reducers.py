@@ -103,7 +103,7 @@ class CodecReducer(GradientReducer):
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """Load this worker's state; that of another number of workers is divided, so that nothing is lost."""
         for block, shape in shapes.items():
-            by_worker = [_of_block(tensors, block) for tensors in saved]
+            by_worker = [of_block(tensors, block) for tensors in saved]
             if any(by_worker):
                 self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
@@ -127,7 +127,15 @@ class CodecReducer(GradientReducer):
             values[block] = value / divisor if divisor != 1.0 else value
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
         done = exchange_blocks(
-            self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name, tail=tail
+            self._codec,
+            values,
+            self._states,
+            group,
+            step=step,
+            seed=self._seed,
+            name=bucket.name,
+            tail=tail,
+            timed=self.timed,
         )
         bucket.num_non_finite = int(tail[-1])
         # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
@@ -158,5 +166,6 @@ class _CodecThread:
         self._connections.close()
 
 
-def _of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+def of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+    """Return a block's state, by site, of tensors that are named `<block>/<site>`."""
     return {name.removeprefix(f"{block}/"): kept for name, kept in tensors.items() if name.startswith(f"{block}/")}

@@ -9,6 +9,7 @@ from paceline.monitor.events import (
     BucketExchanged,
     BucketSizeChosen,
     CheckpointSaved,
+    CodecChanged,
     ConsensusMeasured,
     Event,
     Failed,
@@ -63,6 +64,10 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
             session.training.log.write(pipeline.times.to_event(), step=session.training.step)
     if (choice := result.times.bucket_choice) is not None:
         session.log_event(BucketSizeChosen(bucket_bytes=choice.bucket_bytes, reason=choice.reason))
+    for change in session.replica.state.take_codec_changes():
+        session.log_event(
+            CodecChanged(codec=change.codec, before=change.before, codec_of=change.codec_of, reason=change.reason)
+        )
     if result.newly_unused:
         session.log_event(UnusedParameters(names=result.newly_unused))
     training = session.training
