@@ -21,9 +21,9 @@ class Link:
 
     num_hosts: int
     bandwidth: BytesPerSecond
-    """Of each host, each way."""
+    """Bandwidth of each host, each way."""
     latency_s: float
-    """From one host to another."""
+    """Latency from one host to another."""
 
     def __str__(self) -> str:
         """Return it in words."""

@@ -211,7 +211,7 @@ def _finish(directory: Path, recipe: str, workers: int, overrides: Overrides) ->
     """Train, or resume, unless the run is finished, and return the summary of its log.
 
     Raises:
-        _WayError: It cannot be trained.
+        _WayError: A way that cannot be trained.
         Exit: A signal asked to stop.
     """
     from rich.console import Console

@@ -36,7 +36,7 @@ _HORIZON = 100
 _OVERLAP = 0.7
 """Share of backward behind which an exchange can hide: before that the first bucket is not full."""
 _FORGETTING = 0.998
-"""What remains after a step of a measured step time's difference from the prediction."""
+"""Part of a measured step time's difference from the prediction that remains after a step."""
 _MOST_DOUBT = 2.0
 """Largest correction of a codec's step time that is taken for that of others, which have not run."""
 _LATENCY_S = 2e-4
@@ -126,7 +126,7 @@ class CodecChooser:
         rank: Rank of this worker.
         num_workers: Number of workers.
         is_adaptive: Whether the optimizer is adaptive.
-        steps_refused: Why steps cannot be coded; empty if they can.
+        steps_refused: Reason why steps cannot be coded; empty if they can.
         steps_overlap: Whether steps are made and sent while backward runs.
         bucket_bytes: Size of the buckets; None for the codecs' own.
         device: Device of the workers.

@@ -75,7 +75,7 @@ class CodecPrice:
 
     Args:
         codec: The codec.
-        codec_of: What it encodes.
+        codec_of: Input of the codec.
         sent_bytes: Bytes that a worker sends.
         num_messages: Collectives one after another.
         num_buckets: Buckets, of which the last can never hide behind computing.
@@ -140,7 +140,7 @@ class StepNumbers:
         step_overlap_s: Part of it behind which an exchange of steps can hide; 0 if they are made after backward.
         link: Speed of the link.
         is_adaptive: Whether the optimizer is adaptive, such as Adam.
-        steps_refused: Why steps cannot be coded; empty if they can.
+        steps_refused: Reason why steps cannot be coded; empty if they can.
     """
 
     compute_s: float
@@ -156,10 +156,10 @@ class CodecForecast:
     """Prediction for one codec.
 
     Args:
-        price: What a step with it sends and computes.
+        price: Price of a step with it.
         step_s: Time of a step.
         steps_factor: Steps to the same loss, to those without a codec.
-        refused: Why it is never chosen; empty if it may be.
+        refused: Reason why it is never chosen; empty if it may be.
     """
 
     price: CodecPrice

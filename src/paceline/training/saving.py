@@ -21,7 +21,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
     Args:
         session: Session of workers that are at the same step, or of the one that stands for all.
         wait: Whether to wait until it is on disk.
-        is_best: Whether it is the best so far.
+        is_best: Whether the model is the best so far.
         lost_ranks: Ranks whose last work is not in it.
     """
     training, replica = session.training, session.replica
