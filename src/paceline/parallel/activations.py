@@ -55,14 +55,18 @@ class Activations:
         length = num_tokens // self.device_mesh.size()
         return whole.narrow(-2, self.place * length, length)
 
+    def join_features(self, part: Tensor) -> Tensor:
+        """Return all features of activations of which each rank has some; all ranks go on with the same."""
+        return self._move(part, Shard(part.dim() - 1), Replicate())
+
+    def slice_features(self, whole: Tensor) -> Tensor:
+        """Return this rank's features of activations that every rank has in full."""
+        return self._move(whole, Replicate(), Shard(whole.dim() - 1))
+
     def finish(self, logits: Tensor) -> Tensor:
         """Return this rank's columns as a DTensor of all logits if the loss supports it, else all logits."""
         cut = DTensor.from_local(logits, self.device_mesh, [Shard(logits.dim() - 1)], run_check=False)
         return cut if self.keeps_logits_cut else cut.full_tensor()
-
-    def list_values(self, value: Tensor) -> Tensor:
-        """Return the ranks' values of a scalar, in the order of the axis."""
-        return self._move(value.detach().reshape(1), Shard(0), Replicate())
 
     def _move(self, part: Tensor, source: Placement, target: Placement, gradient: Placement | None = None) -> Tensor:
         moved = DTensor.from_local(part, self.device_mesh, [source], run_check=False)
