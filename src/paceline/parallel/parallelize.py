@@ -53,9 +53,8 @@ def parallelize(
             registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample, as its forward takes them (a mapping by name), with which a
-            pipeline measures layers, and with which a model split over a tensor axis is compared with the whole one;
-            rank 0's is used.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
+            and a model split over a tensor axis is compared with the whole one.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -76,14 +75,14 @@ def parallelize(
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
-        plan = _agree_on_plan(module, tensor_plan, layout.tensor, sample, world)
+        plan = _agree_on_plan(module, tensor_plan, sample, mesh)
         if layout.pipeline > 1:
             boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
+    if layout.pipeline > 1 and sample is None:
+        raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
     if layout.pipeline > 1:
-        if sample is None:
-            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
         peers = mesh.group("sharded") if layout.shards_parameters else None
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
@@ -127,14 +126,12 @@ def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) 
     return tensor_split
 
 
-def _agree_on_plan(
-    module: nn.Module, patterns: Mapping[str, str] | None, size: int, sample: Any, world: Group
-) -> TensorPlan:
+def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
     """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
     with undisturbed(module), without_constants(module):
-        plan = find_plan(module, patterns, size, sample)
+        plan = find_plan(module, patterns, mesh.size("tensor"), sample)
     mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
-    styles, attributes = world.gather_documents(mine, name="tensor plan")[0]
+    styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]
     return TensorPlan(styles, attributes, plan.patterns)
 
 

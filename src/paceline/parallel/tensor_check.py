@@ -99,7 +99,7 @@ class SplitCheck:
         squares = [float(gradient.double().square().sum()) for gradient in self._gradients.values()]
         numbers = sum(gradient.numel() for gradient in self._gradients.values())
         mean = (sum(squares) / max(numbers, 1)) ** 0.5
-        for name, gradient in reversed(self._gradients.items()):
+        for name, gradient in self._gradients.items():  # in the order of backward: errors go on to what is before
             got = found[name]
             own = torch.zeros_like(gradient) if got is None else local(got)
             floor = _FLOOR * mean * gradient.numel() ** 0.5

@@ -64,7 +64,7 @@ def find_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int, 
     attributes |= _leave_fast_paths(trace.modules, styles)
     if not styles:
         _refuse(module, size)
-    return check_plan(module, TensorPlan(complete(styles), attributes), size)
+    return check_plan(module, TensorPlan(complete(module, styles), attributes), size)
 
 
 def is_derived(module: nn.Module, patterns: Mapping[str, str] | None) -> bool:

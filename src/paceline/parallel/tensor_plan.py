@@ -106,12 +106,14 @@ def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) 
     """
     styles = _plan_by_names(module, patterns) if patterns is not None else _plan_by_types(module)
     _follow_embedding(module, styles)
-    return check_plan(module, TensorPlan(complete(styles), patterns=patterns), size)
+    return check_plan(module, TensorPlan(complete(module, styles), patterns=patterns), size)
 
 
-def complete(styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Return styles with those that follow from others."""
-    return {**styles, **{f"{name}.out_proj".strip("."): "rows" for name, style in styles.items() if style == "heads"}}
+def complete(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return styles with those that follow from others: the last map of torch's attention adds up its heads."""
+    heads = {name for name, style in styles.items() if style == "heads"}
+    followers = [name for name, _ in module.named_modules() if name.endswith("out_proj") and name[:-9] in heads]
+    return {**styles, **{name: "rows" for name in followers}}
 
 
 def check_plan(module: nn.Module, plan: TensorPlan, size: int) -> TensorPlan:
