@@ -84,7 +84,9 @@ class Block(nn.Module):
     def forward(self, x_BTW: Tensor) -> Tensor:
         x_BTW = x_BTW + self.attention(self.norm(x_BTW))
         hidden = self.scale(self.expand(x_BTW).unflatten(-1, (-1, 8))).flatten(-2)
-        return x_BTW + self.shrink(torch.relu(hidden))
+        shrunk = self.shrink(torch.relu(hidden))
+        shrunk += x_BTW  # in place
+        return shrunk
 
 
 class UserModel(nn.Module):

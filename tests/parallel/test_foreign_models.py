@@ -227,6 +227,9 @@ def refuse() -> dict[str, str]:
         "sample": say(group, copy.deepcopy(model), {}, None),
         "inputs": say(group, copy.deepcopy(model), {"tokens": inputs["input_ids"]}, None),
     }
+    llama, tokens = make("llama with one key")
+    attention = {"*.q_proj": "columns", "*.k_proj": "columns", "*.v_proj": "columns", "*.o_proj": "rows"}
+    result["keys"] = say(group, llama, tokens, attention)
     torch.manual_seed(3)
     stateful = Stateful()
     before = {name: tensor.clone() for name, tensor in stateful.state_dict().items()}
@@ -261,6 +264,8 @@ def test_plans_that_compute_something_else_are_refused_by_name() -> None:
     assert "but layers.1.scale" in said["half"] or "but layers.1.shrink (Linear) fails on a rank's part" in said["half"]
     assert "sample must be inputs of at least one sample for a tensor axis" in said["sample"]
     assert "must run on the sample" in said["inputs"]
+    assert "but model.layers.0.self_attn" in said["keys"]
+    assert "num_key_value_heads(1) must be a multiple of tensor(2) to share heads out" in said["keys"]
     assert said["restored"] == "True"
     assert "layers.0.attention.project (Linear) returns values that differ by" in said["zeros"]
 

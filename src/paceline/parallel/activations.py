@@ -44,7 +44,9 @@ class Activations:
     def add(self, summand: Tensor) -> Tensor:
         """Return the sum over all ranks, for this rank's tokens between blocks."""
         self._decide(summand.shape[-2])
-        return self._move(summand, Partial(), Shard(summand.dim() - 2) if self._is_cut else Replicate())
+        total = self._move(summand, Partial(), Shard(summand.dim() - 2) if self._is_cut else Replicate())
+        # A copy where the code is a stranger's: it may add to it in place, which autograd forbids for DTensor's views.
+        return total if self.cuts_tokens else total.clone()
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of tokens that every rank has in full."""

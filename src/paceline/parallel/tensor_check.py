@@ -13,7 +13,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import summed_gradient
 from paceline.parallel.tensor_plan import TensorPlan, place
-from paceline.parallel.tensor_proof import explaining_sample, relative_error, tolerance
+from paceline.parallel.tensor_proof import COUNTS, explaining_sample, relative_error, tolerance
 from paceline.parallel.tensor_styles import slice_of
 
 _NOISE = 0.1
@@ -190,10 +190,24 @@ class SplitCheck:
             "columns whose outputs something needs in full are 'gathered_columns', with 'sliced_rows' after them; or "
             f"leave {around or 'these modules'} out of the tensor plan"
         )
+        if uneven := self._find_uneven_heads(name):
+            advice = f"{uneven}; {advice}"
         return (
             f"a split model must compute what the whole one does, but {name or 'the model'} "
             f"({type(part).__name__}) {what} under the tensor plan {{{shown}}}; {advice}"
         )
+
+    def _find_uneven_heads(self, name: str) -> str:
+        """Return which number of heads around a module is no multiple of the axis, as a sentence."""
+        words = name.split(".")
+        for end in range(len(words), -1, -1):
+            part = self._module.get_submodule(".".join(words[:end]))
+            counts = vars(part) | vars(vars(part).get("config", torch.nn.Identity()))
+            for key in COUNTS:
+                number = counts.get(key)
+                if "head" in key and type(number) is int and number % self._size:
+                    return f"{key}({number}) must be a multiple of tensor({self._size}) to share heads out"
+        return ""
 
     def _styles_around(self, name: str) -> dict[str, str]:
         prefix = f"{name}." if name else ""

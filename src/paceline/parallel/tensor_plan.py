@@ -113,7 +113,7 @@ def complete(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]
     """Return styles with those that follow from others: the last map of torch's attention adds up its heads."""
     heads = {name for name, style in styles.items() if style == "heads"}
     followers = [name for name, _ in module.named_modules() if name.endswith("out_proj") and name[:-9] in heads]
-    return {**styles, **{name: "rows" for name in followers}}
+    return {**styles, **dict.fromkeys(followers, "rows")}
 
 
 def check_plan(module: nn.Module, plan: TensorPlan, size: int) -> TensorPlan:
