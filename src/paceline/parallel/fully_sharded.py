@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import Shard
 
 from paceline.errors import SettingsError
+from paceline.parallel.local import fused_parts
 from paceline.parallel.mesh import Mesh
 
 
@@ -57,7 +59,13 @@ def shard_module(
     # Torch's None: free parameters after forward, except the root's, since backward begins with its end.
     reshard_after_forward = None if zero_stage == 3 else False
     for block in [*found, module]:
-        fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(
+            block,
+            mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            shard_placement_fn=_choose_dim,
+        )
     for part in _sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
@@ -65,6 +73,12 @@ def shard_module(
         part.set_reduce_scatter_unused_params(True)
     module.register_forward_hook(_reshard_after_evaluation)
     return module
+
+
+def _choose_dim(parameter: nn.Parameter) -> Shard | None:
+    """Return another dim than the first for a matrix that joins several, whose slices cannot be cut into blocks."""
+    dim, num_parts = fused_parts(parameter)
+    return Shard(1) if num_parts > 1 and dim == 0 else None
 
 
 def find_blocks(module: nn.Module) -> list[str]:

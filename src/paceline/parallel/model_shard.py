@@ -203,10 +203,13 @@ class ModelShard:
     def describe(self) -> dict[str, Any]:
         """Return how the model is split, as JSON: the same on every rank, for any number of workers."""
         plan = self._tensor_split.plan if self._tensor_split is not None else None
+        given: Mapping[str, str] | None = None
+        if plan is not None:
+            given = plan.styles if plan.patterns is None else plan.patterns
         return {
             "sharded": self.layout.sharded if self.layout.shards_parameters else 1,
             "tensor": self.layout.tensor,
-            "tensor_plan": dict(plan) if plan is not None else None,
+            "tensor_plan": dict(given) if given is not None else None,
             "stages": self.pipeline.describe() if self.pipeline is not None else None,
         }
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from paceline.comm.group import Group
@@ -19,9 +20,11 @@ from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
 from paceline.parallel.reduce_scatter import CodedReduceScatter
-from paceline.parallel.start import broadcast_module, check_same_model
+from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
-from paceline.parallel.tensor_plan import make_plan
+from paceline.parallel.tensor_check import Runs, SplitCheck, undisturbed, without_constants
+from paceline.parallel.tensor_derivation import find_plan, is_derived
+from paceline.parallel.tensor_plan import TensorPlan, make_plan
 from paceline.topology.layout import Layout
 
 
@@ -45,10 +48,13 @@ def parallelize(
         module: Whole model, built on every rank; rank 0's values are used.
         layout: Axes, whose product is the number of ranks.
         group: Group of all ranks, processes if they share a model; by default the one that `paceline.join` has joined.
-        tensor_plan: Styles of modules on the tensor axis, by patterns of their names; by default chosen by their types.
+        tensor_plan: Styles (`Style`) of modules on the tensor axis, by patterns of their names
+            (``layers.*.attention.project``): the last match counts, and unmatched modules are whole. By default what
+            registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample, with which a pipeline measures layers.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
+            and a model split over a tensor axis is compared with the whole one.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -65,25 +71,28 @@ def parallelize(
     mesh = Mesh(world, axes)
     check_same_model(module, world)
     broadcast_module(module, world)
+    plan: TensorPlan | None = None
+    boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
-        make_plan(module, tensor_plan, layout.tensor)  # while the names of the whole model exist
+        sample = broadcast_sample(sample, world)
+        plan = _agree_on_plan(module, tensor_plan, sample, mesh)
+        if layout.pipeline > 1:
+            boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
+    if layout.pipeline > 1 and sample is None:
+        raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
     if layout.pipeline > 1:
-        if sample is None:
-            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
         peers = mesh.group("sharded") if layout.shards_parameters else None
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
-    if layout.tensor > 1:
-        tensor_split = split(module, mesh, tensor_plan)
+    if plan is not None:
+        runs: Runs = [(module, sample, False)]
+        if driver is not None:
+            runs = [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+        tensor_split = _split_checked(module, mesh, plan, runs)
     if layout.context > 1:
-        split_attention(module, mesh)
-    if layout.context > 1 and sample is not None:
-        cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
-        check_length(
-            list_tensors(sample)[0].shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1
-        )
+        _split_context(module, mesh, sample, plan)
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
@@ -99,6 +108,43 @@ def parallelize(
             reduce_scatter=reduce_scatter,
         )
     )
+
+
+def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None) -> None:
+    split_attention(module, mesh)
+    if sample is not None:
+        num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
+        check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
+
+
+def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
+    """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
+    with undisturbed(module), without_constants(module):
+        check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
+        tensor_split = split(module, mesh, plan)
+        check.compare(mesh.world)
+    return tensor_split
+
+
+def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
+    """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
+    with undisturbed(module), without_constants(module):
+        plan = find_plan(module, patterns, mesh.size("tensor"), sample)
+    mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
+    styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]
+    return TensorPlan(styles, attributes, plan.patterns)
+
+
+def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings) -> dict[str, Any]:
+    """Return the inputs of each layer of a pipeline, for a sample."""
+    boundaries: dict[str, Any] = {}
+    given = tuple(list_tensors(sample))
+    value: Any = given[0] if len(given) == 1 else given
+    with undisturbed(module), torch.no_grad():
+        for layer in list_layers(module, settings.sequence):
+            boundaries[layer.name] = value
+            value = layer.run(value)
+    return boundaries
 
 
 def _note(shard: ModelShard) -> nn.Module:
@@ -118,7 +164,7 @@ def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
-    if layout.tensor > 1:
+    if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
         layers = list_layers(module, pipeline.sequence)

@@ -85,7 +85,7 @@ class Run(Settings):
     sharded_codec: Codec | None = None
     """Codec of the gradient sums over the sharded axis; the codec of `sync` is for those between replicas."""
     tensor_plan: dict[str, str] | None = None
-    """Styles in which modules are split over the tensor axis, by patterns of their names; by default by their types."""
+    """Styles in which modules are split over the tensor axis, by patterns of their names; by default found."""
     pipeline: PipelineSettings = PipelineSettings()
     """Pipeline settings: how layers are split into stages, and the order in which stages run micro-batches."""
     memory: Memory = Memory()
