@@ -42,4 +42,10 @@ class AutoCodec(CodecSetting):
                 f"candidates must be at least one codec, each once, but got {', '.join(names) or 'none at all'}; name "
                 "each once"
             )
+        for candidate in self.candidates:
+            if candidate != type(candidate)():
+                raise SettingsError(
+                    "candidates must have their default settings, with which their losses were measured, but got "
+                    f"{candidate.model_dump(mode='json')}; name that codec itself, or leave out its settings"
+                )
         return self

@@ -24,6 +24,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_length import StepLength
 from paceline.replica.step_result import BucketTimes
 from paceline.sync.every_step import EveryStep
+from paceline.sync.local_hyperparameters import LocalHyperparameters
 from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
@@ -78,7 +79,7 @@ class StepCoding(BucketLanding):
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
     parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
-    long as synchronous ones (`StepLength`), unless such hooks may bound parameters. The bound of clipping is larger by
+    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters. The bound of clipping is larger by
     the same factor, as a worker's own gradient is.
 
     Args:
@@ -217,24 +218,11 @@ class StepCoding(BucketLanding):
                     held.setdefault(number, []).append(parameter)
             self._optimizer.param_groups = [{**groups[number], "params": params} for number, params in held.items()]
         try:
-            with self._optimizer_step.stepping(), _bounded(self._optimizer.param_groups, self._largest_beta1):
+            changed = LocalHyperparameters(self._optimizer, self._largest_beta1, step_factor=self._factor)
+            with self._optimizer_step.stepping(), changed.applied():
                 yield
         finally:
             self._optimizer.param_groups = groups
-
-
-@contextmanager
-def _bounded(groups: list[dict[str, Any]], largest_beta1: float | None) -> Iterator[None]:
-    """While active, the first of each group's betas is at most `largest_beta1`."""
-    given = {number: group["betas"] for number, group in enumerate(groups) if "betas" in group}
-    for number, (beta1, *others) in given.items():
-        if largest_beta1 is not None:
-            groups[number]["betas"] = (min(beta1, largest_beta1), *others)
-    try:
-        yield
-    finally:
-        for number, betas in given.items():
-            groups[number]["betas"] = betas
 
 
 def _multiply(buckets: list[FlatBucket], factor: float) -> None:

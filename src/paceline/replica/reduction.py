@@ -337,18 +337,22 @@ class GradientReduction:
                 parameter.grad = None
 
     def _start_chooser(self, rule: Rule) -> CodecChooser | None:
-        if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec) or self._all.size == 1:
+        if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec):
+            return None
+        if len(self._all.host_ranks) == self._all.size:  # no codec is faster than memory
             return None
         step, bucket_bytes = self._optimizer_step, self._bucket_bytes
+        refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
+        kind = type(self._optimizer)
+        if not kind.__module__.startswith(("torch.optim.", "paceline.optim.")):
+            refused = refused or f"with {kind.__name__}, which may have a state without a mean"
         return CodecChooser(
             rule,
             [local(parameter).shape for parameter in self._parameters.values()],
             rank=self._all.rank,
             num_workers=self._all.size,
             is_adaptive=is_adaptive(self._optimizer),
-            steps_refused=refuse_steps(
-                self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout
-            ),
+            steps_refused=refused,
             steps_overlap=step.clip_norm is None,
             bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
             device=self._all.device,
