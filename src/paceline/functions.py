@@ -216,7 +216,7 @@ def find_function(path: str, kind: type | None = None) -> Callable[..., Any]:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise SettingsError(
-            f"{place} must define the function {name!r}, but it has: {', '.join(names) or 'none'}{hint}"
+            f"{place} must define the {'function' if kind is None else 'class'} {name!r}, but it has: {', '.join(names) or 'none'}{hint}"
         )
     return function  # type: ignore[no-any-return]
 

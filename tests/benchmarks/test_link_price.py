@@ -2,6 +2,7 @@ import pytest
 from torch import Size
 
 from paceline.benchmarks.link_price import Link, price_training
+from paceline.comm.pacing import HEADERS
 from paceline.compression import Int8
 from paceline.registry import list_variants
 from paceline.sync import (
@@ -20,9 +21,9 @@ from paceline.topology import BytesPerSecond
 
 SHAPES = [Size([1000, 1000])]
 NUM_BYTES = 4e6
-LINK = Link(4, BytesPerSecond(1e6), 0.0)
+LINK = Link(4, BytesPerSecond(1e6 * HEADERS), 0.0)
 ALL_REDUCE_S = 6.0
-"""2 * 3/4 of the bytes, at the bandwidth."""
+"""2 * 3/4 of the bytes, at the bandwidth without headers."""
 
 
 def price(rule, num_steps=1, compute_s=0.0, link=LINK):
@@ -78,12 +79,12 @@ def test_a_worker_alone_on_its_host_exchanges_nothing_there():
 
 
 def test_latency_and_limits_count():
-    slow = Link(4, BytesPerSecond(1e6), 0.5)
+    slow = Link(4, BytesPerSecond(1e6 * HEADERS), 0.5)
     # The halves, then the quarters, and both ways.
     assert price(EveryStep(), link=slow) == about(ALL_REDUCE_S + 4 * 0.5)
     assert price(DPSGD(graph="ring"), link=slow) == 8.5
-    assert price(EveryStep(max_bandwidth=5e5)) == about(2 * ALL_REDUCE_S)
-    assert price(EveryStep(max_bandwidth=5e6)) == about(ALL_REDUCE_S)
+    assert price(EveryStep(max_bandwidth=5e5 * HEADERS)) == about(2 * ALL_REDUCE_S)
+    assert price(EveryStep(max_bandwidth=5e6 * HEADERS)) == about(ALL_REDUCE_S)
 
 
 @pytest.mark.parametrize("name", list_variants(Rule))

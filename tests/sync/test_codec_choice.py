@@ -81,6 +81,13 @@ def test_what_cannot_code_steps_or_was_not_measured_is_kept_out_with_words():
     assert "kept out: its loss" in next(each for each in rank(10) if each.name == "top_k").explain()
 
 
+def test_settings_whose_loss_was_not_measured_are_kept_out():
+    codecs = (NoCodec(), PowerSGD(low_rank=1), OneBit(error_feedback=False), OneBit(dense_below=0))
+    refused = [each.refused for each in sorted(rank(10, codecs=codecs), key=lambda each: str(each.price.codec))]
+    assert sorted(map(bool, refused)) == [False, False, True, True]
+    assert "default settings" in max(refused)
+
+
 def test_a_measured_step_time_corrects_the_prediction():
     best, second = rank(10)[:2]
     corrected = rank(10, corrections={best.name: 3.0})

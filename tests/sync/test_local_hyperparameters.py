@@ -17,7 +17,9 @@ def uneven(rank, step):
 
 
 def make_adam(learning_rate=0.05, beta1=0.9):
-    return lambda module: torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(beta1, 0.99))
+    return lambda module: torch.optim.AdamW(
+        module.parameters(), lr=learning_rate, betas=(beta1, 0.99), weight_decay=0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,20 @@ def test_a_step_that_failed_leaves_no_factor_behind():
         assert optimizer.param_groups[0]["lr"] == 0.1
     hyperparameters.restore()
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.05, (0.9, 0.99))
+
+
+@pytest.mark.parametrize(
+    ("make", "decay"),
+    [
+        (lambda w: torch.optim.AdamW([w], lr=0.1, weight_decay=0.5), 0.05),
+        (lambda w: torch.optim.Adam([w], lr=0.1, weight_decay=0.5, decoupled_weight_decay=True), 0.05),
+    ],
+)
+def test_decoupled_weight_decay_is_no_part_of_what_makes_steps_longer(make, decay):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)
+    optimizer = make(weight)
+    with LocalHyperparameters(optimizer, rate_factor=3.0, step_factor=2.0).applied():
+        optimizer.step()
+    torch.testing.assert_close(2.0 * (1 - weight.detach()), torch.full((3,), decay))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Size
 
+from paceline.comm.pacing import HEADERS
 from paceline.simulator import simulate_collective
 from paceline.sync import Rule, Traffic
 from paceline.sync.parameter_server.settings import ServerSettings
@@ -55,7 +56,7 @@ def price_training(rule: Rule, shapes: Sequence[Size], link: Link, compute_s: fl
 
     Workers that synchronise wait for what computing does not hide of each exchange. Those at their own pace with
     servers take turns at them: a step takes a worker's own computing and messages, or, where that is longer, the time
-    in which a server's link carries the messages of all.
+    in which a server's link carries the messages of all. Bytes on the link have headers.
 
     Args:
         rule: Rule of synchronisation, fitted to the length of the run.
@@ -67,6 +68,7 @@ def price_training(rule: Rule, shapes: Sequence[Size], link: Link, compute_s: fl
     num_servers = rule.num_servers if isinstance(rule, ServerSettings) else 1
     if rule.max_bandwidth is not None:
         link = replace(link, bandwidth=min(link.bandwidth, rule.max_bandwidth))
+    link = replace(link, bandwidth=BytesPerSecond(link.bandwidth / HEADERS))
     traffic = rule.traffic(shapes, link.num_hosts)
     if rule.is_asynchronous and traffic and all(each.peers == "servers" for each in traffic):
         own_s = sum((each.wire_bytes / link.bandwidth + link.latency_s) / each.period for each in traffic)

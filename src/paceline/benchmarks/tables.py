@@ -41,10 +41,14 @@ def print_table(rows: Sequence[TableRow]) -> None:
 
 
 def check_new_files(json: Path | None, markdown: Path | None) -> None:
-    """Raise SettingsError where the value of ``--json`` or ``--markdown`` exists: before hours of work, not after."""
+    """Raise SettingsError where ``--json`` or ``--markdown`` cannot be written: before hours of work, not after."""
+    if json is not None and json == markdown:
+        raise SettingsError(f"--json and --markdown must be two files, but got {json} for both; name another")
     for path, option in ((json, "--json"), (markdown, "--markdown")):
         if path is not None and path.exists():
             raise SettingsError(f"{option} must be a new file, but {path} exists; choose another")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SettingsError(f"{option} must be in a folder that exists, but got {path}; make {path.parent}")
 
 
 def write_files(rows: Sequence[TableRow], json: Path | None, markdown: Path | None, advice: str = "") -> None:

@@ -88,7 +88,7 @@ def compare(
         workers=workers,
         directory=out or Path("runs") / f"compare-{what}",
         given=parse_pairs(context.args),
-        names=only.split(",") if only else None,
+        names=[" ".join(name.split()) for name in only.split(",")] if only else None,
         link=link,
     )
     if not runs.show(seeds, within, json, markdown):
@@ -117,10 +117,12 @@ def _read_link(hosts: int | None, bandwidth: str | None, latency_s: float, worke
         raise SettingsError(
             f"--hosts and --bandwidth must be given together, but got {hosts} and {bandwidth}; add the other"
         )
-    if hosts < 2 or workers not in (None, hosts):
+    if hosts < 2:
+        raise SettingsError(f"--hosts must be at least 2, but got {hosts}; leave it out to compare on this machine")
+    if workers not in (None, hosts):
         raise SettingsError(
-            f"--hosts must be at least 2, with one worker each, but got {hosts} and --workers {workers}; "
-            "leave out --workers"
+            f"--hosts must be the number of workers, one on each, but got {hosts} and --workers {workers}; leave out "
+            "--workers"
         )
     if not 0 <= latency_s < float("inf"):
         raise SettingsError(f"--latency_s must be at least 0 and finite, but got {latency_s:g}; 0.02 is 20 ms")

@@ -38,6 +38,10 @@ class _WayError(PacelineError):
         self.is_refused = is_refused
 
 
+_WHOLE = [("stop_after", "none")]
+"""Overrides of all runs: they take equally many steps."""
+
+
 @dataclass(frozen=True)
 class RunsToCompare:
     """The same training in several ways, each in directories of its own."""
@@ -108,7 +112,7 @@ class RunsToCompare:
                     continue
                 directory = self._place(name, seed)
                 try:
-                    outcome = _train(directory, self.recipe, self.workers, [*overrides, ("seed", str(seed))])
+                    outcome = _train(directory, self.recipe, self.workers, [*overrides, *_WHOLE, ("seed", str(seed))])
                 except _WayError as error:
                     if name == next(iter(self.ways)):
                         raise SettingsError(

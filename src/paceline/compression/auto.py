@@ -24,7 +24,8 @@ class AutoCodec(CodecSetting):
     """
 
     candidates: tuple[Codec, ...] = (BF16(), Int8(), OneBit(), PowerSGD(), TopK())
-    """Codecs to choose from, beside none."""
+    """Codecs to choose from, beside none. Their losses were measured with default settings: any with others (but for
+    `dense_below`) are never chosen."""
     max_loss: float = Field(default=1.02, ge=1.0)
     """Largest ratio of a codec's loss to that without one after the same steps, as measured; what is worse is never
     chosen."""
@@ -42,10 +43,4 @@ class AutoCodec(CodecSetting):
                 f"candidates must be at least one codec, each once, but got {', '.join(names) or 'none at all'}; name "
                 "each once"
             )
-        for candidate in self.candidates:
-            if candidate != type(candidate)():
-                raise SettingsError(
-                    "candidates must have their default settings, with which their losses were measured, but got "
-                    f"{candidate.model_dump(mode='json')}; name that codec itself, or leave out its settings"
-                )
         return self

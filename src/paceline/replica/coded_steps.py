@@ -8,7 +8,6 @@ local SGD (Stich 2019, arXiv:1805.09767) with a period of 1, overlapped with bac
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn

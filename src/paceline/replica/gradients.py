@@ -98,7 +98,7 @@ class Gradients:
         return bucket.attach_arrived()
 
     def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
-        """Refuse gradients that an exchange found to be not finite: after a codec it can no longer be seen.
+        """Refuse gradients that an exchange found to be not finite.
 
         Args:
             buckets: Buckets that have arrived.
@@ -119,7 +119,7 @@ class Gradients:
             return
         first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
         num_ranks = max(bucket.flat.num_non_finite for bucket in bad)
-        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks only"
+        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks"
         raise NonFiniteError(
             f"gradients must be finite, but at step {step} some between {first} and {last} are not, {found}, while the "
             "loss is; lower the learning rate, or look at that step's data"

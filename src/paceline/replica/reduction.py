@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.compression import AutoCodec, Codec
+from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
 from paceline.optim.torch_rules import is_adaptive
 from paceline.parallel.local import local
@@ -268,6 +269,12 @@ class GradientReduction:
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             if divisor != 1.0 and gradients:
                 torch._foreach_div_(gradients, divisor)
+            is_unseen = not may_skip and self._optimizer_step.clip_norm is None and self._all.device.type == "cpu"
+            if is_unseen and not all(map(is_finite, gradients)):
+                raise NonFiniteError(
+                    f"gradients must be finite, but at step {step} some are not, while the loss is; lower the learning "
+                    "rate, or look at that step's data"
+                )
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
             return 0.0
         buckets = self.gradients.buckets

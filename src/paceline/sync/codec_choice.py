@@ -227,6 +227,8 @@ def _refuse(price: CodecPrice, measured: MeasuredLoss | None, numbers: StepNumbe
         return f"an adaptive optimizer bears it where steps are coded only, which cannot be {numbers.steps_refused}"
     if measured is None:
         return "its loss with this kind of optimizer was not measured"
+    if price.codec.model_copy(update={"dense_below": 0}) != type(price.codec)(dense_below=0):
+        return "its loss was measured with default settings only"
     if measured.ratio > max_loss:
         return f"its loss is {measured.ratio:g} of that without a codec, more than {max_loss:g}"
     return ""

@@ -38,9 +38,10 @@ class DenseReducer(GradientReducer):
         return self._group.all_reduce(bucket.buffer, name=bucket.name)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """Divide; a divisor of exactly 1 costs no pass over the buffer."""
+        """Divide, which a divisor of exactly 1 saves; on CPUs look for what is not finite."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
+        bucket.has_overflown = bucket.buffer.device.type == "cpu" and not is_finite(bucket.numerators)
 
     def commit(self, unused: Collection[str]) -> None:
         """Do nothing: there is no state."""
