@@ -29,7 +29,7 @@ class _ByteCounter(TorchDispatchMode):
     """Counts the bytes of all tensors that operations read and write; views move nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
