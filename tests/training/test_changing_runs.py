@@ -201,6 +201,22 @@ def test_a_run_goes_on_across_growth_bit_for_bit(tmp_path, num_workers, method):
     assert "model/layers.3.mlp.project.weight" in read_tensors(tmp_path / "resumed")
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_run_goes_on_across_widening_bit_for_bit(tmp_path, num_workers):
+    run = make_run(growth=Growth(steps=(5, 8), widths=(16, 32)))
+    straight = train_here(run, tmp_path / "straight", num_workers)
+    grown = told(straight, ModelGrown)
+    assert {step: (event.width, event.num_layers) for step, event in grown.items()} == {5: (16, 1), 8: (32, 1)}
+    resumed = fail_then_go_on(run, tmp_path / "resumed", 9, num_workers)
+    assert told(resumed, ModelGrown) == grown
+    assert steps_of(resumed) == steps_of(straight)
+    assert_same_end(tmp_path / "straight", tmp_path / "resumed")
+    assert read_tensors(tmp_path / "resumed")["model/embedding.weight"].shape == (7, 32)
+    later = run.model_copy(update={"growth": Growth(steps=(9,), widths=(16,)), "num_steps": 16})
+    with pytest.raises(SettingsError, match="narrower, but it has 1 layers of width 32 and growth gives it 1 layers"):
+        train_here(later, tmp_path / "straight", num_workers)
+
+
 def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
     run = make_run(growth=Growth(steps=(3,), depths=(3,)), sync=EveryStep(codec="top_k"))
     straight = train_here(run, tmp_path / "straight", 2)
@@ -208,7 +224,9 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
     assert steps_of(resumed) == steps_of(straight)
     assert_same_end(tmp_path / "straight", tmp_path / "resumed")
     later = run.model_copy(update={"growth": Growth(steps=(20,)), "num_steps": 16})
-    with pytest.raises(SettingsError, match="shallower, but it has 3 layers and growth gives it 1 at step 14"):
+    with pytest.raises(
+        SettingsError, match="shallower or narrower, but it has 3 layers of width 8 and growth gives it 1 layers of"
+    ):
         train_here(later, tmp_path / "straight", 2)
 
 
@@ -229,6 +247,15 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
         ({"growth": {"steps": (0,)}}, "must ascend from 1 on"),
         ({"growth": {"steps": (3, 5), "depths": (4,)}}, "a depth for each step, but got 1 depths for 2 steps"),
         ({"growth": {"steps": (3,), "depths": (1,)}}, "growth.depths must ascend from the model's 1 layers"),
+        ({"growth": {"steps": (3,), "widths": (12,)}}, "larger multiple of the one before, from the model's 8 on"),
+        ({"growth": {"steps": (3,), "widths": (8,)}}, "larger multiple of the one before, from the model's 8 on"),
+        ({"growth": {"steps": (3, 5), "widths": (16,)}}, "a width for each step, but got 1 widths for 2 steps"),
+        ({"growth": {"steps": (3,), "widths": (16,), "depths": (2,)}}, "must grow in depth or in width"),
+        ({"growth": {"steps": (3,), "widths": (16,)}, "sync": EveryStep(codec="top_k")}, "without a codec, whose"),
+        (
+            {"growth": {"steps": (3,), "widths": (16,)}, "model": "test_changing_flat"},
+            "growth must be of a model that knows its width",
+        ),
         ({"growth": {"steps": (3,)}, "sync": "local_sgd"}, "keeps replicas equal, but got local_sgd"),
         ({"growth": {"steps": (3,)}, "layout": {"pipeline": 2}}, "growth must come with a layout of data alone"),
         ({"growth": {"steps": (3,)}, "model": "test_changing_flat"}, "growth must be of a model that knows its depth"),

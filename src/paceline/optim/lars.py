@@ -53,8 +53,8 @@ class LARS(NamedOptimizer):
 class LARSRule(UpdateRule):
     """LARS as an optimizer.
 
-    Its state is ``velocity`` in the paper's form, a sum of steps, otherwise ``momentum_buffer``, a sum of gradients: two
-    names, since one form's sum is not the other's.
+    Its state is ``velocity`` in the paper's form, a sum of steps, otherwise ``momentum_buffer``, a sum of gradients:
+    two names, since one form's sum is not the other's.
     """
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ from paceline.errors import SettingsError
 from paceline.memory import Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
+from paceline.training.model import resize, size_of
 from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
 from paceline.training.run import Run
 
@@ -95,13 +96,13 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
     if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
         return False
-    shapes = [tuple(parameter.shape) for parameter in outline(run.model, splits).parameters()]
-    depth = run.growth.depth_at(run.count_steps(splits), 1) if run.growth.steps else 1
+    grown = run.growth.size_at(run.count_steps(splits) if run.growth.steps else 0, size_of(run.model))
+    shapes = [tuple(parameter.shape) for parameter in outline(resize(run.model, grown), splits).parameters()]
     sample = max(tensor.numel() for tensor in list_tensors(splits.train.read_first()))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))
     outputs = sum(shape[0] if shape else 1 for shape in shapes)
-    num_bytes = 4 * _COPIES * depth * (sum(prod(shape) for shape in shapes) + positions * outputs)
+    num_bytes = 4 * _COPIES * (sum(prod(shape) for shape in shapes) + positions * outputs)
     return _MARGIN * num_bytes <= available
 
 

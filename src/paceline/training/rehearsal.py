@@ -39,7 +39,7 @@ from paceline.parallel.parallelize import check_model
 from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
-from paceline.training.model import Model
+from paceline.training.model import Model, resize, size_of
 from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
@@ -144,8 +144,8 @@ def describe_step(
         num_samples = max(1, -(-max(shares) // run.num_micro_batches))
     sample = splits.train.read_first()
     model = run.model
-    if run.growth.steps and model.layer_stack is not None:
-        model = model.with_depth(run.growth.depth_at(run.count_steps(splits), model.layer_stack.num_layers))
+    if run.growth.steps:
+        model = resize(model, run.growth.size_at(run.count_steps(splits), size_of(model)))
         module = None
     original = outline(model, splits) if module is None else module
 

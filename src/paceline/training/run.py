@@ -250,7 +250,7 @@ class Run(Settings):
         if self.growth.steps and self.ema is not None:
             raise ValueError(f"ema must be none for a model that grows, but got {self.ema}; leave one of them out")
         if self.growth.steps:
-            check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
+            check_growth(self.growth, self.model, self.sync, self.layout)
         return self
 
     def open_data(self) -> Splits:
