@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +14,20 @@ from torch import nn
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
 from paceline.errors import CommunicationError, DataError, SettingsError
+from paceline.memory import Memory
 from paceline.monitor.events import BatchChanged, GradientNoiseMeasured, ModelGrown, RunStarted, StepFinished
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
-from paceline.optim import AdamW
+from paceline.optim import SGD, AdamW
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
 from paceline.schedules import GrowingBatch, Linear, NoiseScaleBatch, SteppedBatch
 from paceline.sync import EveryStep, LocalSGD
 from paceline.training import Model, NextToken, Run, train
 from paceline.training.growth import Growth
+
+sys.path.append(str(Path(__file__).parents[1] / "sync"))
+from distant import DEVICE, OnDevice
 
 
 @register("test_changing_words")
@@ -243,6 +249,8 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
         ),
         ({"noise_scale_interval": 5, "layout": {"tensor": 2}}, "each worker holds a whole model"),
         ({"noise_scale_interval": 5, "batch_schedule": "noise_scale"}, "noise_scale_interval must be that of batch"),
+        ({"memory": {"offload": "parameters"}, "layout": {"sharded": 2}}, "must come with a layout of data alone"),
+        ({"memory": {"offload": "parameters"}, "compiler": "eager"}, "must come without a compiler, but got eager"),
         ({"growth": {"steps": (3, 3)}}, "must ascend from 1 on"),
         ({"growth": {"steps": (0,)}}, "must ascend from 1 on"),
         ({"growth": {"steps": (3, 5), "depths": (4,)}}, "a depth for each step, but got 1 depths for 2 steps"),
@@ -264,6 +272,21 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
 def test_what_cannot_be_right_is_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         make_run(**changes)
+
+
+def test_a_run_whose_parameters_wait_in_cpu_memory_learns_the_same(tmp_path, monkeypatch):
+    """It computes on a device that refuses tensors of the CPU, whose attention is another kernel."""
+    monkeypatch.setattr("paceline.training.rehearsal.default_device", lambda: DEVICE)
+    ends = []
+    for offload in ("none", "parameters"):
+        run = make_run(optimizer=SGD(), memory=Memory(offload=offload, check=False))
+        (tmp_path / offload).mkdir()
+        with EventLog(tmp_path / offload / "events.jsonl", run="r", rank=0) as log, LocalGroup() as group, OnDevice():
+            assert train(run, tmp_path / offload, group, log, recipe="test")
+        ends.append(read_tensors(tmp_path / offload))
+    assert ends[0].keys() == ends[1].keys()
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_that_may_fall_below_the_workers_is_refused_at_once(tmp_path):
