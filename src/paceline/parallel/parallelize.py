@@ -1,6 +1,5 @@
 """A layout applied to a model: the shard of each rank, made in the one order in which the axes can be combined."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -156,8 +155,6 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     if driver is None:
         shard_module(module, mesh, zero_stage=zero_stage)
         return
-    # The output of a stage is sent on, or goes into the loss.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]

@@ -50,6 +50,7 @@ class CodedReduceScatter:
         self._pending: dict[str, State] = {}
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step, self._loss_scale = 0, 1.0
+        self._flags = torch.zeros(2, device=mesh.world.device)
         sharded_group = mesh.group("sharded")
         blocks = list_blocks(module)
         parameters = dict(module.named_parameters())
@@ -93,6 +94,11 @@ class CodedReduceScatter:
     def roll_back(self) -> None:
         """Drop those residuals: the optimizer has not used their sums."""
         self._pending = {}
+
+    def take_flags(self) -> Tensor:
+        """Return whether gradients were not finite, and whether a sum of finite ones was not, since the last call."""
+        flags, self._flags = self._flags, torch.zeros_like(self._flags)
+        return flags
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's residuals, as ``<parameter>/<destination>/<site>``."""
@@ -144,6 +150,10 @@ class CodedReduceScatter:
                 values = {part: value * scale for part, value in decoded.items()}
             for part, total in totals.items():
                 total += values[part]
+        sum_is_finite = torch.stack([total.isfinite().all() for total in totals.values()]).all()
+        all_are_finite = ~received[:, -1].any() & own.isfinite().all()
+        self._flags[0] += ~own.isfinite().all()
+        self._flags[1] += all_are_finite & ~sum_is_finite
         output.zero_()
         for part, place in block.cut(output, rank).items():
             place.copy_(totals[part])
