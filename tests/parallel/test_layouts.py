@@ -14,6 +14,7 @@ from paceline.data.batch import Batch
 from paceline.data.order import Interval, apportion
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.named_tensors import model_tensors
 from paceline.replica.replica import Replica
@@ -49,6 +50,7 @@ FOUR = [
     {"sharded": 2, "zero_stage": 1, "pipeline": 2, "order": "gpipe"},
     {"tensor": 2, "context": 2},
     {"sharded": 2, "tensor": 2},
+    {"sharded": 2, "zero_stage": 1, "tensor": 2},
     {"sharded": 2, "zero_stage": 3, "pipeline": 2, "order": "1f1b"},
     {"sharded": 2, "zero_stage": 2, "pipeline": 2, "order": "interleaved"},
 ]
@@ -118,6 +120,9 @@ def train(
     results = [take_step(replica, step, num_micro_batches) for step in range(num_steps)]
     numbers = [number for result in results for number in (result.loss, result.gradient_norm)]
     tensors, _ = capture(replica)
+    if layout.get("zero_stage") == 1:
+        held = sum(p.numel() for each in local_optimizer(replica.optimizer).param_groups for p in each["params"])
+        assert held < 0.6 * sum(p.numel() for p in replica.module.parameters()), "each rank updates its part"
     replica.close()
     return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(("model/", "ema/"))}
 

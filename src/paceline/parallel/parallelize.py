@@ -138,11 +138,6 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
             f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or "
             "Layout(zero_stage=1) (--layout.zero_stage 1)"
         )
-    if layout.shards_optimizer and layout.tensor > 1:
-        raise SettingsError(
-            "zero_stage must be 2 or 3 with a tensor axis, whose ranks hold parts of parameters, but got 1; give "
-            "Layout(zero_stage=3) (--layout.zero_stage 3)"
-        )
     if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
         raise SettingsError(
             f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
