@@ -51,6 +51,7 @@ FOUR = [
     {"tensor": 2, "context": 2},
     {"sharded": 2, "tensor": 2},
     {"sharded": 2, "zero_stage": 1, "tensor": 2},
+    {"sharded": 2, "tensor": 2, "codec": "none"},
     {"sharded": 2, "zero_stage": 3, "pipeline": 2, "order": "1f1b"},
     {"sharded": 2, "zero_stage": 2, "pipeline": 2, "order": "interleaved"},
 ]
@@ -71,14 +72,15 @@ def make_replica(
     model: torch.nn.Module, group: Any, layout: dict[str, Any], sharded_codec: Any = None, **settings: Any
 ) -> Replica:
     order = layout.get("order", "1f1b")
-    axes = Layout(**{axis: size for axis, size in layout.items() if axis != "order"})
+    axes = Layout(**{axis: size for axis, size in layout.items() if axis not in ("order", "codec")})
     pipeline = PipelineSettings(order=order)
     module = parallelize(
         model,
         axes,
         group=group,
         pipeline=pipeline,
-        sharded_codec=sharded_codec and Codec.model_validate(sharded_codec),
+        sharded_codec=(sharded_codec or layout.get("codec"))
+        and Codec.model_validate(sharded_codec or layout.get("codec")),
         sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64),
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)

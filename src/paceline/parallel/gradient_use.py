@@ -53,11 +53,12 @@ class GradientUse:
         for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
             block.register_forward_pre_hook(self._watch)
 
-    def exchange(self, replicas: Group) -> UseOfStep:
+    def exchange(self, replicas: Group, others: Group | None = None) -> UseOfStep:
         """Return the use of the step, and begin anew; every rank calls it once a step.
 
         Args:
             replicas: Ranks over which the step sums the gradients of this rank's shard.
+            others: Ranks with other parts of its matrices, which must know too of what is not finite.
         """
         flags = torch.zeros(len(self._places) + 2)
         flags[[self._places[name] for name in self._used]] = 1.0
@@ -67,6 +68,8 @@ class GradientUse:
         for group in (self._group, replicas):
             if group.size > 1:
                 group.all_reduce(flags, name="use of parameters").wait()
+        if others is not None and others.size > 1:
+            others.all_reduce(flags[-2:], name="finite gradients").wait()
         counts = flags.tolist()
         self._used = set()
         unused = [name for name, place in self._places.items() if not counts[place]]

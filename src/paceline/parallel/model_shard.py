@@ -199,7 +199,9 @@ class ModelShard:
         """
         if self._use is None:
             return UseOfStep([], 0, 0)
-        use = self._use.exchange(replicas)
+        assert self.mesh is not None
+        matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
+        use = self._use.exchange(replicas, matrices)
         for name in use.unused:
             parameters[name].grad = None
         return use

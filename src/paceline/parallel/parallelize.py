@@ -138,9 +138,9 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
             f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or "
             "Layout(zero_stage=1) (--layout.zero_stage 1)"
         )
-    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
+    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline == 1):
         raise SettingsError(
-            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
+            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no pipeline axis, but got "
             f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
         )
 
