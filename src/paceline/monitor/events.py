@@ -320,12 +320,13 @@ class CodecChanged(Event):
 
 @_event("model_grown")
 class ModelGrown(Event):
-    """The model has become deeper."""
+    """The model has become deeper or wider."""
 
-    num_layers: Int
+    num_layers: Int | None
     num_parameters: Int
     method: str
-    """Initialisation of the new layers."""
+    """Initialisation of the new layers or units."""
+    width: Int | None = None
 
 
 @_event("staleness_measured")

@@ -77,6 +77,13 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} TB"
 
 
+def describe_size(event: ModelGrown) -> str:
+    """Return the size that a model has grown to: ``4 layers of width 64``."""
+    depth = f"{event.num_layers:,} layers" if event.num_layers is not None else ""
+    width = f"width {event.width:,}" if event.width is not None else ""
+    return " of ".join(part for part in (depth, width) if part)
+
+
 def workers(start: RunStarted) -> str:
     """Return number and device of the workers: ``2 workers on cpu``."""
     return f"{'1 worker' if start.num_workers == 1 else f'{start.num_workers:,} workers'} on {start.device}"
@@ -100,8 +107,8 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {batch:,} samples a step from here on"
         case CodecChanged(codec=codec, before=before, reason=reason):
             return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
-        case ModelGrown(num_layers=layers, num_parameters=parameters):
-            return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
+        case ModelGrown(num_parameters=parameters) as event:
+            return f"step {record.step:,}: the model has grown to {describe_size(event)}, {parameters:,} parameters"
         case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
             lost = ", ".join(map(str, ranks))
             return f"step {record.step:,}: rank {lost} was lost; what the others had learnt is saved in {path}"

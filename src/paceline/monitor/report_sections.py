@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from paceline.monitor.events import BatchChanged, CodecChanged, Event, GradientNoiseMeasured, ModelGrown
-from paceline.monitor.formatting import describe_slow, number, size
+from paceline.monitor.formatting import describe_size, describe_slow, number, size
 from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import RunSummary
 
@@ -74,8 +74,8 @@ def _describe_change(event: Event) -> str:
             return f"{batch:,} samples a step, from sample {start:,} on"
         case CodecChanged(codec=codec, before=before, codec_of=of, reason=reason):
             return f"codec {codec} of {of}s in place of {before}, {reason}"
-        case ModelGrown(num_layers=layers, num_parameters=parameters, method=method):
-            return f"{layers:,} layers with {parameters:,} parameters, by {method}"
+        case ModelGrown(num_parameters=parameters, method=method) as grown:
+            return f"{describe_size(grown)} with {parameters:,} parameters, by {method}"
         case GradientNoiseMeasured(noise_scale=None):
             return "gradient noise scale too large to be measured"
         case GradientNoiseMeasured(noise_scale=scale):

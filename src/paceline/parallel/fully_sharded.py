@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import SettingsError
 from paceline.parallel.local import fused_parts
@@ -59,6 +60,7 @@ def shard_module(
     # Torch's None: free parameters after forward, except the root's, since backward begins with its end.
     reshard_after_forward = None if zero_stage == 3 else False
     for block in [*found, module]:
+        block.register_forward_hook(_without_views)
         fully_shard(
             block,
             mesh=device_mesh,
@@ -188,6 +190,35 @@ def check_parameters(module: nn.Module) -> torch.dtype:
 
 def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in the same memory, as a tensor that is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    if tensor._base is None:
+        return tensor
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output without views.
+
+    Torch gathers parameters for backward by a hook on a block's output, which changing a view in place would drop.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, _without_base, output)
 
 
 def _reshard_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,6 +1,5 @@
 """A layout applied to a model: the shard of each rank, made in the one order in which the axes can be combined."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -185,14 +184,9 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
             f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or "
             "Layout(zero_stage=1) (--layout.zero_stage 1)"
         )
-    if layout.shards_optimizer and layout.tensor > 1:
+    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline == 1):
         raise SettingsError(
-            "zero_stage must be 2 or 3 with a tensor axis, whose ranks hold parts of parameters, but got 1; give "
-            "Layout(zero_stage=3) (--layout.zero_stage 3)"
-        )
-    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
-        raise SettingsError(
-            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
+            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no pipeline axis, but got "
             f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
         )
 
@@ -202,8 +196,6 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     if driver is None:
         shard_module(module, mesh, zero_stage=zero_stage)
         return
-    # The output of a stage is sent on, or goes into the loss.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]

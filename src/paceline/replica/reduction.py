@@ -266,6 +266,7 @@ class GradientReduction:
         if self.gradients is None:
             for parameter in self._parameters.values():
                 parameter.grad = summed_gradient(parameter)
+            self._clear_unused(step, may_skip=may_skip)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             if divisor != 1.0 and gradients:
                 torch._foreach_div_(gradients, divisor)
@@ -278,7 +279,8 @@ class GradientReduction:
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
             return 0.0
         buckets = self.gradients.buckets
-        self.unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
+        unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
+        self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
         return sum(bucket.waited_s for bucket in buckets)
 
@@ -335,6 +337,19 @@ class GradientReduction:
         """Remove the hooks from the parameters, and close connections and threads."""
         if self._end is not None:
             self._end()
+
+    def _clear_unused(self, step: int, *, may_skip: bool) -> list[str]:
+        """Return the parameters that no rank which shares them used; refuse a sum of shards that is not finite."""
+        use = self._shard.clear_unused_gradients(self._parameters, self.reduce_group)
+        if (use.num_non_finite or use.num_overflown) and not may_skip:
+            assert self._shard.reduce_scatter is not None
+            self._shard.reduce_scatter.roll_back()
+            found = f"on {use.num_non_finite} ranks" if use.num_non_finite else "in the sum over ranks only"
+            raise NonFiniteError(
+                f"gradients must be finite, but at step {step} some are not, {found}, while the loss is; lower the "
+                "learning rate, or look at that step's data"
+            )
+        return use.unused
 
     def _drop_gradients(self) -> None:
         if self.gradients is not None:

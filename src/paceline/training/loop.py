@@ -30,10 +30,12 @@ from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
+from paceline.training.model import ModelSize, resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
 from paceline.training.training import build_model, count_parameters, prepare, start_training
+from paceline.training.widening import widen_module, widen_optimizer
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -243,34 +245,36 @@ def log_batch_change(session: Session) -> None:
 
 
 def maybe_grow(session: Session) -> None:
-    """Replace the replica by one of a deeper model, if the next step is a growth step. All workers call it.
+    """Replace the replica by one of a deeper or wider model, if the next step is a growth step. All workers call it.
 
     Raises:
-        SettingsError: The model is already deeper than it should be, since the run that saved it grew earlier.
+        SettingsError: The model is already larger than it should be, since the run that saved it grew earlier.
     """
     training, run, old = session.training, session.training.run, session.replica
-    depth = training.model.layer_stack
-    if depth is None or not run.growth.steps:
+    present, size = size_of(training.model), run.growth.size_at(training.step, size_of(run.model))
+    if not run.growth.steps or size == present:
         return
-    first = run.model.layer_stack
-    assert first is not None
-    num_layers = run.growth.depth_at(training.step, first.num_layers)
-    if num_layers == depth.num_layers:
-        return
-    if num_layers < depth.num_layers:
+    if any(after is not None and after < (before or 0) for before, after in zip(present, size, strict=True)):
         raise SettingsError(
-            f"a model must not become shallower, but it has {depth.num_layers} layers and growth gives it {num_layers} "
-            f"at step {training.step}; resume with the growth that the run was started with"
+            f"a model must not become shallower or narrower, but it has {_describe(present)} and growth gives it "
+            f"{_describe(size)} at step {training.step}; resume with the growth that the run was started with"
         )
+    depth, width = training.model.layer_stack, training.model.unit_width
     state, feedback = old.state.document(), old.state.feedback()
     old.close()
-    training.model = training.model.with_depth(num_layers)
+    training.model = resize(training.model, size)
     module = build_model(run, training.splits, old.shard.world, training.model)
     training.num_parameters = count_parameters(module)
     training.module, training.optimizer = prepare(run, module, training.splits, old.shard.world)
     new = build_replica(training, old.shard.world)
-    grow_module(old.module, new.module, depth, run.growth.method)
-    grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
+    if size.num_layers != present.num_layers:
+        assert depth is not None
+        grow_module(old.module, new.module, depth, run.growth.method)
+        grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
+    if size.width != present.width:
+        assert width is not None
+        widen_module(old.module, new.module, width, seed=run.seed + training.step)
+        widen_optimizer((old.module, old.optimizer), (new.module, new.optimizer))
     new.state.load_document(state)
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
@@ -279,8 +283,17 @@ def maybe_grow(session: Session) -> None:
     if session.noise is not None:
         session.noise.use(new.module)
     session.log_event(
-        ModelGrown(num_layers=num_layers, num_parameters=training.num_parameters, method=run.growth.method)
+        ModelGrown(
+            num_layers=size.num_layers,
+            width=size.width,
+            num_parameters=training.num_parameters,
+            method="widen" if run.growth.widths else run.growth.method,
+        )
     )
+
+
+def _describe(size: ModelSize) -> str:
+    return f"{size.num_layers} layers" + (f" of width {size.width}" if size.width is not None else "")
 
 
 def next_boundary(session: Session, step: int) -> int:

@@ -245,12 +245,22 @@ class Run(Settings):
                 f"noise_scale_interval must be that of batch_schedule, {wanted}, but got {self.noise_scale_interval}; "
                 "give one of them"
             )
+        if self.memory.offloads_parameters and not self.layout.is_plain:
+            raise ValueError(
+                f"memory.offload parameters must come with a layout of data alone, but got {self.layout}; the other "
+                "axes divide parameters already"
+            )
+        if self.memory.offloads_parameters and self.compiler != NO_COMPILER:
+            raise ValueError(
+                f"memory.offload parameters must come without a compiler, but got {self.compiler}, whose code knows "
+                "where parameters are; leave one of them out"
+            )
         if self.noise_interval:
             check_noise(self.sync, self.layout)
         if self.growth.steps and self.ema is not None:
             raise ValueError(f"ema must be none for a model that grows, but got {self.ema}; leave one of them out")
         if self.growth.steps:
-            check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
+            check_growth(self.growth, self.model, self.sync, self.layout)
         return self
 
     def open_data(self) -> Splits:

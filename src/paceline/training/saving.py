@@ -11,6 +11,7 @@ from paceline.replica.named_tensors import capture_objects
 from paceline.replica.state import capture
 from paceline.replica.survivors import can_stand_alone, stand_alone
 from paceline.training.log_events import log_saved
+from paceline.training.model import size_of
 from paceline.training.session import Session
 from paceline.training.training import Training
 
@@ -43,7 +44,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
         "loader": session.loader.state_dict(),
         "best": training.best.state(),
         "is_evaluation_due": is_evaluation_due(training),
-        "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
+        **size_of(training.model)._asdict(),
         "noise": session.noise.state() if session.noise is not None else None,
         "lost_ranks": list(lost_ranks),
     }

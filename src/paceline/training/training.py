@@ -19,7 +19,7 @@ from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
-from paceline.training.model import Model
+from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
 
@@ -158,9 +158,9 @@ def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None
 
 
 def _find_model(run: Run, checkpoint: Checkpoint | None, group: Group) -> Model:
-    """Return the run's model with the number of layers in rank 0's `checkpoint`."""
+    """Return the run's model in the size of rank 0's `checkpoint`."""
     if not run.growth.steps:
         return run.model
-    saved = checkpoint.read_document().get("num_layers") if checkpoint is not None else None
-    num_layers = group.gather_documents(saved, name="saved depth")[0]
-    return run.model.with_depth(num_layers) if num_layers else run.model
+    document = checkpoint.read_document() if checkpoint is not None else {}
+    saved = [document.get("num_layers"), document.get("width")]
+    return resize(run.model, ModelSize(*group.gather_documents(saved, name="saved size")[0]))
