@@ -267,7 +267,7 @@ def find_progress(
     """Return the position below which all samples count as used, and the intervals above it that were used.
 
     Steps that all workers of `num_steps` have done count as used. Of a later step that some have done, their shares do;
-    the others' shares, and those of ranks that are not in it, will be used.
+    the others' shares will be used, and so will those of ranks that are not in `num_steps`.
 
     Args:
         order: Global order.
