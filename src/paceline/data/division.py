@@ -54,6 +54,13 @@ class Batches:
         with self._lock:
             return self._find(position).batch
 
+    def rest_at(self, position: int) -> int:
+        """Return the global batch from `position` on: less in a step of which workers at their own pace have left some.
+
+        So pieces of a step end with it, and the steps after it are whole.
+        """
+        return min(self.at(position), self.position_of(self.step_of(position) + 1) - position)
+
     def step_of(self, position: int) -> int:
         """Return the number of steps done at `position`."""
         with self._lock:

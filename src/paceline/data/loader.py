@@ -463,7 +463,7 @@ class Loader:
     def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
         last = self._ending.position
         while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
-            interval = ledger.claim(self.order, self.batch_at)
+            interval = ledger.claim(self.order, self._batches.rest_at)
             if last is not None and last < interval.stop:  # no next epoch to join
                 interval = Interval(interval.start, last)
             yield self._micro_batches.cut(interval)
