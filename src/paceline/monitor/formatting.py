@@ -103,8 +103,9 @@ def describe(record: Record) -> str | None:
         case ModelGrown(num_layers=layers, num_parameters=parameters):
             return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
         case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
-            were_lost = f"rank {ranks[0]} was lost" if len(ranks) == 1 else f"ranks {enumerate_words(ranks)} were lost"
-            return f"step {record.step:,}: {were_lost}; what the others had learnt is saved in {path}"
+            *others, last = map(str, ranks)
+            lost = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
+            return f"step {record.step:,}: {lost} lost; what the others had learnt is saved in {path}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):
