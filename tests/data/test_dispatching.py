@@ -113,6 +113,25 @@ def test_shares_of_workers_that_are_ahead_count_as_used_and_the_others_come_agai
     assert taken == [*range(18, 21), *range(24, 30), *range(33, 50)], "each sample that is left comes once"
 
 
+def test_pieces_of_steps_between_used_shares_are_no_steps_of_their_own():
+    """Ranks 0 and 2 of 3 are behind: two steps are left in two pieces each."""
+    data = TensorDataset(torch.arange(45), torch.arange(45))
+    lost = Loader(data, 9, group=LocalGroup.create(3)[0], shuffle=False)
+    lost.set_progress({0: 1, 1: 3, 2: 1})
+    again = Loader(data, 9, shuffle=False)
+    again.load_state_dict(lost.state_dict())
+    assert again.step == 1
+    taken, steps = [], []
+    for batch in again:
+        taken += batch.inputs.tolist()
+        again.ack(batch)
+        steps.append(again.step)
+        if again.step == 5:
+            break
+    assert sorted(taken) == [*range(9, 12), *range(15, 21), *range(24, 45)], "all that is left, once"
+    assert steps == [1, 2, 2, 3, 4, 5]
+
+
 def test_the_loop_ends_after_the_step_in_which_a_loss_is_heard_of():
     """What was read ahead is not used, nor counted as used."""
     counter = Counter(boundary=100)

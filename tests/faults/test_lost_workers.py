@@ -64,6 +64,8 @@ def test_what_lives_is_saved_and_training_goes_on_from_there(tmp_path, name, run
     assert num_used >= 20 * 12 - 3 * 4, "what was used stays used, but for what was under way"
     (ended,) = select(records, RunFinished)
     assert ended.step == 60
+    last = max((directory / "checkpoints").glob("step-*"))
+    assert Checkpoint.open(last).read_document()["loader"]["low_water"] == 60 * 12, "no sample is left out"
     assert ended.event.held_out_loss < 4.5, "it has gone on learning"
     assert len(select(records, Restarted)) == 1
 

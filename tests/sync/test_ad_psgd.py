@@ -172,8 +172,7 @@ def test_the_living_hand_their_parameters_and_steps_over_to_the_first():
                 take_step(replica, step)
                 steps[group.rank] = step + 1
         except CommunicationError:
-            if group.rank:
-                own[group.rank] = replica._synchroniser._model.read()
+            own[group.rank] = replica._synchroniser._model.read()
             handed_over = stand_alone(replica)
             if handed_over is not None:
                 tensors, document = capture(replica)
@@ -186,13 +185,43 @@ def test_the_living_hand_their_parameters_and_steps_over_to_the_first():
         LocalGroup.run(4, run)
     [(handed_over, tensors, document)] = saved
     assert handed_over.lost_ranks == [3]
+    assert sorted(handed_over.num_steps) == [0, 1, 2, 3]
+    assert handed_over.num_steps.pop(3) <= 3
     for rank, count in handed_over.num_steps.items():
         assert count - steps[rank] in (0, 1), "the last may have heard of the loss at its end"
-    assert sorted(handed_over.num_steps) == [0, 1, 2]
     assert len(document["replica"]["states"]) == 1
     mean = torch.cat([tensors[f"model/{name}"].flatten() for name, _ in make_module().named_parameters()])
     spread = torch.stack(list(own.values()))
     assert (mean - spread.mean(0)).norm() < 2 * (spread - spread.mean(0)).norm() + 1e-9
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["passive", "active"])
+def test_the_steps_of_the_lost_are_those_that_the_living_have_of_it(size):
+    """The last rank is lost after three steps, when the others have done many more and have averaged with it."""
+
+    def run(group):
+        replica = make_replica(group, ADPSGD(graph="complete"))
+        try:
+            for step in range(100_000):
+                if group.rank == size - 1 and step == 3:
+                    replica._synchroniser._finish()
+                    others_are_ahead.wait(30)
+                    raise RuntimeError("gone")
+                take_step(replica, step)
+                if group.rank == 0 and step == 8:
+                    others_are_ahead.set()
+        except CommunicationError:
+            if (handed_over := stand_alone(replica)) is not None:
+                found.append(handed_over)
+                return
+            raise
+
+    others_are_ahead, found = threading.Event(), []
+    with pytest.raises(RuntimeError, match="gone"):
+        LocalGroup.run(size, run)
+    [handed_over] = found
+    assert handed_over.num_steps[size - 1] == 3
+    assert handed_over.num_steps[0] >= 9
 
 
 def test_delays_are_of_averages_that_came_between_gradients_and_their_use():

@@ -54,6 +54,13 @@ class Batches:
         with self._lock:
             return self._find(position).batch
 
+    def rest_at(self, position: int) -> int:
+        """Return the global batch from `position` on: less in a step of which workers at their own pace have left some.
+
+        So pieces of a step end with it, and the steps after it are whole.
+        """
+        return min(self.at(position), self.position_of(self.step_of(position) + 1) - position)
+
     def step_of(self, position: int) -> int:
         """Return the number of steps done at `position`."""
         with self._lock:
@@ -267,7 +274,7 @@ def find_progress(
     """Return the position below which all samples count as used, and the intervals above it that were used.
 
     Steps that all workers of `num_steps` have done count as used. Of a later step that some have done, their shares do;
-    the others' shares, and those of ranks that are not in it, will be used.
+    the others' shares will be used, and so will those of ranks that are not in `num_steps`.
 
     Args:
         order: Global order.

@@ -158,7 +158,7 @@ class Loader:
             raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
         if self._ending.is_reached(self.position):
             return 0
-        steps = range(self._batches.step_of(self.position), end)
+        steps = range(self.step, end)
         if not self._micro_batches.adds:
             return len(steps) * self.num_micro_batches
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
@@ -171,6 +171,11 @@ class Loader:
     def position(self) -> int:
         """Samples used since the start of training: the low-water mark."""
         return self._ledger.low_water
+
+    @property
+    def step(self) -> int:
+        """Steps done at the position: none by a batch that is a part of one, between samples that were used before."""
+        return self._batches.step_of(self.position)
 
     @property
     def global_batch(self) -> int:
@@ -367,10 +372,7 @@ class Loader:
         return self._membership.dispatcher if self._finds_dispatcher else None
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
-        """Yield samples that no other worker has; to save, to stop and at the end, all workers synchronise.
-
-        They do so with a batch of weight 0.
-        """
+        """Yield samples that no other worker has; all synchronise with a batch of weight 0: to save, stop and end."""
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
         if self.order.tail == "drop":
@@ -381,10 +383,10 @@ class Loader:
         self._dispatcher = dispatcher
         dispatcher.set_source(self.claim_next, self.mark_used)
         membership = self._membership
-        next_step = self._batches.step_of(self.position) + 1  # by then a loop that saves has said how often
+        next_step = self.step + 1  # by then a loop that saves has said how often
         while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
-                next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
+                next_step = (self.step // membership.save_every + 1) * membership.save_every
             end = self._ending.step
             boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
@@ -393,7 +395,7 @@ class Loader:
             if dispatcher.lost:
                 raise CommunicationError(dispatcher.lost)
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
-            membership.boundary_step = self._batches.step_of(self.position)
+            membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping
             self.in_hand = None
             assert self._source is not None
@@ -461,7 +463,7 @@ class Loader:
     def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
         last = self._ending.position
         while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
-            interval = ledger.claim(self.order, self.batch_at)
+            interval = ledger.claim(self.order, self._batches.rest_at)
             if last is not None and last < interval.stop:  # no next epoch to join
                 interval = Interval(interval.start, last)
             yield self._micro_batches.cut(interval)

@@ -110,8 +110,9 @@ def describe(record: Record) -> str | None:
         case ModelGrown(num_parameters=parameters) as event:
             return f"step {record.step:,}: the model has grown to {describe_size(event)}, {parameters:,} parameters"
         case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
-            lost = ", ".join(map(str, ranks))
-            return f"step {record.step:,}: rank {lost} was lost; what the others had learnt is saved in {path}"
+            *others, last = map(str, ranks)
+            lost = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
+            return f"step {record.step:,}: {lost} lost; what the others had learnt is saved in {path}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
-from paceline.comm.pacing import limit_bandwidth
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
@@ -445,7 +444,7 @@ class Replica:
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()
-            limit_bandwidth(self.state, None)
+            self.state.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if not self._beginning.is_checked:

@@ -1,5 +1,7 @@
 """State of a worker other than its model and optimizer, and its way into a checkpoint and back."""
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +19,16 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
+from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, HandedOver, Synchroniser
+
+_LEAST_UPDATES = 10
+"""Number of updates from which on a rule that never acted is warned of: fewer are a trial."""
+
+
+class IdleRuleWarning(UserWarning):
+    """A rule never acted in a loop of one's own."""
 
 
 class WorkerState:
@@ -61,12 +71,28 @@ class WorkerState:
         saves a pass over the gradients."""
         self.is_begun = False
         """Whether rule and codecs have started, anew or from a loaded state."""
+        self.warns_of_idleness = True
+        """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         gradients = self._reduction.gradients
         return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
+
+    def close(self) -> None:
+        """Lift the limit of the bandwidth, and warn, on rank 0, if the rule never acted in all updates of a loop."""
+        limit_bandwidth(self, None)
+        group, has_failed = self._shard.group, sys.exc_info()[0] is not None
+        if group.rank or self.num_updates < _LEAST_UPDATES or has_failed or not self.warns_of_idleness:
+            return
+        shapes = [parameter.shape for parameter in self._parameters.values()]
+        if (idleness := find_idleness(self._rule, self.num_updates, shapes, group.size)) is not None:
+            warnings.warn(
+                f"{idleness.reason}; lower {idleness.field} of {type(self._rule).__name__}, or take more steps",
+                IdleRuleWarning,
+                stacklevel=3,
+            )
 
     def count_delays(self) -> Delays | None:
         """Return the staleness of pushes to servers; None without servers."""

@@ -22,9 +22,9 @@ from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Edges, Graph
 
-_AVERAGE, _ASK, _LEAVE = 0, 1, 2
-"""Kinds of requests: an average of parameters, the question whether all workers stop, and a worker's last parameters,
-since another is lost."""
+_AVERAGE, _ASK, _LEAVE, _TELL = 0, 1, 2, 3
+"""Kinds of requests: an average of parameters, the question whether all workers stop, and, since another is lost, a
+worker's last parameters, and before them the steps of others that are in them."""
 _ASK_STEPS = 10
 _ASK_INTERVAL_S = 0.5
 """Time after which a worker asks again, so that it soon hears of one that is lost."""
@@ -116,6 +116,8 @@ class ADPSGDSynchroniser(Synchroniser):
         """Difference that an active worker adds to its parameters."""
         self._client: RpcClient | None = None
         """Client of the request under way."""
+        self._partner = 0
+        """Rank that it is to."""
         callers = [active for active, passive in pairs if passive == rank]
         self._service = _Passive(self._model, _Stop(), rank, callers, Farewells(size))
         routes = sorted(pairs | {(other, 0) for other in range(size)})
@@ -123,7 +125,8 @@ class ADPSGDSynchroniser(Synchroniser):
         self._stop_at: int | None = None
         self._has_begun = self._has_asked = False
         self._asked_s = 0.0
-        self._num_steps = 0
+        self._settled_step: int | None = None
+        """Number of steps of all workers when they last came together; None before the first step."""
         self._num_averages = 0
         """Averages in the parameters that the next gradients are of."""
         self._delays: Counter[int] = Counter()
@@ -134,6 +137,8 @@ class ADPSGDSynchroniser(Synchroniser):
     def before_update(self, step: LocalStep) -> None:
         """Use the averages made meanwhile; the gradients are those of the parameters before them."""
         self._begin()
+        if self._settled_step is None:
+            self._settled_step = step.number
         self._service.check()
         self._finish()
         self._delays[self._model.num_averages - self._num_averages] += 1
@@ -142,10 +147,10 @@ class ADPSGDSynchroniser(Synchroniser):
 
     def after_update(self, step: LocalStep) -> SyncResult:
         """Add the optimizer's change, and if active request the next average."""
-        self._model.add(self._flat.read() - self._base)
+        num_steps = step.number + 1
+        self._model.add(self._flat.read() - self._base, num_steps)
         self._num_averages = self._model.num_averages  # first: one that comes meanwhile counts as unseen
         self._flat.write(self._model.read())
-        num_steps = self._num_steps = step.number + 1
         is_late = time.monotonic() - self._asked_s > _ASK_INTERVAL_S
         if num_steps % _ASK_STEPS == 0 or not self._has_asked or is_late:
             self._ask(num_steps, step.stop_requested)
@@ -178,22 +183,26 @@ class ADPSGDSynchroniser(Synchroniser):
         self._finish()
         self._context.group.barrier(name="averages")
         self._has_begun = self._has_asked = False
-        self._stop_at = None
+        self._stop_at = self._settled_step = None
 
     def hand_over(self, alone: Group) -> HandedOver | None:
         """Send the parameters to the first worker, which takes on the mean of all that live."""
         with contextlib.suppress(CommunicationError):  # the other end of an average may be what is lost
             self._finish()
         if self._context.group.rank:
-            header = RpcHeader(_LEAVE, clock=self._num_steps)
+            told = torch.tensor(list(self._service.met_steps.items()), dtype=torch.int64)
+            self._endpoint.clients[0].call(RpcHeader(_TELL), told.view(torch.uint8).flatten())
+            header = RpcHeader(_LEAVE, clock=self._model.num_steps)
             self._endpoint.clients[0].call(header, self._model.read().view(torch.uint8))
             return None
         lost_ranks = self._service.farewells.wait()
         mean, num_steps = self._service.join_last(self._model.read())
+        for rank in lost_ranks:
+            num_steps[rank] = max(self._service.met_steps.get(rank, 0), self._settled_step or 0)
         self._model.write(mean)
         self._flat.write(mean)
         self._context = replace(self._context, group=alone)
-        return HandedOver(lost_ranks, num_steps | {0: self._num_steps})
+        return HandedOver(lost_ranks, num_steps | {0: self._model.num_steps})
 
     def close(self) -> None:
         """Answer as a passive worker until all have closed."""
@@ -209,11 +218,12 @@ class ADPSGDSynchroniser(Synchroniser):
 
     def _request(self, number: int) -> None:
         """Send the parameters to a passive neighbour; they change only when its answer has come."""
-        chosen = random.Random(f"{self._context.seed} {self._context.group.rank} {number}").choice(self._neighbours)
-        self._client = self._endpoint.clients[chosen]
+        draw = random.Random(f"{self._context.seed} {self._context.group.rank} {number}")
+        self._partner = draw.choice(self._neighbours)
+        self._client = self._endpoint.clients[self._partner]
         body = self._model.values.view(torch.uint8)
         self._wire_bytes += len(body)
-        self._client.begin(RpcHeader(_AVERAGE), body)
+        self._client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps), body)
 
     def _finish(self) -> None:
         """Wait for the answer under way, if any, and apply it."""
@@ -221,10 +231,11 @@ class ADPSGDSynchroniser(Synchroniser):
             return
         began_s = time.perf_counter()
         client, self._client = self._client, None
-        client.finish(self._delta.view(torch.uint8))
+        answer, _ = client.finish(self._delta.view(torch.uint8))
         self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
         self._model.num_averages += 1
+        self._service.meet(self._partner, answer.clock)
 
     def _ask(self, num_steps: int, stop_requested: bool) -> None:
         """Ask rank 0 whether, and after which step, all stop; report the delays since the last time."""
@@ -244,6 +255,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._finish()
         self._context.group.barrier(name="averages")
         self._service.check()
+        self._settled_step = self._model.num_steps
         self._flat.write(self._model.read())
 
 
@@ -255,6 +267,8 @@ class _Model:
         self.lock = threading.Lock()
         self.num_averages = 0
         """Number of averages with other workers so far."""
+        self.num_steps = 0
+        """Number of this worker's steps that are in the parameters; 0 before its first here."""
 
     def read(self) -> Tensor:
         with self.lock:
@@ -264,9 +278,10 @@ class _Model:
         with self.lock:
             self.values.copy_(values)
 
-    def add(self, difference: Tensor) -> None:
+    def add(self, difference: Tensor, num_steps: int | None = None) -> None:
         with self.lock:
             self.values.add_(difference)
+            self.num_steps = num_steps or self.num_steps
 
 
 @dataclass
@@ -296,6 +311,8 @@ class _Passive(RpcService):
         self.farewells = farewells
         self.delays: Counter[int] = Counter()
         """Delays that workers have reported, on rank 0."""
+        self.met_steps: dict[int, int] = {}
+        """Number of steps of each other worker that are in the parameters of this one, or of one that has told it."""
         self._last_sum = torch.zeros(0, dtype=model.values.dtype)
         self._last_steps: dict[int, int] = {}
         self._received = {caller: torch.empty_like(model.values) for caller in callers}
@@ -317,6 +334,10 @@ class _Passive(RpcService):
                 stop_at = self._stop.ask(header.clock, bool(header.value))
             answer = RpcHeader(_ASK, clock=stop_at, value=0.0 if lost is None else lost + 1.0)
             return lambda: (answer, NOTHING)
+        if header.kind == _TELL:
+            for rank, num_steps in body.view(torch.int64).view(-1, 2).tolist():
+                self.meet(rank, num_steps)
+            return lambda: (header, NOTHING)
         if header.kind == _LEAVE:
             with self._model.lock:
                 values = body.view(self._model.values.dtype)
@@ -332,7 +353,14 @@ class _Passive(RpcService):
             self._model.values.sub_(delta)
             self._model.num_averages += 1
             self._wire_bytes += delta.nbytes
-        return lambda: (RpcHeader(_AVERAGE), delta.view(torch.uint8))
+            answer = RpcHeader(_AVERAGE, clock=self._model.num_steps)
+        self.meet(caller, header.clock)
+        return lambda: (answer, delta.view(torch.uint8))
+
+    def meet(self, rank: int, num_steps: int) -> None:
+        """Record that so many steps of another worker are in the parameters."""
+        with self._model.lock:
+            self.met_steps[rank] = max(num_steps, self.met_steps.get(rank, 0))
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Record the error, which the worker itself raises."""

@@ -110,7 +110,8 @@ class HandedOver:
 
     Args:
         lost_ranks: Ranks that are lost.
-        num_steps: Number of steps that each living worker has done, by rank; empty if a dispatcher knows what was used.
+        num_steps: Number of steps by rank: those that each living worker has done, and those of each lost one that are
+            in what lives; empty if a dispatcher knows what was used.
     """
 
     lost_ranks: list[int]

@@ -105,7 +105,7 @@ def _run_together(session: Session) -> bool:
             result = train_step(session, batch, training.step)
         if result is None:
             continue
-        training.step += 1
+        training.step = session.loader.step
         log_step(session, result, batch.interval.num_samples)
         for event in session.load_balancer.end_step(training.step, result.times):
             session.log_event(event)

@@ -165,7 +165,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
     run = training.run
     # A norm is reported only if it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
-    return Replica(
+    replica = Replica(
         training.module,
         training.optimizer,
         group=group,
@@ -180,6 +180,8 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         seed=run.seed,
         world=world,
     )
+    replica.state.warns_of_idleness = False  # the run has said so before its first step
+    return replica
 
 
 def make_rates(training: Training, replica: Replica, before: Rates | None = None) -> Rates:
