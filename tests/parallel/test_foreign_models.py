@@ -28,7 +28,7 @@ from paceline.topology.layout import Layout
 
 NUM_STEPS = 10
 FEW_STEPS = 2
-"""Of models that share all but their styles with another."""
+"""Number of steps of models that share all but their styles with another."""
 TOLERANCE = 1e-9  # ten steps in float64
 TENSOR = Layout(tensor=2)
 ALONE = Layout()

@@ -34,7 +34,7 @@ class SplitCheck:
 
     Args:
         module: The model, or what a rank of a pipeline holds of it.
-        runs: What is run.
+        runs: Runs of the model and of its stages.
         plan: Plan of the whole model.
         position: Index of this rank on the tensor axis.
         size: Number of ranks along the tensor axis.

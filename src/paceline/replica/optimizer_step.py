@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.memory.tracker import StateReader
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.checks import Precision
@@ -123,7 +124,7 @@ class OptimizerStep:
         # Torch has no public names for them.
         return bool(
             optimizer._optimizer_step_pre_hooks.keys() - {own}
-            or optimizer._optimizer_step_post_hooks
+            or any(not isinstance(hook, StateReader) for hook in optimizer._optimizer_step_post_hooks.values())
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
         )
