@@ -69,7 +69,7 @@ PUBLIC = {
     "checkpoint": "AsyncSaver Checkpoint CheckpointStore DamagedError SafetensorsReader SafetensorsWriter "
     "SavedCheckpoint TensorSpec",
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
-    "compression": "BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
+    "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
     "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "
     "MapSource MaskedText "
     "Source Spec Splits Text apportion derive_seed",

@@ -253,7 +253,7 @@ def all_variants():
             yield child
             yield from below(child)
 
-    found = {variant for variant in below(Family) if variant.name and variant.__module__.startswith("paceline.")}
+    found = {v for v in below(Family) if v.name and v.__name__[0] != "_" and v.__module__.startswith("paceline.")}
     return sorted(found, key=lambda variant: (variant.family, variant.name))
 
 

@@ -215,9 +215,8 @@ def find_function(path: str, kind: type | None = None) -> Callable[..., Any]:
         names = _list_callables(module, kind)
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SettingsError(
-            f"{place} must define the function {name!r}, but it has: {', '.join(names) or 'none'}{hint}"
-        )
+        what = "function" if kind is None else "class"
+        raise SettingsError(f"{place} must define the {what} {name!r}, but it has: {', '.join(names) or 'none'}{hint}")
     return function  # type: ignore[no-any-return]
 
 

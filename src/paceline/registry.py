@@ -73,7 +73,7 @@ class Family(Settings):
             is_function = "function" in list_variants(cls) and (callable(value) or ":" in value)
             value = {"name": "function", "path": value} if is_function else {"name": value}
         if not isinstance(value, Mapping):
-            if "family" in vars(cls):
+            if "family" in vars(cls) or inspect.isabstract(cls):
                 raise SettingsError(_describe_misfit(cls, value))
             return handler(value)
         fields = {key: item for key, item in value.items() if key != "name"}
@@ -138,8 +138,12 @@ def find_variant(family: type[F], name: str) -> type[F]:
 
     Raises:
         UnknownNameError: No variant has the name; the message lists the known ones.
+        SettingsError: A variant of a wider family has the name.
     """
     variants = list_variants(family)
+    if name not in variants and name in list_variants(_root(family)):
+        known = ", ".join(variants)
+        raise SettingsError(f"{family.family} must be one that serves here, but got {name!r}; known: {known}")
     if name not in variants:
         raise unknown_name(_root(family).family, name, variants)
     return variants[name]

@@ -9,8 +9,10 @@ from typer.testing import CliRunner
 
 from paceline.benchmarks import (
     BenchmarkRow,
+    BucketsBenchmark,
     CodecsBenchmark,
     CollectivesBenchmark,
+    ExposedBenchmark,
     ReplicaBenchmark,
     Workers,
     list_benchmarks,
@@ -135,7 +137,7 @@ def test_the_command_places_workers_on_hosts(monkeypatch, tmp_path):
             ["codecs", "--hosts", "4", "--bandwidth", "1gbit"],
             "--workers.num_hosts must be the path of a setting.*--num_elements",
         ),
-        (["nothing"], "known: codecs, collectives"),
+        (["nothing"], "known: buckets, codec_choice, codecs, collectives"),
     ],
     ids=["no bandwidth", "no hosts", "no number", "one host", "no workers", "no benchmark"],
 )
@@ -273,3 +275,26 @@ def test_a_kernel_that_encodes_otherwise_than_its_reference_is_not_timed(monkeyp
     monkeypatch.setattr(codecs_module.kernels, "find_kernels", find_broken)
     with pytest.raises(AssertionError, match="one_bit must encode as its reference"):
         CodecsBenchmark(codecs=("one_bit",), num_elements=5000, num_pairs=2).measure()
+
+
+def test_the_chosen_bucket_size_is_compared_with_each_fixed_one_and_the_best(monkeypatch):
+    times = {"chosen": [1.1] * 4, "1 MiB": [2.2] * 4, "4 MiB": [1.0] * 4}
+    monkeypatch.setattr(Workers, "start", lambda *arguments: {0: (times, "the reason")})
+    rows = BucketsBenchmark(sizes=(1, 4)).measure()
+    assert [(row.reference_name, round(row.ratio, 6)) for row in rows] == [
+        ("1 MiB", 0.5),
+        ("4 MiB", 1.1),
+        ("the best: 4 MiB", 1.1),
+    ]
+    assert rows[0].case == "lm, batch 1, 2 workers on one host: the reason"
+
+
+def test_coded_steps_are_compared_with_coded_gradients(monkeypatch):
+    times = {"floor": [1.0] * 3, "ddp": [3.0] * 3, "one_bit": [1.2] * 3, "one_bit of gradients": [1.1] * 3}
+    monkeypatch.setattr(Workers, "start", lambda *arguments: {0: times})
+    rows = ExposedBenchmark(sides=("one_bit", "one_bit of gradients"), num_rounds=3).measure()
+    assert [(row.case.partition(":")[0], row.reference_name, round(row.ratio, 6)) for row in rows] == [
+        ("one_bit", "DDP", 0.1),
+        ("one_bit of gradients", "DDP", 0.05),
+        ("one_bit", "one_bit of gradients", 2.0),
+    ]

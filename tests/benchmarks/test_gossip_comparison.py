@@ -57,7 +57,7 @@ def test_the_command_prints_and_writes_a_table(tmp_path):
         ("compare gossip --workers 1", "num_workers.0 must be greater than or equal to 2, but got 1"),
         ("compare gossip --seeds 0", "num_seeds must be greater than or equal to 1, but got 0"),
         ("compare gossip --num_stpes 3", "num_stpes"),
-        ("compare gossip resnet", "recipe and --out must be left out of compare gossip, but got resnet and None"),
+        ("compare gossip resnet", "--bandwidth must be left out of compare gossip, but got resnet"),
         ("compare gossip --json {old}", "--json must be a new file"),
     ],
     ids=["graph", "workers", "seeds", "field", "recipe", "json"],

@@ -190,7 +190,11 @@ def test_torchs_post_local_sgd_averages_as_local_sgd_does():
     plan = {"period": 3, "num_steps": 6, "judge_interval": 3}
     plans = [
         {"name": "post_local_sgd", "rule": None, **plan},
-        {"name": "local_sgd", "rule": {"name": "local_sgd", "period": 3}, **plan},
+        {
+            "name": "local_sgd",
+            "rule": {"name": "local_sgd", "period": 3, "local_beta1": None, "scale_rate": False},
+            **plan,
+        },
         {"name": "ddp", "rule": None, **plan},
         {"name": "ddp", "rule": None, **plan, "judge_interval": 0},
     ]

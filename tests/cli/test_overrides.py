@@ -212,7 +212,7 @@ def test_an_unknown_variant_is_told_with_the_closest_and_all():
         ("optimizer.learning_rate", "-1.0", "greater than 0"),
         ("optimizer.betas", "[0.9]", "betas"),
         ("shares", "half", "--shares must be a list such as [1, 2] or 'measured', but got 'half'"),
-        ("bucket_bytes", "0", "--bucket_bytes must be greater than or equal to 1 or 'tuned', but got 0"),
+        ("bucket_bytes", "0", "bucket_bytes must be greater than or equal to 1, but got 0"),
         ("memory.recompute", "much", "--memory.recompute must be none, full, selective or a budget"),
         ("callbacks", "foo", "--callbacks: a function must be named as module:function"),
         ("callbacks", '["foo"]', "--callbacks: a function must be named as module:function"),

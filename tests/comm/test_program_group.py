@@ -31,6 +31,30 @@ def test_every_algorithm_keeps_the_contract(name):
     LocalGroup.run(4, lambda group: check_group(ProgramGroup(group, name)), timeout_s=20)
 
 
+# Where operations end before they return, a rank cannot begin a second one while the others are late for the first.
+@pytest.mark.parametrize(
+    "check",
+    [check for check in GROUP_CHECKS if check.__name__ != "duplicates_are_apart"],
+    ids=lambda check: check.__name__,
+)
+def test_keeps_the_contract_in_the_thread_of_the_caller(check):
+    LocalGroup.run(3, lambda group: check(ProgramGroup(group, "direct", runs_here=True)), timeout_s=20)
+
+
+def test_an_operation_in_the_thread_of_the_caller_is_done_at_once_and_has_no_other_thread():
+    def run(group):
+        programs = ProgramGroup(group, Ring(), runs_here=True)
+        tensor = torch.ones(3)
+        programs.all_reduce(tensor, name="sum")
+        duplicate = programs.duplicate("more")
+        duplicate.all_reduce(tensor, name="sum")
+        return tensor.tolist()
+
+    before = {thread.name for thread in threading.enumerate() if thread.name == "paceline-ring"}
+    assert LocalGroup.run(2, run, timeout_s=20) == [[4.0] * 3] * 2
+    assert {thread.name for thread in threading.enumerate() if thread.name == "paceline-ring"} == before
+
+
 class NoSumGroup(LocalGroup):
     """Its own all-reduce is out of order."""
 

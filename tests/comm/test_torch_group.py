@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.comm import join
+from paceline.comm.channel import Channel
 from paceline.errors import CommunicationError
 from paceline.testing import (
     GROUP_CHECKS,
@@ -52,6 +53,27 @@ def refuse_dtype(group):
     except Exception as error:
         return {"is_communication": isinstance(error, CommunicationError), "message": str(error)}
     return None
+
+
+def await_sends():
+    """Return what arrived, and how many jobs the thread that waits for sends was given for three of them."""
+    with join(timeout_s=20, device="cpu", transport="network") as group:
+        peer = 1 - group.rank
+        received = [torch.zeros(2) for _ in range(3)]
+        works = [group.receive(tensor, peer, tag=tag, name="to here") for tag, tensor in enumerate(received)]
+        sent = [torch.full((2,), 10.0 * group.rank + tag) for tag in range(3)]
+        works += [group.send(tensor, peer, tag=tag, name="from here") for tag, tensor in enumerate(sent)]
+        group._senders = senders = CountingChannel("senders")
+        group.wait_for(works)
+        return [tensor[0].item() for tensor in received], senders.num_jobs
+
+
+class CountingChannel(Channel):
+    num_jobs = 0
+
+    def submit(self, job, sequence=0):
+        self.num_jobs += 1
+        return super().submit(job, sequence)
 
 
 def count_devices(interface):
@@ -264,3 +286,8 @@ def test_a_frozen_store_keeps_nobody_waiting():
     _, waiting = run_processes(2, lose_the_store, environment=environment, wait_for=[1])
     assert waiting.exit_code == 0, f"rank 1 still waits: {waiting}"
     assert "'barrier'" in waiting.value
+
+
+def test_several_sends_are_awaited_by_one_job():
+    results = run_processes(2, await_sends)
+    assert [tuple(result.value) for result in results] == [([10.0, 11.0, 12.0], 1), ([0.0, 1.0, 2.0], 1)]

@@ -269,8 +269,10 @@ def test_small_blocks_are_summed_as_they_are():
         requests = []
         results = exchange_all(whole, values, requests=requests)
         assert torch.equal(results[0].total, values[0] + values[1] + values[2]), name
-        assert [type(request) for request in requests] == [AllReduce], name
-        assert whole.wire_bytes(torch.Size([2047]), 3) == NoCodec().wire_bytes(torch.Size([2047]), 3), name
+        by_owners = codec.algebra is Algebra.REQUANTISE  # in the messages of the other blocks
+        assert [type(request) for request in requests] == ([AllToAll, AllGather] if by_owners else [AllReduce]), name
+        padding = whole.wire_bytes(torch.Size([2047]), 3) - NoCodec().wire_bytes(torch.Size([2047]), 3)
+        assert 0 <= padding < 4 * 2 * 3 if by_owners else padding == 0, name
 
 
 def test_settings_that_cannot_work_are_refused():

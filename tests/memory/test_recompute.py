@@ -94,3 +94,78 @@ def test_batch_statistics_count_a_batch_once(choice):
         assert torch.equal(buffer, other), name
     for parameter, other in zip(plain.parameters(), saving.parameters(), strict=True):
         assert torch.equal(parameter.grad, other.grad)
+
+
+class Averages(nn.Module):
+    """Buffers of one's own, changed in place and replaced, that the output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("last", None)
+        self.register_buffer("power", torch.ones(1))
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches += 1
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            self.last = self.mean.square() + (0 if self.last is None else self.last)
+            self.power = self.power * 1.5
+        return self.linear(x * self.mean.clone() / (1 + self.last) * self.power).relu()
+
+
+def stateful(kind):
+    if kind == "own":
+        return nn.Sequential(Averages(), nn.Tanh())
+    if kind == "spectral":
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+    if kind == "spectral, by a hook":
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Tanh()
+    )
+
+
+@pytest.mark.parametrize("choice", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["own", "spectral", "spectral, by a hook", "instance"])
+def test_every_buffer_comes_out_as_without_recomputation(kind, choice):
+    """Also where several forwards wait for their backward, as in a pipeline, each with its own buffers."""
+
+    def train(choices):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), stateful(kind), stateful(kind))
+        recompute(module, dict.fromkeys(choices, choice))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for loss in [module(torch.randn(6, 4)).square().sum() for _ in range(2)]:
+                loss.backward()
+            optimizer.step()
+        buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+        return buffers | {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    plain, saving = train([]), train(["1", "2"])
+    assert plain.keys() == saving.keys()
+    assert any(name.startswith("buffer ") for name in plain)
+    for name, value in plain.items():
+        assert torch.equal(value, saving[name]), name
+
+
+def test_buffers_that_stay_are_not_kept_for_backward():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(1 << 18))
+
+        def forward(self, x):
+            return self.linear(x) * self.mask[0]
+
+    module = nn.Sequential(Masked(), Masked(), Masked())
+    recompute(module, dict.fromkeys(["0", "1", "2"], "full"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with counting(module, optimizer, "cpu") as tracker:
+        module(torch.randn(2, 4)).sum().backward()
+    assert tracker.peak_activation_bytes < 2 << 20, "each mask takes a MiB, and one at a time has a copy"

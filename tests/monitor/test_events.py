@@ -59,8 +59,10 @@ def test_there_is_a_class_for_every_kind() -> None:
     assert sorted(list_kinds()) == [
         "batch_changed",
         "bucket_exchanged",
+        "bucket_size_chosen",
         "checkpoint_saved",
         "checkpoint_skipped",
+        "codec_changed",
         "consensus_measured",
         "evaluated",
         "failed",

@@ -1,8 +1,10 @@
 import math
 
 import pytest
+from story import make_record
 
-from paceline.monitor.formatting import duration, number, one_line, printable, share, size
+from paceline.monitor.events import CheckpointSaved
+from paceline.monitor.formatting import describe, duration, number, one_line, printable, share, size
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,12 @@ def test_numbers(value: float, text: str) -> None:
 )
 def test_durations(value_s: float, text: str) -> None:
     assert duration(value_s) == text
+
+
+@pytest.mark.parametrize(("ranks", "told"), [([2], "rank 2 was lost"), ([0, 1, 3], "ranks 0, 1 and 3 were lost")])
+def test_lost_ranks(ranks: list[int], told: str) -> None:
+    saved = CheckpointSaved(path="step-5", num_bytes=1, duration_s=0.1, lost_ranks=ranks)
+    assert describe(make_record(saved, 5)) == f"step 5: {told}; what the others had learnt is saved in step-5"
 
 
 def test_sizes_and_shares() -> None:

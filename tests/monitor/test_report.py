@@ -3,6 +3,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from paceline.monitor import (
     Failed,
     Record,
     Showcased,
+    StalenessMeasured,
     UnusedParameters,
     Warned,
     summarise,
@@ -282,3 +284,28 @@ def test_the_timeline_is_written_beside_the_report(tmp_path: Path) -> None:
     with Image.open(tmp_path / "timeline.png") as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
     assert {(0xE0, 0x6A, 0x10), (0xCF, 0x2F, 0x3F)} < colours  # the exchange, and waiting
+
+
+def test_the_staleness_of_gradients_is_a_curve_of_its_mean_and_its_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(step: int, mean: float | None, largest: int | None) -> Record:
+        event = StalenessMeasured(delays=[0, 2], counts=[3, 1], num_dropped=0, mean=mean, largest=largest)
+        return make_record(event, step)
+
+    records = [
+        make_record(make_start()),
+        *(make_record(make_step(step), step) for step in range(1, 7)),
+        measured(2, 0.5, 2),
+        measured(4, None, None),
+        measured(6, 9.0, 9),
+        make_record(make_start(start_step=4), 4),  # which undoes the last
+        *(make_record(make_step(step), step) for step in range(5, 9)),
+        measured(8, 1.5, 3),
+    ]
+    monkeypatch.setattr("paceline.monitor.picture.to_png", lambda figure: figure)
+    figure: Any = draw(summarise(records), DARK, titled=True)
+    (axes,) = [one for one in figure.axes if "delay of gradients" in one.get_title(loc="left") + one.get_title()]
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert curves["mean"] == ([2, 8], [0.5, 1.5])
+    assert curves["largest"] == ([2, 8], [2, 3])
+    without: Any = draw(summarise(records[:3]), DARK, titled=True)
+    assert len(without.axes) == 4

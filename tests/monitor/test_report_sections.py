@@ -9,6 +9,7 @@ from story import make_record, make_start, make_step
 
 from paceline.monitor import (
     BatchChanged,
+    CodecChanged,
     GradientNoiseMeasured,
     ModelGrown,
     Record,
@@ -107,6 +108,8 @@ def noise(step, scale):
 
 def test_the_report_tells_what_changed_and_forgets_what_was_undone(tmp_path: Path) -> None:
     grown = make_record(ModelGrown(num_layers=4, num_parameters=16016, method="stack"), 20)
+    reason = "at 20 Mbit/s and 0.2 ms a message: one_bit 30 ms a step; none 270 ms a step"
+    changed = make_record(CodecChanged(codec="one_bit", before="none", codec_of="step", reason=reason), 30)
     records = [
         make_record(make_start()),
         make_record(make_step(1), 1),
@@ -116,15 +119,18 @@ def test_the_report_tells_what_changed_and_forgets_what_was_undone(tmp_path: Pat
         make_record(BatchChanged(global_batch=9999, start=90), 12),
         make_record(make_start(start_step=10)),
         grown,
+        changed,
     ]
     changes = summarise(records).changes
-    assert [record.step for record in changes] == [5, 10, 10, 20]
+    assert [record.step for record in changes] == [5, 10, 10, 20, 30]
     (tmp_path / "events.jsonl").write_text("".join(f"{to_json(record)}\n" for record in records))
     page = write_report(tmp_path)[1].read_text()
     assert "gradient noise scale 20 samples" in page
     assert "gradient noise scale too large to be measured" in page
     assert "16 samples a step, from sample 80 on" in page
     assert "4 layers with 16,016 parameters, by stack" in page
+    assert f"codec one_bit of steps in place of none, {reason}" in page
+    assert describe(changed) == "step 30: codec one_bit in place of none, at 20 Mbit/s and 0.2 ms a message"
     assert "9,999 samples a step" not in page
     assert describe(grown) == "step 20: the model has grown to 4 layers, 16,016 parameters"
 

@@ -8,7 +8,15 @@ import pytest
 from story import make_record, make_step
 
 from paceline.errors import MissingExtraError
-from paceline.monitor import Evaluated, EventError, export_tensorboard, read_log, summarise, to_json
+from paceline.monitor import (
+    Evaluated,
+    EventError,
+    StalenessMeasured,
+    export_tensorboard,
+    read_log,
+    summarise,
+    to_json,
+)
 
 
 def read_back(out_dir: Path) -> Any:
@@ -55,9 +63,15 @@ def test_what_is_not_finite_or_not_known_is_exported_as_it_is(tmp_path: Path) ->
     metrics = {"odd \ud800 name": 1.0}
     evaluated = Evaluated(loss=math.inf, metrics=metrics, num_samples=1, duration_s=0.1, unaveraged={"loss": 0.5})
     steps = [make_step(1, loss=math.nan, gradient_norm=None, duration_s=0.0), make_step(2, loss=1e300)]
-    records = [make_record(event, 1 + at) for at, event in enumerate([*steps, evaluated])]
+    stale = [
+        StalenessMeasured(delays=[1], counts=[2], num_dropped=0, mean=mean, largest=largest)
+        for mean, largest in ((None, None), (1.5, 3))
+    ]
+    records = [make_record(event, 1 + at) for at, event in enumerate([*steps, evaluated, *stale])]
     (tmp_path / "events.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
     export_tensorboard(tmp_path, tmp_path / "board")
+    delays = [read_back(tmp_path / "board").Scalars(f"workers/{which}_delay") for which in ("mean", "largest")]
+    assert [[(one.step, one.value) for one in curve] for curve in delays] == [[(5, 1.5)], [(5, 3.0)]]
     board = read_back(tmp_path / "board")
     first, second = board.Scalars("loss/train")
     assert math.isnan(first.value)

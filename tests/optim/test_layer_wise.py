@@ -17,7 +17,7 @@ FORCED = (1.0, 1.0)
 @pytest.mark.parametrize(
     ("settings", "known"),
     [
-        (LARS(ratio_bounds=FORCED, weight_decay=0.2), SGD(weight_decay=0.2)),
+        (LARS(ratio_bounds=FORCED, weight_decay=0.2, rate_in_momentum=False), SGD(weight_decay=0.2)),
         (LARS(ratio_bounds=FORCED, momentum=0), SGD(momentum=0)),
         (
             LAMB(ratio_bounds=FORCED, weight_decay=0.3, betas=(0.5, 0.6), epsilon=0.01, learning_rate=0.02),
@@ -55,6 +55,26 @@ def test_lars_moves_a_matrix_by_its_paper():
     ratio = 0.1 * 5 / (1 + 0.25 * 5)
     expected = weight - 0.5 * ratio * (gradient + 0.25 * weight)
     torch.testing.assert_close(one_step(settings, weight.tolist(), gradient.tolist()), expected)
+
+
+@pytest.mark.parametrize("rate_in_momentum", [True, False])
+def test_lars_follows_its_paper_over_a_warm_up(rate_in_momentum):
+    """Algorithm 1 of the paper, a matrix at a time, beside the form of torch's SGD."""
+    settings = LARS(learning_rate=2.0, weight_decay=0.1, rate_in_momentum=rate_in_momentum)
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    module = nn.Linear(3, 4, bias=False).double()
+    module.weight = nn.Parameter(weight.clone())
+    optimizer, velocity = settings.build(module), torch.zeros_like(weight)
+    for step in range(12):
+        rate = settings.learning_rate * (step + 1) / 12
+        gradient = torch.randn(4, 3, generator=torch.Generator().manual_seed(step + 1)).double()
+        optimizer.param_groups[0]["lr"], module.weight.grad = rate, gradient
+        optimizer.step()
+        ratio = 0.02 * weight.norm() / (gradient.norm() + 0.1 * weight.norm())
+        update = ratio * (gradient + 0.1 * weight)
+        velocity = 0.9 * velocity + (rate * update if rate_in_momentum else update)
+        weight = weight - (velocity if rate_in_momentum else rate * velocity)
+        torch.testing.assert_close(module.weight.detach(), weight, rtol=1e-12, atol=1e-14)
 
 
 def test_lamb_moves_a_matrix_by_its_paper():
@@ -102,8 +122,8 @@ def test_a_matrix_that_is_zero_can_leave_it_and_one_without_gradient_stays(setti
     assert still.tolist() == [[1.0, 2.0]]
 
 
-ALL = [LARS(), LAMB(), Adafactor(), AdamW8bit(smallest=1), AdamW8bit()]
-IDS = ["lars", "lamb", "adafactor", "adamw_8bit", "adamw_8bit in 32 bits"]
+ALL = [LARS(), LARS(rate_in_momentum=False), LAMB(), Adafactor(), AdamW8bit(smallest=1), AdamW8bit()]
+IDS = ["lars", "lars, rate outside", "lamb", "adafactor", "adamw_8bit", "adamw_8bit in 32 bits"]
 
 
 @pytest.mark.parametrize("settings", ALL, ids=IDS)

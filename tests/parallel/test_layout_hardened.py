@@ -1,8 +1,9 @@
 """What a person may do to a layout that nobody meant: it works as in one process, or says why it cannot."""
 
 import functools
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -234,7 +235,80 @@ def try_sharded(group: Group, folder: str) -> dict[str, Any]:
     replica.backward(loss * 4, weight=0.0 if group.rank else 4.0, reduction="sum")
     result["weightless"] = float(replica.update().gradient_norm or 0.0)
     replica.close()
+    result["left"] = [leave_unused(group, zero_stage) for zero_stage in (2, 3)]
+    result["overflow"] = overflow(group)
     return result | {"diloco": resume_diloco(group, folder), "statistics": pool(group, folder)}
+
+
+class Partly(nn.Module):
+    """Layers that nobody uses, or one rank only; blocks and the model return views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(-1, (2, -1))) for _ in range(3))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        hidden = self.layers[0](self.embedding(tokens))
+        hidden += 1  # in place, on what a block returned
+        hidden = self.layers[1](hidden.flatten(1)).flatten(1)
+        return self.sometimes(hidden) if uses_all else hidden.view(-1, WIDTH)
+
+
+def leave_unused(group: Group, zero_stage: Literal[2, 3]) -> dict[str, Any]:
+    """Train with weight decay; return what moved, what was warned of, and the distance from one process."""
+    moved, ends = {}, []
+    for layout in (Layout(sharded=2, zero_stage=zero_stage), Layout()):
+        world = group if layout.sharded == 2 else LocalGroup()
+        module = parallelize(seeded(Partly), layout, group=world)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9)
+        replica = Replica(module, optimizer, group=world, clip_norm=0.5)
+        before = full_state_dict(replica) or {}
+        before = {name: tensor.clone() for name, tensor in before.items()}
+        tokens = torch.arange(NUM_SAMPLES).reshape(2, -1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                half = (0, 1)[group.rank] if world is group else 0
+                for part in [half] if world is group else [0, 1]:
+                    last = world is group or part == 1
+                    output = replica(tokens[part], part == 1 and step == 0)
+                    replica.backward(nn.functional.cross_entropy(output, tokens[part]), weight=4.0, last=last)
+                replica.update()
+        after = full_state_dict(replica) or {}
+        ends.append({name: tensor.clone() for name, tensor in after.items()})
+        if world is group:
+            moved = {name: not torch.equal(before[name], tensor) for name, tensor in after.items()}
+            messages = [str(one.message) for one in caught]
+        replica.close()
+    return {
+        "moved": [name for name, has_moved in moved.items() if has_moved],
+        "unused": [message for message in messages if "had no gradient" in message],
+        "views": [message for message in messages if "view" in message],
+        "distance": max((float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0]), default=0.0),
+    }
+
+
+def overflow(group: Group) -> str:
+    """Return what is said where gradients are finite on each rank and their sum is not."""
+    module = parallelize(seeded(Tied), Layout(sharded=2), group=group, sharded_codec=Codec.model_validate("top_k"))
+    replica = Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group)
+    tokens = torch.arange(4)
+    alone = seeded(Tied)
+    alone(tokens).sum().backward()
+    factor = 2.5e38 / max(float(parameter.grad.abs().max()) for parameter in alone.parameters())  # type: ignore[union-attr]
+
+    def send() -> None:
+        output = replica(tokens)
+        output.register_hook(lambda gradient: torch.full_like(gradient, factor))
+        replica.backward(output.sum(), weight=1.0, reduction="sum")
+        replica.update()
+
+    message = refusal(send, NonFiniteError)
+    replica.close()
+    return message
 
 
 def resume_diloco(group: Group, folder: str) -> list[float]:
@@ -324,6 +398,16 @@ def test_two_ranks_survive_what_nobody_meant(tmp_path: Path) -> None:
         assert "first in parameter embedding.weight" in found["diverged"], "copies of stages are compared too"
         assert {name: found[name] for name in STATES if found[name] >= TOLERANCE} == {}, "ZeRO-1 of every rule"
         assert "it is not on rank 1 (nan);" in found["nan"], "named by its rank in the world, on every rank"
+        for left in found["left"]:
+            assert not [name for name in left["moved"] if name.startswith(("never", "layers.2"))], "no decay"
+            assert [message[:38] for message in left["unused"]] == [
+                "4 parameters had no gradient at step 0",
+                "2 parameters had no gradient at step 1",
+            ]
+            assert left["views"] == []
+            assert left["distance"] < TOLERANCE
+        assert all("sometimes.weight" in left["moved"] for left in ranks[0].value["left"]), "used on one rank"
+        assert "in the sum over ranks only, while the loss is" in found["overflow"]
         assert found["diloco"] == [0.0]
         assert found["statistics"]["alone"] > 0.01, "each rank has seen others"
         assert found["statistics"]["evaluated"] < TOLERANCE
@@ -339,8 +423,7 @@ def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts(
     check_sharding(Layout(sharded=2, tensor=2, pipeline=2), None, ordinary)
     check_sharding(Layout(sharded=2, zero_stage=1, pipeline=2), None, split)
     for layout, used, message in (
-        (Layout(sharded=2, zero_stage=1, tensor=2), None, r"give Layout\(zero_stage=3\)"),
-        (Layout(sharded=2, pipeline=2), codec, "no tensor or pipeline axis"),
+        (Layout(sharded=2, pipeline=2), codec, "no pipeline axis"),
         (Layout(tensor=2), codec, "sharded_codec must go with sharded ranks"),
     ):
         with pytest.raises(SettingsError, match=message):

@@ -423,7 +423,7 @@ def test_axes_that_do_not_multiply_show_their_product() -> None:
 def test_threads_cannot_share_a_model() -> None:
     def work(group: LocalGroup) -> None:
         with pytest.raises(SettingsError, match="must be processes"):
-            parallelize(make_model(), Layout(tensor=2), group=group)
+            parallelize(make_model(), Layout(tensor=2), group=group, sample=torch.zeros(1, 16, dtype=torch.int64))
 
     LocalGroup.run(2, work)
     assert GLOBAL_BATCH > 2

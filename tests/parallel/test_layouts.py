@@ -14,6 +14,7 @@ from paceline.data.batch import Batch
 from paceline.data.order import Interval, apportion
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.recipes.transformer_lm import TransformerLM
 from paceline.replica.named_tensors import model_tensors
 from paceline.replica.replica import Replica
@@ -49,6 +50,8 @@ FOUR = [
     {"sharded": 2, "zero_stage": 1, "pipeline": 2, "order": "gpipe"},
     {"tensor": 2, "context": 2},
     {"sharded": 2, "tensor": 2},
+    {"sharded": 2, "zero_stage": 1, "tensor": 2},
+    {"sharded": 2, "tensor": 2, "codec": "none"},
     {"sharded": 2, "zero_stage": 3, "pipeline": 2, "order": "1f1b"},
     {"sharded": 2, "zero_stage": 2, "pipeline": 2, "order": "interleaved"},
 ]
@@ -69,14 +72,15 @@ def make_replica(
     model: torch.nn.Module, group: Any, layout: dict[str, Any], sharded_codec: Any = None, **settings: Any
 ) -> Replica:
     order = layout.get("order", "1f1b")
-    axes = Layout(**{axis: size for axis, size in layout.items() if axis != "order"})
+    axes = Layout(**{axis: size for axis, size in layout.items() if axis not in ("order", "codec")})
     pipeline = PipelineSettings(order=order)
     module = parallelize(
         model,
         axes,
         group=group,
         pipeline=pipeline,
-        sharded_codec=sharded_codec and Codec.model_validate(sharded_codec),
+        sharded_codec=(sharded_codec or layout.get("codec"))
+        and Codec.model_validate(sharded_codec or layout.get("codec")),
         sample=torch.zeros(1, NUM_TOKENS, dtype=torch.int64),
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
@@ -118,6 +122,9 @@ def train(
     results = [take_step(replica, step, num_micro_batches) for step in range(num_steps)]
     numbers = [number for result in results for number in (result.loss, result.gradient_norm)]
     tensors, _ = capture(replica)
+    if layout.get("zero_stage") == 1:
+        held = sum(p.numel() for each in local_optimizer(replica.optimizer).param_groups for p in each["params"])
+        assert held < 0.6 * sum(p.numel() for p in replica.module.parameters()), "each rank updates its part"
     replica.close()
     return numbers, {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(("model/", "ema/"))}
 

@@ -14,7 +14,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import ORDERS, Pipeline, PipelineSettings, list_layers
-from paceline.parallel.pipeline.costs import cut, estimate, measure
+from paceline.parallel.pipeline.costs import RNN_FLOPS, cut, estimate, measure
 from paceline.parallel.pipeline.layers import AbsentModule, PipelineLayer, find_owned, keep_only
 from paceline.registry import explain
 from paceline.topology.layout import Layout
@@ -197,8 +197,10 @@ def test_what_a_rank_does_not_hold_leaves_the_model_and_the_rest_keeps_its_names
 def test_costs_put_the_cut_where_the_work_is() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     layers, x = list_layers(model), torch.randn(256, 64)
-    flops = estimate(model, layers, (x,))
-    assert flops == [2 * 256 * a * b for a, b in ((64, 512), (0, 0), (512, 8), (8, 8), (8, 8))]
+    moved = [4 * (256 * a + b + a * b + 256 * b) for a, b in ((64, 512), (512, 8), (8, 8), (8, 8))]
+    flops = [2 * 256 * a * b for a, b in ((64, 512), (512, 8), (8, 8), (8, 8))]
+    first, *others = [flop + 4 * num_bytes for flop, num_bytes in zip(flops, moved, strict=True)]
+    assert estimate(model, layers, (x,)) == [first, 4 * 2 * 4 * 256 * 512, *others]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert max(measure(model, layers, (x,))[:3]) > max(measure(model, layers, (x,))[3:])
     with Mesh(LocalGroup(), Layout().resolve(1)).world as world:
@@ -211,6 +213,36 @@ def test_costs_put_the_cut_where_the_work_is() -> None:
         backwards = PipelineSettings(order="zbv", cuts=("3", "2", "1"))
         with pytest.raises(SettingsError, match="in the order of the layers"):
             cut(model, layers, backwards, mesh, x)  # type: ignore[arg-type]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(64, 64, num_layers=2, batch_first=True)  # type: ignore[call-arg]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.rnn(x)[0]
+        return output
+
+
+@pytest.mark.parametrize(("kind", "num_gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_a_recurrence_costs_its_matrices_and_no_norm_is_free(kind: type[nn.RNNBase], num_gates: int) -> None:
+    """CPUs run an LSTM in one kernel, which torch's counter of flops does not know."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), Recurrent(kind), nn.Linear(64, 64))
+    linear, norm, recurrent, _ = estimate(model, list_layers(model), (torch.randn(32, 16, 64),))
+    assert 2 * 2 * num_gates * 0.8 < recurrent / linear < 2 * 2 * num_gates * 2
+    assert norm > 0.1 * linear
+
+
+def test_the_flops_of_a_recurrence_on_a_gpu_are_those_on_a_cpu() -> None:
+    (on_cpu,), (on_gpu,) = (
+        [count for kernel, count in RNN_FLOPS.items() if kernel.__name__ == name]
+        for name in ("mkldnn_rnn_layer", "_cudnn_rnn")
+    )
+    weights = [torch.Size((256, 32)), torch.Size((256, 64)), torch.Size((256,)), torch.Size((256,))]
+    assert on_cpu(torch.Size((16, 8, 32)), *weights) == on_gpu(torch.Size((16, 8, 32)), weights, 4)
+    packed = torch.Size((100, 32))
+    assert on_gpu(packed, weights, 4) == 2 * 100 * 256 * (32 + 64)
 
 
 def test_costs_of_a_trial_leave_no_trace() -> None:
@@ -233,7 +265,8 @@ def test_a_model_without_values_cannot_be_measured() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
         sample = torch.randn(3, 2)
-    assert estimate(model, list_layers(model), (sample,)) == [24, 48]
+    moved = [4 * (6 + 2 + 4 + 6), 4 * (6 + 4 + 8 + 12)]
+    assert estimate(model, list_layers(model), (sample,)) == [24 + 4 * moved[0], 48 + 4 * moved[1]]
     with pytest.raises(SettingsError, match="take cuts estimated"):
         measure(model, list_layers(model), (sample,))
 

@@ -168,9 +168,19 @@ def what_is_not_finite_is_seen(world: Any, mesh: Mesh) -> None:
     coded.arm(lambda: 1.0, 0)
     gradients = backward(module, 0, world.rank, math.inf if world.rank == 1 else 1.0)
     assert all(tensor.isnan().all() for tensor in gradients.values())
+    assert coded.take_flags().tolist() == [float(world.rank == 1), 0.0]
     coded.roll_back()
     coded.arm(lambda: 1.0, 0)
     assert all(tensor.isfinite().all() for tensor in backward(module, 0, world.rank).values())
+    coded.close()
+    coded = CodedReduceScatter(shard_module(make_model(), mesh), mesh, make_codec("none"))
+    coded.arm(lambda: 1.0, 0)
+    block = next(iter(coded._blocks.values()))
+    rows = torch.full((world.size, sum(block._padded)), torch.finfo(torch.float32).max / 2)
+    coded.reduce(block, torch.empty(rows.shape[1]), rows)
+    holds_any = any(shape.numel() for shape in block.parts[world.rank].values())
+    assert coded.take_flags().tolist() == [0.0, float(holds_any)], "finite gradients whose sum is too large"
+    assert coded.take_flags().tolist() == [0.0, 0.0]
     coded.close()
 
 

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from paceline.comm import join
 from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Spec
-from paceline.errors import GradientError, PacelineError, SettingsError
+from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.tensor import TiedHead, full_tensor, split
+from paceline.parallel.tensor import TensorSplit, TiedHead, full_tensor, split
+from paceline.parallel.tensor_plan import make_plan
 from paceline.recipes.transformer_lm.model import Transformer, TransformerLM
 from paceline.testing import run_processes
 from paceline.topology.layout import Layout
@@ -29,6 +30,10 @@ def build(num_heads: int = 4, vocabulary: int = VOCABULARY) -> Transformer:
     torch.manual_seed(0)
     settings = TransformerLM(width=32, num_layers=2, num_heads=num_heads)
     return settings.build(Spec(num_classes=vocabulary, input_shape=(8,)))
+
+
+def split_by(module: nn.Module, mesh: Mesh, patterns: dict[str, str] | None = None) -> TensorSplit:
+    return split(module, mesh, make_plan(module, patterns, mesh.size("tensor")))
 
 
 def tokens(length: int = 8) -> tuple[Tensor, Tensor]:
@@ -54,7 +59,7 @@ def train_transformer(mesh: Mesh) -> dict[str, Any]:
     """Two micro-batches, with whole and with cut logits."""
     one = build()
     two = copy.deepcopy(one)
-    made = split(two, mesh)
+    made = split_by(two, mesh)
     inputs, targets = tokens()
     result: dict[str, Any] = {"cuts_tokens": made.cuts_tokens, "placements": {}, "cut": {}, "whole": {}}
     for model, kind in ((one, None), (two, "whole"), (two, "cut")):
@@ -78,7 +83,7 @@ def generate(mesh: Mesh) -> float:
     """Seven tokens cannot be cut in two, and need not where nothing is learnt."""
     one = build()
     two = copy.deepcopy(one)
-    split(two, mesh)
+    split_by(two, mesh)
     inputs, _ = tokens(7)
     with pytest.raises(SettingsError, match=r"multiple of tensor\(2\) tokens, but got 7 = 2 \* 3 \+ 1; choose 6 or 8"):
         two(inputs)
@@ -89,7 +94,7 @@ def generate(mesh: Mesh) -> float:
 def autocast(mesh: Mesh) -> list[float]:
     one = build()
     two = copy.deepcopy(one)
-    made = split(two, mesh)
+    made = split_by(two, mesh)
     inputs, targets = tokens()
     losses = []
     for model in (one, two):
@@ -107,7 +112,7 @@ def split_embedding_alone(mesh: Mesh) -> dict[str, Any]:
     """All else is computed on both ranks, and optimizer and clipping see DTensors only."""
     one = build()
     two = copy.deepcopy(one)
-    made = split(two, mesh, {"embedding": "vocabulary"})
+    made = split_by(two, mesh, {"embedding": "vocabulary"})
     inputs, targets = tokens()
     norms: list[list[float]] = [[], []]
     for model, seen in zip((one, two), norms, strict=True):
@@ -117,7 +122,7 @@ def split_embedding_alone(mesh: Mesh) -> dict[str, Any]:
             F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
             seen.append(float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
             optimizer.step()
-    return {"styles": dict(made.styles), "norms": norms, "gradient": difference(one, two)}
+    return {"styles": dict(made.plan.styles), "norms": norms, "gradient": difference(one, two)}
 
 
 class Perceptron(nn.Module):
@@ -151,7 +156,7 @@ def split_perceptron(mesh: Mesh) -> float:
         if "bias" in name:
             nn.init.normal_(parameter)
     two = copy.deepcopy(one)
-    made = split(two, mesh, PLAN)
+    made = split_by(two, mesh, PLAN)
     inputs, targets = tokens()
     inputs = inputs.clone()
     inputs[0, :3] = 17
@@ -163,37 +168,6 @@ def split_perceptron(mesh: Mesh) -> float:
     return difference(one, two)
 
 
-class Scaled(nn.Module):
-    """Its scale works on this rank's columns, which a plan must say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expand = nn.Linear(4, 8)
-        self.norm = nn.LayerNorm(2)
-        self.project = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.expand(x).unflatten(-1, (-1, 2))).flatten(-2)
-        return self.project(hidden)
-
-
-def split_scaled(mesh: Mesh) -> list[Any]:
-    torch.manual_seed(4)
-    one = Scaled()
-    two, wrong = copy.deepcopy(one), copy.deepcopy(one)
-    plan = {"expand": "columns", "project": "rows"}
-    split(two, mesh, {**plan, "norm": "partial"})
-    split(wrong, mesh, plan)
-    x = torch.randn(3, 5, 4)
-    for model in (one, two):
-        model(x).square().sum().backward()
-    try:
-        wrong(x).square().sum().backward()
-    except GradientError as error:
-        return [difference(one, two), str(error)]
-    return [difference(one, two), ""]
-
-
 def on_two() -> dict[str, Any]:
     with join() as group:
         mesh = Mesh(group, Layout(tensor=2).resolve(group.size))
@@ -203,7 +177,6 @@ def on_two() -> dict[str, Any]:
             "autocast": autocast(mesh),
             "embedding": split_embedding_alone(mesh),
             "perceptron": split_perceptron(mesh),
-            "scaled": split_scaled(mesh),
         }
         mesh.close()
     return result
@@ -258,25 +231,10 @@ def test_a_users_module_is_split_by_names(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["perceptron"] < TOLERANCE
 
 
-def test_a_replicated_weight_on_a_part_is_refused_and_a_partial_one_is_right(ranks: list[dict[str, Any]]) -> None:
-    gradient, message = ranks[0]["scaled"]
-    assert gradient < TOLERANCE
-    assert "the gradient of norm." in message
-    assert "name its module with style 'partial'" in message
-
-
 def refuse(module: nn.Module, size: int, plan: dict[str, str] | None = None) -> str:
-    with pytest.raises(PacelineError) as raised:
-        split(module, Mesh(SizedGroup(size), Layout(tensor=size).resolve(size)), plan)
+    with pytest.raises(SettingsError) as raised:
+        make_plan(module, plan, size)
     return str(raised.value)
-
-
-class SizedGroup(LocalGroup):
-    """As many ranks as a refusal needs, of which no other is there."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
 
 
 def test_what_cannot_be_dealt_out_is_refused_with_its_arithmetic() -> None:
@@ -313,18 +271,11 @@ def test_tied_parameters_have_one_style() -> None:
     assert "words.weight and logits.weight are one" in message
 
 
-def test_unknown_types_need_a_plan() -> None:
-    message = refuse(nn.Sequential(nn.Linear(4, 4)), 2)
-    assert "must say how a Sequential is split" in message
-    assert "Attention" in message
-    assert 'give tensor_plan={"layers.*.expand": "columns", ...} (--tensor_plan)' in message
-
-
 def test_one_rank_changes_nothing() -> None:
     model = build()
     inputs, _ = tokens()
     before = model(inputs)
-    made = split(model, Mesh(LocalGroup(), Layout().resolve(1)))
+    made = split_by(model, Mesh(LocalGroup(), Layout().resolve(1)))
     with made.parallel_loss():
         assert torch.equal(model(inputs), before)
     assert not made.cuts_tokens

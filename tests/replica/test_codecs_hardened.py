@@ -136,6 +136,28 @@ def test_a_sum_of_gradients_that_overflows_is_told_and_blames_no_rank(codec, sec
     assert LocalGroup.run(2, worker) == [True, True]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_gradient_that_is_not_finite_is_refused_without_a_codec_too(size):
+    """A finite loss may have one, such as that of a root at 0; afterwards training goes on."""
+
+    def worker(group):
+        model = nn.Linear(8, 8, bias=False)
+        replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+        before = model.weight.detach().clone()
+        bad = model.weight.register_hook(lambda gradient: gradient * (inf if group.rank == size - 1 else 1.0))
+        replica.backward(replica(torch.ones(1, 8)).sum(), weight=1.0)
+        with pytest.raises(NonFiniteError, match="gradients must be finite, but at step 0"):
+            replica.update()
+        kept = torch.equal(model.weight, before)
+        bad.remove()
+        replica.backward(replica(torch.ones(1, 8)).sum(), weight=1.0)
+        replica.update()
+        replica.close()
+        return kept, bool(model.weight.isfinite().all()), torch.equal(model.weight, before)
+
+    assert LocalGroup.run(size, worker) == [(True, True, False)] * size
+
+
 def _save_three(store, name):
     def worker(group):
         replica = _make(group, name, Optional)

@@ -3,7 +3,9 @@
 import copy
 import gc
 import os
+import re
 import signal
+import warnings
 from functools import partial
 
 import pytest
@@ -14,7 +16,8 @@ from torch import nn
 import paceline
 from paceline.comm import LocalGroup
 from paceline.errors import CheckpointError, DataError, GradientError, SettingsError
-from paceline.sync import DiLoCo, EveryStep, LocalSGD
+from paceline.replica.worker_state import IdleRuleWarning
+from paceline.sync import DiLoCo, EveryStep, LocalSGD, PostLocalSGD
 from paceline.testing.processes import run_processes
 from paceline.testing.rule_contract import every_rule
 
@@ -140,6 +143,40 @@ def test_replica_and_loader_belong_to_the_workers_around_them():
     assert LocalGroup.run(2, worker) == [(True, 2)] * 2
 
 
+@pytest.mark.parametrize(
+    ("sync", "told"),
+    [
+        (DiLoCo(), "sync diloco exchanges nothing in 10 steps, .* lower period of DiLoCo, or take more steps"),
+        (PostLocalSGD(), "post_local_sgd is every_step .* of 10 steps, .* lower synchronous_steps of PostLocalSGD"),
+    ],
+)
+def test_a_rule_that_never_acted_in_a_loop_is_warned_of_once_at_its_end(sync, told):
+    [sentence] = _train_and_list_warnings(sync)
+    assert re.search(told, sentence)
+
+
+@pytest.mark.parametrize(("num_before", "sync"), [(0, DiLoCo(period=10)), (16, DiLoCo()), (0, EveryStep())])
+def test_a_rule_that_acted_is_not_warned_of_nor_one_that_did_so_before_the_checkpoint(num_before, sync):
+    assert _train_and_list_warnings(sync, num_before) == []
+
+
+def _train_and_list_warnings(sync, num_before=0):
+    """Train two workers for 10 steps, after those before a checkpoint, and return the warnings of rules."""
+
+    def work(group):
+        with group:
+            replica = make_replica(group, sync=sync)
+            replica.state.num_updates = num_before
+            for _ in range(10):
+                replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+                replica.update()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LocalGroup.run(2, work)
+    return [str(warning.message) for warning in caught if warning.category is IdleRuleWarning]
+
+
 def test_leaving_closes_replicas_the_newest_first_and_once(monkeypatch):
     """Of several, one that was closed by hand and one that nobody refers to any more."""
     closed = []
@@ -166,9 +203,9 @@ def test_leaving_closes_replicas_the_newest_first_and_once(monkeypatch):
     LocalGroup.run(1, work)
 
 
-def make_replica(group):
+def make_replica(group, **settings):
     model = nn.Linear(2, 1)
-    return paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+    return paceline.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group, **settings)
 
 
 def test_a_process_of_several_that_did_not_join_is_refused(monkeypatch):

@@ -25,13 +25,16 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.gated = nn.Linear(WIDTH, 2 * WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 7)  # uneven
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).relu()
-        return self.head(self.norm(x))
+        gate, value = self.gated(x).chunk(2, -1)
+        return self.head(self.norm(self.project(gate.sigmoid() * value)))
 
 
 def take_step(replica: paceline.Replica, step: int) -> float:
@@ -43,8 +46,9 @@ def take_step(replica: paceline.Replica, step: int) -> float:
 
 def make_replica(layout: dict[str, Any]) -> paceline.Replica:
     torch.manual_seed(1)
-    plan = {"layers.*": "replicate"} | {f"layers.{i}": "columns" if i % 2 == 0 else "rows" for i in range(6)}
-    settings = {"tensor_plan": plan} if layout.get("tensor", 1) > 1 else {}
+    plan = {f"layers.{i}": "columns" if i % 2 == 0 else "rows" for i in range(6)}
+    plan |= {"gated": "columns:2", "project": "rows"}
+    settings = {"tensor_plan": plan, "sample": torch.ones(1, WIDTH)} if layout.get("tensor", 1) > 1 else {}
     module = paceline.parallelize(Net(), Layout(**layout), **settings)
     return paceline.Replica(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
 
@@ -134,5 +138,17 @@ def test_a_failure_of_one_is_an_error_of_all_and_leaves_the_checkpoint_before(tm
 
 
 def test_a_slice_knows_where_it_begins() -> None:
-    assert Slice("float32", [2, 3], [6, 5], begin=2 * 5 + 2).offsets == (2, 2)
-    assert Slice("float32", [], []).offsets == ()
+    block = torch.arange(6).view(2, 3)
+    [(part, begin)] = Slice("float32", [2, 3], [6, 5], begin=2 * 5 + 2).split(block)
+    assert part is block and begin == (2, 2)
+    assert Slice("float32", [], []).split(torch.tensor(1.0))[0][1] == ()
+
+
+def test_a_slice_of_joined_matrices_is_split_into_one_of_each() -> None:
+    whole = torch.arange(12 * 5).view(12, 5)
+    held = Slice("int64", [6, 5], [12, 5], begin=2 * 5, dim=0, num_parts=3)  # of 3 matrices of 4 rows
+    block = held.cut(whole).flatten(0, 1)
+    parts = held.split(block)
+    assert [begin for _, begin in parts] == [(2, 0), (6, 0), (10, 0)]
+    for part, begin in parts:
+        assert torch.equal(part, whole[begin[0] : begin[0] + 2])

@@ -3,10 +3,16 @@
 import torch
 
 from paceline.comm.rpc import NOTHING, RpcHeader
+from paceline.sync import ASGD
 from paceline.sync.parameter_server.blocks import partition_parameters
 from paceline.sync.parameter_server.server import RequestKind, Server
 from paceline.sync.parameter_server.shard import Shard
 from paceline.sync.parameter_server.wire_format import WireFormat
+
+
+def paper(**settings):
+    """Return asynchronous SGD as in its paper, with what is given beyond it."""
+    return ASGD(**{"rate_factor": 1.0, "correct_momentum": False, "least_momentum": 0.0, "warmup_steps": 0} | settings)
 
 
 class ByHand:

@@ -7,6 +7,9 @@ import torch
 from gossiping import flat, loss_of, make_module, make_replica, take_step
 
 from paceline.comm.local_group import LocalGroup
+from paceline.errors import CommunicationError
+from paceline.replica.state import capture
+from paceline.replica.survivors import stand_alone
 from paceline.sync.ad_psgd import ADPSGD, pair_up
 from paceline.topology.graphs import EdgeListGraph, Graph, RingGraph
 
@@ -155,6 +158,89 @@ def test_a_lost_worker_is_named():
 
     with pytest.raises(RuntimeError, match=r"gone"):
         LocalGroup.run(3, run)
+
+
+def test_the_living_hand_their_parameters_and_steps_over_to_the_first():
+    """One is lost in its third step; the others stop, and the first stands for the mean of those that live."""
+
+    def run(group):
+        replica = make_replica(group, ADPSGD(graph="complete"), lr=0.0)
+        try:
+            for step in range(100_000):
+                if group.rank == 3 and step == 3:
+                    raise RuntimeError("gone")
+                take_step(replica, step)
+                steps[group.rank] = step + 1
+        except CommunicationError:
+            own[group.rank] = replica._synchroniser._model.read()
+            handed_over = stand_alone(replica)
+            if handed_over is not None:
+                tensors, document = capture(replica)
+                saved.append((handed_over, tensors, document))
+                return
+            raise
+
+    own, steps, saved = {}, {}, []
+    with pytest.raises(RuntimeError, match="gone"):
+        LocalGroup.run(4, run)
+    [(handed_over, tensors, document)] = saved
+    assert handed_over.lost_ranks == [3]
+    assert sorted(handed_over.num_steps) == [0, 1, 2, 3]
+    assert handed_over.num_steps.pop(3) <= 3
+    for rank, count in handed_over.num_steps.items():
+        assert count - steps[rank] in (0, 1), "the last may have heard of the loss at its end"
+    assert len(document["replica"]["states"]) == 1
+    mean = torch.cat([tensors[f"model/{name}"].flatten() for name, _ in make_module().named_parameters()])
+    spread = torch.stack(list(own.values()))
+    assert (mean - spread.mean(0)).norm() < 2 * (spread - spread.mean(0)).norm() + 1e-9
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["passive", "active"])
+def test_the_steps_of_the_lost_are_those_that_the_living_have_of_it(size):
+    """The last rank is lost after three steps, when the others have done many more and have averaged with it."""
+
+    def run(group):
+        replica = make_replica(group, ADPSGD(graph="complete"))
+        try:
+            for step in range(100_000):
+                if group.rank == size - 1 and step == 3:
+                    replica._synchroniser._finish()
+                    others_are_ahead.wait(30)
+                    raise RuntimeError("gone")
+                take_step(replica, step)
+                if group.rank == 0 and step == 8:
+                    others_are_ahead.set()
+        except CommunicationError:
+            if (handed_over := stand_alone(replica)) is not None:
+                found.append(handed_over)
+                return
+            raise
+
+    others_are_ahead, found = threading.Event(), []
+    with pytest.raises(RuntimeError, match="gone"):
+        LocalGroup.run(size, run)
+    [handed_over] = found
+    assert handed_over.num_steps[size - 1] == 3
+    assert handed_over.num_steps[0] >= 9
+
+
+def test_delays_are_of_averages_that_came_between_gradients_and_their_use():
+    def run(group):
+        replica = make_replica(group, ADPSGD())
+        for step in range(20):
+            take_step(replica, step)
+        group.barrier()
+        delays = replica.state.count_delays()
+        with replica.consensus():
+            pass
+        replica.close()
+        return delays
+
+    first, _ = LocalGroup.run(2, run)
+    # Rank 0 asks for an average after each step, whose answer comes before the next update: each gradient but the
+    # first is one average old. Rank 1 answers whenever it is asked.
+    assert first.counts[1] >= 9
+    assert sum(first.counts.values()) == 40
 
 
 @pytest.mark.parametrize(

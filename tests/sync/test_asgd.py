@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from serving import ByHand
+from serving import ByHand, paper
 from stepping import descend, flatten, make_linear, make_samples, make_sgd, run_step, train
 
 from paceline.checkpoint import CheckpointStore
@@ -17,19 +17,21 @@ from paceline.comm.rpc import NOTHING, RpcHeader
 from paceline.errors import CommunicationError, SettingsError
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
+from paceline.replica.survivors import stand_alone
 from paceline.sync import ASGD
 from paceline.sync.parameter_server.blocks import PackedTensors, copy_all
 from paceline.sync.parameter_server.server import RequestKind
 
 MITIGATED = {
-    "plain": ASGD(),
-    "scaled": ASGD(scale_rate=True),
-    "compensated": ASGD(compensation=0.5),
-    "adaptive": ASGD(compensation=0.5, compensation_decay=0.9),
-    "corrected": ASGD(correct_momentum=True),
-    "all": ASGD(scale_rate=True, compensation=2.0, compensation_decay=0.5, correct_momentum=True),
+    "by default": ASGD(),
+    "plain": paper(),
+    "scaled": paper(scale_rate=True),
+    "compensated": paper(compensation=0.5),
+    "adaptive": paper(compensation=0.5, compensation_decay=0.9),
+    "corrected": paper(correct_momentum=True),
+    "all": paper(scale_rate=True, compensation=2.0, compensation_decay=0.5, correct_momentum=True),
 }
-SOFT = ASGD(pushes_per_step=3)
+SOFT = paper(pushes_per_step=3)
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATED))
@@ -50,7 +52,7 @@ def test_one_worker_is_adamw_too_and_keeps_its_groups():
 
 
 def test_a_delay_counts_the_updates_of_others_between_pull_and_push():
-    by_hand = ByHand(ASGD(), num_workers=3)
+    by_hand = ByHand(paper(), num_workers=3)
     for worker, delay in [(0, 0), (0, 0), (1, 2), (1, 0), (2, 4), (0, 3)]:
         before = by_hand.shard.delays.copy()
         by_hand.swap(worker, [1.0, 1.0])
@@ -59,7 +61,7 @@ def test_a_delay_counts_the_updates_of_others_between_pull_and_push():
 
 
 def test_a_push_without_samples_changes_nothing():
-    by_hand = ByHand(ASGD(), momentum=0.9)
+    by_hand = ByHand(paper(), momentum=0.9)
     by_hand.swap(0, [1.0, 1.0])
     before = by_hand.x.clone()
     by_hand.swap(1, [5.0, 5.0], weight=0.0)
@@ -69,7 +71,7 @@ def test_a_push_without_samples_changes_nothing():
 
 
 def test_scaled_rates_divide_by_one_plus_the_delay():
-    by_hand = ByHand(ASGD(scale_rate=True), learning_rate=0.5, start=(0.0, 0.0))
+    by_hand = ByHand(paper(scale_rate=True), learning_rate=0.5, start=(0.0, 0.0))
     by_hand.swap(0, [1.0, 0.0])
     by_hand.swap(0, [1.0, 0.0])
     by_hand.swap(1, [0.0, 1.0])  # two updates came between
@@ -89,7 +91,7 @@ def test_several_pushes_make_one_step_with_their_mean_whoever_they_are_of():
 
 
 def test_a_mean_of_scaled_pushes_divides_each_by_one_plus_its_delay():
-    by_hand = ByHand(ASGD(pushes_per_step=2, scale_rate=True), learning_rate=1.0, start=(0.0, 0.0))
+    by_hand = ByHand(paper(pushes_per_step=2, scale_rate=True), learning_rate=1.0, start=(0.0, 0.0))
     by_hand.swap(0, [0.0, 0.0])
     by_hand.swap(0, [0.0, 0.0])
     by_hand.swap(0, [1.0, 0.0])
@@ -101,7 +103,7 @@ def test_a_mean_of_scaled_pushes_is_a_step_at_their_mean_rate_for_optimizers_tha
     def make(parameters, lr):
         return torch.optim.Adam(parameters, lr=lr, betas=(0.0, 0.0), eps=0.0)
 
-    by_hand = ByHand(ASGD(pushes_per_step=2, scale_rate=True), make=make, learning_rate=1.0, start=(0.0, 0.0))
+    by_hand = ByHand(paper(pushes_per_step=2, scale_rate=True), make=make, learning_rate=1.0, start=(0.0, 0.0))
     for worker in (0, 0, 0, 1):
         by_hand.swap(worker, [3.0, -3.0])  # the last comes after a step: its delay is 1
     torch.testing.assert_close(by_hand.x, torch.tensor([-1.75, 1.75], dtype=torch.float64))
@@ -119,7 +121,7 @@ def test_what_waits_for_more_pushes_is_not_lost_when_no_more_can_come():
 
 def test_pushes_of_as_many_workers_are_steps_of_synchronous_sgd_where_nobody_is_ahead():
     """Workers that push in turn all see the same parameters but for the last of a step, so here gradients are given."""
-    soft, plain = ByHand(ASGD(pushes_per_step=2), momentum=0.9), ByHand(ASGD(), num_workers=1, momentum=0.9)
+    soft, plain = ByHand(paper(pushes_per_step=2), momentum=0.9), ByHand(paper(), num_workers=1, momentum=0.9)
     for step in range(4):
         gradients = torch.tensor([[step, 1.0], [2.0, step]], dtype=torch.float64)
         for worker in (0, 1):
@@ -129,7 +131,7 @@ def test_pushes_of_as_many_workers_are_steps_of_synchronous_sgd_where_nobody_is_
 
 
 def test_compensation_adds_what_the_gradient_missed_to_first_order():
-    by_hand = ByHand(ASGD(compensation=0.7), learning_rate=0.5)
+    by_hand = ByHand(paper(compensation=0.7), learning_rate=0.5)
     old = by_hand.x.clone()
     by_hand.swap(0, [1.0, -3.0])
     drifted = by_hand.x.clone()
@@ -140,7 +142,7 @@ def test_compensation_adds_what_the_gradient_missed_to_first_order():
 
 
 def test_adaptive_compensation_divides_by_the_root_of_the_mean_square():
-    by_hand = ByHand(ASGD(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
+    by_hand = ByHand(paper(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
     old = by_hand.x.clone()
     first, second = torch.tensor([[1.0, -3.0], [2.0, 0.5]], dtype=torch.float64)
     by_hand.swap(0, first)
@@ -153,7 +155,7 @@ def test_adaptive_compensation_divides_by_the_root_of_the_mean_square():
 
 def test_a_server_goes_on_with_the_mean_squares_it_saved():
     def start():
-        return ByHand(ASGD(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
+        return ByHand(paper(compensation=0.7, compensation_decay=0.5), learning_rate=0.5)
 
     straight, resumed = start(), start()
     for by_hand in (straight, resumed):
@@ -172,7 +174,7 @@ def test_a_server_goes_on_with_the_mean_squares_it_saved():
 
 
 def test_momentum_is_lowered_by_what_the_mean_delay_adds():
-    by_hand = ByHand(ASGD(correct_momentum=True), momentum=0.9, learning_rate=1.0, start=(0.0, 0.0))
+    by_hand = ByHand(paper(correct_momentum=True), momentum=0.9, learning_rate=1.0, start=(0.0, 0.0))
     by_hand.swap(0, [1.0, 0.0])
     by_hand.swap(1, [0.0, 0.0])  # delay 1, mean 1/2: implicit momentum 1/3
     torch.testing.assert_close(by_hand.x[0].item(), -1.0 - (0.9 - 1 / 3), rtol=1e-12, atol=0)
@@ -183,7 +185,7 @@ def test_the_first_of_adams_betas_is_its_momentum():
     def make(parameters, lr):
         return torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.95))
 
-    by_hand = ByHand(ASGD(correct_momentum=True), make=make, start=(0.0, 0.0))
+    by_hand = ByHand(paper(correct_momentum=True), make=make, start=(0.0, 0.0))
     by_hand.swap(0, [1.0, 1.0])
     by_hand.swap(1, [0.0, 0.0])  # delay 1, mean 1/2: implicit momentum 1/3
     [state] = by_hand.shard.optimizer.state.values()
@@ -193,11 +195,13 @@ def test_the_first_of_adams_betas_is_its_momentum():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValidationError, match="compensation must be more than 0 with compensation_decay"):
-        ASGD(compensation_decay=0.9)
+        paper(compensation_decay=0.9)
     with pytest.raises(SettingsError, match=r"the optimizer must have momentum with correct_momentum.*Adagrad"):
-        train(1, ASGD(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.Adagrad(module.parameters()))
+        train(
+            1, paper(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.Adagrad(module.parameters())
+        )
     with pytest.raises(SettingsError, match=r"num_servers must be at most the number of processes.* got 3 for 2"):
-        train(2, ASGD(num_servers=3), 1)
+        train(2, paper(num_servers=3), 1)
 
 
 @pytest.mark.parametrize("pushes_per_step", [1, 4])
@@ -221,7 +225,7 @@ def test_every_push_counts_once_whoever_comes_first(servers, pushes_per_step):
         replica.close()
         return torch.stack(gradients).sum(0), change, delays
 
-    rule = ASGD(num_servers=servers, pushes_per_step=pushes_per_step)
+    rule = paper(num_servers=servers, pushes_per_step=pushes_per_step)
     results = LocalGroup.run(3, work)
     total = sum(gradients for gradients, _, _ in results)
     for _, change, delays in results:
@@ -239,7 +243,7 @@ def test_what_a_codec_holds_back_of_a_push_comes_later(name):
     def work(group):
         module = torch.nn.Linear(40, 30, bias=False)
         torch.nn.init.zeros_(module.weight)
-        replica = Replica(module, make_sgd(module, learning_rate=1.0), group=group, sync=ASGD(codec=_lossy(name)))
+        replica = Replica(module, make_sgd(module, learning_rate=1.0), group=group, sync=paper(codec=_lossy(name)))
         generator = torch.Generator().manual_seed(group.rank)
         total = torch.zeros(30, 40)
         for _ in range(6):
@@ -262,7 +266,7 @@ def test_what_a_codec_holds_back_of_a_push_comes_later(name):
 @pytest.mark.parametrize("name", ["top_k", "random_k", "int8", "one_bit", "power_sgd", "fp16"])
 def test_pulled_differences_lead_to_the_servers_parameters(name):
     by_hand = ByHand(
-        ASGD(pull_codec=_lossy(name)), start=tuple(float(n) for n in torch.randn(3000, generator=_seeded()))
+        paper(pull_codec=_lossy(name)), start=tuple(float(n) for n in torch.randn(3000, generator=_seeded()))
     )
     start = by_hand.have[1]
     by_hand.swap(0, torch.randn(3000, generator=_seeded()))
@@ -307,9 +311,9 @@ def test_a_slow_worker_holds_up_nobody_and_the_fast_one_does_more():
     assert sorted(noted) == [(start, start + 4) for start in range(0, 100, 4)]
 
 
-def test_a_dead_workers_samples_are_handed_out_again():
+def test_when_a_worker_dies_the_others_stop_and_only_its_samples_are_not_used():
     position = iter(range(0, 10**6, 4))
-    noted, claimed = [], threading.Event()
+    noted, has_claimed = [], threading.Event()
 
     def work(group):
         module = make_linear()
@@ -317,19 +321,32 @@ def test_a_dead_workers_samples_are_handed_out_again():
         replica.dispatcher.set_source(
             lambda n: (start := next(position), start + n), lambda *interval: noted.append(interval)
         )
-        replica.dispatcher.set_boundary(40)
+        replica.dispatcher.set_boundary(10**6)
         if group.rank == 2:
-            replica.dispatcher.claim(4)
-            claimed.set()
+            claimed.append(replica.dispatcher.claim(4))
+            has_claimed.set()
             raise RuntimeError("struck by lightning")
-        claimed.wait()
+        has_claimed.wait()
         while (interval := replica.dispatcher.claim(4)) is not None:
             run_step(replica, interval[0])
             replica.dispatcher.ack(interval)
+        stopped[group.rank] = replica.dispatcher.lost
+        if (handed_over := stand_alone(replica)) is None:
+            return
+        with replica.consensus():
+            consensus = flatten(module)
+        torch.testing.assert_close(consensus, flatten(module))
+        tensors, _ = capture(replica)
+        saved.append((handed_over.lost_ranks, sum(name.startswith("rank0/shared/parameter/") for name in tensors)))
 
+    claimed, stopped, saved = [], {}, []
     with pytest.raises(RuntimeError, match="lightning"):
         LocalGroup.run(3, work)
-    assert sorted(noted) == [(start, start + 4) for start in range(0, 40, 4)]
+    assert stopped == dict.fromkeys((0, 1), "rank 2 is lost, so that all others stop")
+    assert saved == [([2], 2)], "of the weight and the bias, by the first worker alone"
+    assert not set(claimed) & set(noted)
+    used_up = next(position)
+    assert sorted([*noted, *claimed]) == [(start, start + 4) for start in range(0, used_up, 4)]
 
 
 def test_a_dead_server_is_an_error_that_names_it():
@@ -338,7 +355,7 @@ def test_a_dead_server_is_an_error_that_names_it():
 
     def work(group):
         module = make_linear()
-        replica = Replica(module, make_sgd(module), group=group, sync=ASGD(num_servers=2))
+        replica = Replica(module, make_sgd(module), group=group, sync=paper(num_servers=2))
         run_step(replica, 0)
         group.barrier()
         if group.rank == 1:
@@ -415,7 +432,7 @@ def test_a_killed_run_goes_on_with_its_clocks_delays_and_parameters():
 
     def make(group):
         module = make_linear()
-        rule = ASGD(
+        rule = paper(
             compensation=0.5, correct_momentum=True, num_servers=2, codec=_lossy("int8"), pull_codec=_lossy("int8")
         )
         return module, Replica(module, make_sgd(module, momentum=0.9), group=group, sync=rule)

@@ -12,7 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.replica.replica import Replica
+from paceline.replica.step_length import StepLength
 from paceline.sync import EveryStep, LocalSGD
+from paceline.sync.reducer import FlatBucket
 from paceline.testing.rule_contract import check_rule
 
 CODECS = {
@@ -46,8 +48,16 @@ def make_adadelta(module):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("make_optimizer", [make_adamw, partial(make_sgd, momentum=0.9)])
 def test_it_is_local_sgd_with_a_period_of_one(codec, make_optimizer):
-    ours = train(3, EveryStep(codec=CODECS[codec], codec_of="step", step_beta1=None), 8, uneven, make_optimizer)
-    reference = train(3, LocalSGD(codec=CODECS[codec], period=1), 8, uneven, make_optimizer)
+    ours = train(
+        3,
+        EveryStep(codec=CODECS[codec], codec_of="step", step_beta1=None, step_length="own"),
+        8,
+        uneven,
+        make_optimizer,
+    )
+    reference = train(
+        3, LocalSGD(codec=CODECS[codec], period=1, local_beta1=None, scale_rate=False), 8, uneven, make_optimizer
+    )
     assert torch.equal(ours[0], ours[1])
     torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
 
@@ -110,8 +120,12 @@ def train_branches(sync, optimizer_class, clip_norm, bucket_bytes=8):
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, AdamWOfSomebodyElse])
 def test_micro_batches_branches_ties_and_clipping_are_those_of_local_sgd(optimizer, clip_norm):
     codec = {"name": "one_bit", "dense_below": 0}
-    ours = train_branches(EveryStep(codec=codec, codec_of="step", step_beta1=None), optimizer, clip_norm)
-    reference = train_branches(LocalSGD(codec=codec, period=1), optimizer, clip_norm)
+    ours = train_branches(
+        EveryStep(codec=codec, codec_of="step", step_beta1=None, step_length="own"), optimizer, clip_norm
+    )
+    reference = train_branches(
+        LocalSGD(codec=codec, period=1, local_beta1=None, scale_rate=False), optimizer, clip_norm
+    )
     for (mine, norms), (theirs, their_norms) in zip(ours, reference, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         assert norms == pytest.approx(their_norms) if clip_norm else norms == [None] * 6
@@ -264,3 +278,133 @@ def test_the_optimizer_must_be_stepped_by_nothing_else():
         replica.close()
 
     LocalGroup.run(2, work)
+
+
+class OneElementEach(torch.nn.Module):
+    """Gradient 1 of one element, another on each of two workers: the mean gradient is shorter by sqrt(2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, rank):
+        return self.weight[rank]
+
+
+def train_elements(codec, make_optimizer, seen, *, clip_norm=None, num_steps=6, stop=0, add_hook=False):
+    """Return the changes of the parameters, step by step, of two workers; `seen` maps a rank to its element.
+
+    After `stop` steps workers are made anew and loaded with what was saved.
+    """
+
+    def work(group):
+        module = OneElementEach()
+        optimizer = make_optimizer(module)
+        if add_hook:
+            optimizer.register_step_post_hook(lambda *_: None)
+        make = partial(Replica, group=group, sync=EveryStep(codec=codec, codec_of="step"), clip_norm=clip_norm)
+        replica = make(module, optimizer)
+        held = [flatten(module)]
+        for step in range(num_steps):
+            if stop and step == stop:
+                saved = module.state_dict(), optimizer.state_dict(), replica.state_dict()
+                replica.close()
+                module = OneElementEach()
+                optimizer = make_optimizer(module)
+                replica = make(module, optimizer)
+                for part, state in zip((module, optimizer, replica), saved, strict=True):
+                    part.load_state_dict(state)
+            replica.backward(replica(seen[group.rank]), weight=1.0)
+            replica.update()
+            held.append(flatten(module))
+        replica.close()
+        return -torch.stack(held).diff(dim=0)
+
+    return torch.stack(LocalGroup.run(2, work))
+
+
+def make_adam(module):
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 2.0])
+@pytest.mark.parametrize("codec", ["none", "one_bit"])
+def test_steps_of_workers_that_see_noise_are_as_long_as_synchronous_ones(codec, clip_norm):
+    """Both factors are exact: each draw sees the ratio 2, and without noise it is 1. No gradient is clipped."""
+    apart = train_elements(codec, make_adam, [0, 1], clip_norm=clip_norm)
+    assert torch.equal(apart[0], apart[1])
+    torch.testing.assert_close(apart[0, 0], torch.full((2,), 0.005), msg="nothing is measured before the first step")
+    torch.testing.assert_close(apart[0, 1:], torch.full((5, 2), 0.005 * 2**0.5))
+    alike = train_elements(codec, make_adam, [0, 0], clip_norm=clip_norm)
+    torch.testing.assert_close(alike[0, :, 0], torch.full((6,), 0.01))
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "add_hook", "length"),
+    [(make_adam, True, 0.005), (partial(make_sgd, momentum=0.0), False, 0.025)],
+)
+def test_steps_keep_their_length_where_hooks_may_bound_parameters_and_without_adaptivity(
+    make_optimizer, add_hook, length
+):
+    changes = train_elements("none", make_optimizer, [0, 1], add_hook=add_hook)
+    torch.testing.assert_close(changes, torch.full((2, 6, 2), length))
+
+
+def test_the_length_of_steps_goes_on_from_a_saved_state():
+    whole = train_elements("one_bit", make_adam, [0, 1])
+    assert torch.equal(whole, train_elements("one_bit", make_adam, [0, 1], stop=3))
+
+
+def test_the_length_of_steps_is_that_of_signal_and_noise_and_is_counted_in_bytes():
+    """Gradients are 1 with noise of variance 9: own ones have the mean square 10, means of three 1 + 9 / 3."""
+    parameters = {"matrix": torch.zeros(300, 400), "bias": torch.zeros(300)}
+
+    def work(group):
+        length = StepLength(group, parameters, seed=1)
+        generator = torch.Generator().manual_seed(group.rank)
+        for step in range(200):
+            buffer = 1 + 3 * torch.randn(300 * 401 + 2, generator=generator)
+            blocks = dict(zip(parameters, buffer[:-2].split([300 * 400, 300]), strict=True))
+            length.begin(step)
+            length.read(FlatBucket("all", buffer, blocks))
+            length.send(1.0)
+            length.receive(3.0)
+            length.commit()
+        return length.factor, length.wire_bytes
+
+    for factor, wire_bytes in LocalGroup.run(3, work):
+        assert factor == pytest.approx((10 / 4) ** 0.5, rel=0.05)  # 1,300 elements weigh in the mean: 4% of a square
+        assert wire_bytes == round(2 * 2 / 3 * 4 * (64 + 1 + 1))
+
+
+def test_a_step_that_fails_is_not_measured():
+    """Most draws miss the one element that is not finite."""
+
+    def work(group):
+        module = make_linear(dtype=torch.float32)
+        replica = Replica(module, make_adam(module), group=group, sync=EveryStep(codec="one_bit"))
+        run_step(replica, 0)
+        before = replica.state_dict()["document"]["landing"]
+        spoiled = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, float("inf")]])
+        hook = module.weight.register_hook(lambda gradient: gradient * spoiled)
+        with pytest.raises(NonFiniteError):
+            run_step(replica, 1)
+        hook.remove()
+        assert before["mean"] > 0
+        assert replica.state_dict()["document"]["landing"] == before
+        replica.close()
+
+    LocalGroup.run(2, work)
+
+
+def test_a_worker_clips_its_own_gradient_at_a_bound_that_allows_for_its_noise():
+    """The optimizer sees gradients of 1 clipped at 0.5, and at 0.5 sqrt(2) once noise has been measured."""
+    seen = []
+
+    class Seeing(torch.optim.Adam):
+        def step(self, closure=None):
+            seen.append(max(float(p.grad.abs().max()) for group in self.param_groups for p in group["params"]))
+            return super().step(closure)
+
+    train_elements("none", lambda m: Seeing(m.parameters(), lr=0.01), [0, 1], clip_norm=0.5, num_steps=3)
+    assert sorted(seen) == pytest.approx([0.5] * 2 + [0.5 * 2**0.5] * 4, rel=1e-5)

@@ -27,7 +27,7 @@ def test_with_a_rate_of_one_and_no_momentum_it_is_local_sgd(size):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_its_outer_steps_are_those_of_torch(nesterov):
-    rule = DiLoCo(period=3, nesterov=nesterov, outer_momentum_warmup=0)
+    rule = DiLoCo(period=3, nesterov=nesterov, outer_momentum=0.9, outer_momentum_warmup=0)
     seen = train(2, rule, 12, uneven)
     common = flatten(make_linear()).requires_grad_()
     outer = torch.optim.SGD([common], lr=0.7, momentum=0.9, nesterov=nesterov)
@@ -55,7 +55,7 @@ def test_its_momentum_rises_over_a_third_of_the_run(num_steps, rounds):
 
 
 def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
-    rule = DiLoCo(period=3, outer_momentum_warmup=4)
+    rule = DiLoCo(period=3, outer_momentum=0.9, outer_momentum_warmup=4)
 
     def fail(path, reason):
         raise AssertionError(f"{path} is damaged: {reason}")

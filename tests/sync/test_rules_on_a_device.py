@@ -10,7 +10,6 @@ from distant import DEVICE, OnDevice
 from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.compression import Int8, PowerSGD, TopK
-from paceline.replica.reduction import DEFAULT_BUCKET_BYTES
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
 from paceline.sync import ASGD, ChocoSGD, DiLoCo, EveryStep, ParameterServer
@@ -77,7 +76,6 @@ def test_every_rule_trains_as_on_the_cpu(tmp_path, monkeypatch, device, name):
     near = train_on(torch.device("cpu"))
     if device == DEVICE:  # workers are threads, and have threads; each must know it
         monkeypatch.setattr(threading.Thread, "run", run_on_device)
-        monkeypatch.setitem(DEFAULT_BUCKET_BYTES, DEVICE.type, 2**20)
     distant = train_on(device)
     assert all(torch.equal(distant[0], other) for other in distant)
     assert not torch.equal(distant[0], torch.cat([p.flatten() for p in make_module().parameters()]))

@@ -9,8 +9,11 @@ from serving import ByHand
 from stepping import make_linear, make_sgd, run_step, train
 
 from paceline.comm import LocalGroup
+from paceline.comm.rpc import NOTHING, RpcHeader
+from paceline.errors import CommunicationError
 from paceline.replica.replica import Replica
 from paceline.sync import SSP
+from paceline.sync.parameter_server.server import RequestKind
 
 
 def _with_momentum(module):
@@ -66,6 +69,45 @@ def test_parts_are_of_the_weight_of_a_complete_step():
     by_hand.swap(0, [1.0, 0.0], weight=3.0)
     by_hand.swap(1, [0.0, 1.0], weight=1.0)
     torch.testing.assert_close(by_hand.x - before, torch.tensor([0.75, 0.25], dtype=torch.float64))
+
+
+def _pause(by_hand, *workers):
+    """Stop waiting for workers, as before a checkpoint."""
+    for worker in workers:
+        by_hand.server.handle(worker, RpcHeader(RequestKind.AWAY), NOTHING)
+
+
+def _resume(by_hand, *workers):
+    for worker in workers:
+        reply = by_hand.server.handle(worker, RpcHeader(RequestKind.BACK, by_hand.clocks[worker]), NOTHING)()
+        by_hand.clocks[worker] = reply[0].clock
+
+
+@pytest.mark.parametrize("num_complete", [0, 1], ids=["before a complete step", "after one"])
+def test_steps_of_one_worker_before_a_checkpoint_say_nothing_of_the_weight_of_a_step(num_complete):
+    by_hand = ByHand(SSP(staleness=2), num_workers=2, start=(0.0, 0.0))
+    for _ in range(num_complete):
+        by_hand.swap(0, [1.0, 0.0])
+        by_hand.swap(1, [0.0, 1.0])
+    _pause(by_hand, 1)
+    by_hand.swap(0, [1.0, 0.0])  # alone: the samples before the checkpoint are all handed out
+    _pause(by_hand, 0)
+    _resume(by_hand, 0, 1)
+    by_hand.swap(0, [1.0, 0.0])
+    by_hand.swap(1, [0.0, 1.0])
+    expected = torch.tensor([num_complete + 2, num_complete + 1], dtype=torch.float64) / 2
+    torch.testing.assert_close(by_hand.x, expected)
+
+
+def test_a_step_after_a_loss_has_the_weight_of_the_living():
+    by_hand = ByHand(SSP(staleness=2), num_workers=3, start=(0.0, 0.0))
+    for worker in range(3):
+        by_hand.swap(worker, [0.0, 0.0])
+    by_hand.server.drop_caller(2, CommunicationError("struck by lightning"))
+    for worker in range(2):
+        by_hand.swap(worker, [0.0, 0.0])
+    by_hand.swap(0, [1.0, 0.0])
+    assert by_hand.x.tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

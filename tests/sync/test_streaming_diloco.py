@@ -112,7 +112,8 @@ def _stream(num_steps, rule, size):
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
 @pytest.mark.parametrize(("mixing", "warmup"), [(0.0, 0), (0.25, 0), (0.25, 3)])
 def test_it_is_the_papers_algorithm(delay, mixing, warmup):
-    rule = StreamingDiLoCo(period=6, num_fragments=2, delay=delay, mixing=mixing, outer_momentum_warmup=warmup)
+    settings = {"delay": delay, "mixing": mixing, "outer_momentum": 0.9, "outer_momentum_warmup": warmup}
+    rule = StreamingDiLoCo(period=6, num_fragments=2, **settings)
     torch.testing.assert_close(train(3, rule, 20, uneven), _stream(20, rule, 3), rtol=1e-10, atol=1e-11)
 
 

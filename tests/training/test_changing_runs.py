@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +14,20 @@ from torch import nn
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
 from paceline.errors import CommunicationError, DataError, SettingsError
+from paceline.memory import Memory
 from paceline.monitor.events import BatchChanged, GradientNoiseMeasured, ModelGrown, RunStarted, StepFinished
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
-from paceline.optim import AdamW
+from paceline.optim import SGD, AdamW
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
 from paceline.schedules import GrowingBatch, Linear, NoiseScaleBatch, SteppedBatch
 from paceline.sync import EveryStep, LocalSGD
 from paceline.training import Model, NextToken, Run, train
 from paceline.training.growth import Growth
+
+sys.path.append(str(Path(__file__).parents[1] / "sync"))
+from distant import DEVICE, OnDevice
 
 
 @register("test_changing_words")
@@ -201,6 +207,22 @@ def test_a_run_goes_on_across_growth_bit_for_bit(tmp_path, num_workers, method):
     assert "model/layers.3.mlp.project.weight" in read_tensors(tmp_path / "resumed")
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_run_goes_on_across_widening_bit_for_bit(tmp_path, num_workers):
+    run = make_run(growth=Growth(steps=(5, 8), widths=(16, 32)))
+    straight = train_here(run, tmp_path / "straight", num_workers)
+    grown = told(straight, ModelGrown)
+    assert {step: (event.width, event.num_layers) for step, event in grown.items()} == {5: (16, 1), 8: (32, 1)}
+    resumed = fail_then_go_on(run, tmp_path / "resumed", 9, num_workers)
+    assert told(resumed, ModelGrown) == grown
+    assert steps_of(resumed) == steps_of(straight)
+    assert_same_end(tmp_path / "straight", tmp_path / "resumed")
+    assert read_tensors(tmp_path / "resumed")["model/embedding.weight"].shape == (7, 32)
+    later = run.model_copy(update={"growth": Growth(steps=(9,), widths=(16,)), "num_steps": 16})
+    with pytest.raises(SettingsError, match="narrower, but it has 1 layers of width 32 and growth gives it 1 layers"):
+        train_here(later, tmp_path / "straight", num_workers)
+
+
 def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
     run = make_run(growth=Growth(steps=(3,), depths=(3,)), sync=EveryStep(codec="top_k"))
     straight = train_here(run, tmp_path / "straight", 2)
@@ -208,7 +230,9 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
     assert steps_of(resumed) == steps_of(straight)
     assert_same_end(tmp_path / "straight", tmp_path / "resumed")
     later = run.model_copy(update={"growth": Growth(steps=(20,)), "num_steps": 16})
-    with pytest.raises(SettingsError, match="shallower, but it has 3 layers and growth gives it 1 at step 14"):
+    with pytest.raises(
+        SettingsError, match="shallower or narrower, but it has 3 layers of width 8 and growth gives it 1 layers of"
+    ):
         train_here(later, tmp_path / "straight", 2)
 
 
@@ -225,10 +249,21 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
         ),
         ({"noise_scale_interval": 5, "layout": {"tensor": 2}}, "each worker holds a whole model"),
         ({"noise_scale_interval": 5, "batch_schedule": "noise_scale"}, "noise_scale_interval must be that of batch"),
+        ({"memory": {"offload": "parameters"}, "layout": {"sharded": 2}}, "must come with a layout of data alone"),
+        ({"memory": {"offload": "parameters"}, "compiler": "eager"}, "must come without a compiler, but got eager"),
         ({"growth": {"steps": (3, 3)}}, "must ascend from 1 on"),
         ({"growth": {"steps": (0,)}}, "must ascend from 1 on"),
         ({"growth": {"steps": (3, 5), "depths": (4,)}}, "a depth for each step, but got 1 depths for 2 steps"),
         ({"growth": {"steps": (3,), "depths": (1,)}}, "growth.depths must ascend from the model's 1 layers"),
+        ({"growth": {"steps": (3,), "widths": (12,)}}, "larger multiple of the one before, from the model's 8 on"),
+        ({"growth": {"steps": (3,), "widths": (8,)}}, "larger multiple of the one before, from the model's 8 on"),
+        ({"growth": {"steps": (3, 5), "widths": (16,)}}, "a width for each step, but got 1 widths for 2 steps"),
+        ({"growth": {"steps": (3,), "widths": (16,), "depths": (2,)}}, "must grow in depth or in width"),
+        ({"growth": {"steps": (3,), "widths": (16,)}, "sync": EveryStep(codec="top_k")}, "without a codec, whose"),
+        (
+            {"growth": {"steps": (3,), "widths": (16,)}, "model": "test_changing_flat"},
+            "growth must be of a model that knows its width",
+        ),
         ({"growth": {"steps": (3,)}, "sync": "local_sgd"}, "keeps replicas equal, but got local_sgd"),
         ({"growth": {"steps": (3,)}, "layout": {"pipeline": 2}}, "growth must come with a layout of data alone"),
         ({"growth": {"steps": (3,)}, "model": "test_changing_flat"}, "growth must be of a model that knows its depth"),
@@ -237,6 +272,21 @@ def test_a_checkpoint_after_growth_has_the_right_depth(tmp_path):
 def test_what_cannot_be_right_is_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         make_run(**changes)
+
+
+def test_a_run_whose_parameters_wait_in_cpu_memory_learns_the_same(tmp_path, monkeypatch):
+    """It computes on a device that refuses tensors of the CPU, whose attention is another kernel."""
+    monkeypatch.setattr("paceline.training.rehearsal.default_device", lambda: DEVICE)
+    ends = []
+    for offload in ("none", "parameters"):
+        run = make_run(optimizer=SGD(), memory=Memory(offload=offload, check=False))
+        (tmp_path / offload).mkdir()
+        with EventLog(tmp_path / offload / "events.jsonl", run="r", rank=0) as log, LocalGroup() as group, OnDevice():
+            assert train(run, tmp_path / offload, group, log, recipe="test")
+        ends.append(read_tensors(tmp_path / offload))
+    assert ends[0].keys() == ends[1].keys()
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_that_may_fall_below_the_workers_is_refused_at_once(tmp_path):

@@ -9,7 +9,8 @@ from paceline.data import Spec
 from paceline.errors import SettingsError
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.training.growth import Growth, find_origin, grow_module, grow_optimizer
-from paceline.training.model import LayerStack
+from paceline.training.model import LayerStack, ModelSize, UnitWidth
+from paceline.training.widening import widen_module, widen_optimizer
 
 SMALL = TransformerLM(width=8, num_layers=2, num_heads=2)
 SPEC = Spec(num_classes=11, input_shape=(6,))
@@ -106,3 +107,83 @@ def test_models_that_differ_in_more_than_layers_are_refused():
     more.extra = nn.Linear(2, 2)
     with pytest.raises(SettingsError, match=r"extra\.weight is missing"):
         grow_module(old, more, SMALL.layer_stack, "stack")
+
+
+def widen(width=24, dtype=torch.float32, optimizer=torch.optim.AdamW):
+    """Return a trained module and its optimizer, and those that they have widened into."""
+    torch.manual_seed(0)
+    old, new = SMALL.build(SPEC).to(dtype), SMALL.with_width(width).build(SPEC).to(dtype)
+    old_optimizer, new_optimizer = (optimizer(module.parameters(), lr=0.01) for module in (old, new))
+    train_a_little(old, old_optimizer)
+    widen_module(old, new, SMALL.unit_width, seed=3)
+    widen_optimizer((old, old_optimizer), (new, new_optimizer))
+    return (old, old_optimizer), (new, new_optimizer)
+
+
+@pytest.mark.parametrize("width", [16, 24, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_widening_keeps_the_function(width, dtype, tolerance):
+    (old, _), (new, _) = widen(width, dtype)
+    assert new.embedding.weight.shape[1] == width
+    expected = old(TOKENS).detach()
+    torch.testing.assert_close(new(TOKENS).detach(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_copies_of_a_unit_part_in_training():
+    """Equal parts of what reads them would give the copies equal gradients for ever."""
+    _, (new, optimizer) = widen(16)
+    train_a_little(new, optimizer, 5)
+    for name, parameter in new.named_parameters():
+        first, second = parameter.chunk(2, dim=-1)
+        assert not torch.allclose(first, second, atol=1e-4), name
+    first, second = new.layers[0].mlp.gate.weight[:16, :8], new.layers[0].mlp.gate.weight[24:40, :8]
+    assert (first - second).abs().max() > 1e-4
+
+
+def test_a_wider_model_has_the_moments_of_the_copied_units_and_goes_on():
+    (old, old_optimizer), (new, new_optimizer) = widen(16)
+    before, after = old_optimizer.state[old.embedding.weight], new_optimizer.state[new.embedding.weight]
+    assert torch.equal(after["exp_avg"], before["exp_avg"].repeat(1, 2))
+    assert after["step"] == before["step"] == 3
+    train_a_little(new, new_optimizer)
+    assert all(float(new_optimizer.state[parameter]["step"]) == 6 for parameter in new.parameters())
+    assert after["step"] is not before["step"]
+
+
+def test_moments_of_other_shapes_begin_anew():
+    (old, old_optimizer), (new, new_optimizer) = widen(16, optimizer=torch.optim.Adafactor)
+    assert old.embedding.weight in old_optimizer.state
+    assert new.embedding.weight not in new_optimizer.state
+    assert new.norm.weight in new_optimizer.state
+    train_a_little(new, new_optimizer)
+
+
+def test_convolutions_with_batch_norm_widen_by_any_number():
+    def build(width):
+        return nn.Sequential(
+            nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(2), nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(), nn.Linear(width, 2),
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    old, new, pictures = build(4), build(7), torch.randn(3, 1, 6, 6)
+    old(pictures)
+    widen_module(old, new, UnitWidth(4, ()), seed=0)
+    for mode in (True, False):
+        torch.testing.assert_close(new.train(mode)(pictures), old.train(mode)(pictures), rtol=1e-6, atol=1e-6)
+
+
+def test_models_that_differ_in_more_than_width_are_refused():
+    old, deeper = SMALL.build(SPEC), SMALL.with_depth(3).build(SPEC)
+    with pytest.raises(SettingsError, match=r"differ in its width only, but layers\.2\..* had none"):
+        widen_module(old, deeper, SMALL.unit_width, seed=0)
+    with pytest.raises(SettingsError, match=r"differ in its width only, but embedding\.weight has shape \(11, 8\)"):
+        widen_module(SMALL.with_width(16).build(SPEC), old, SMALL.unit_width, seed=0)
+
+
+def test_sizes_by_step():
+    first = ModelSize(num_layers=2, width=8)
+    wider = Growth(steps=(4, 9), widths=(16, 32))
+    assert [wider.size_at(step, first) for step in (3, 4, 9)] == [first, ModelSize(2, 16), ModelSize(2, 32)]
+    assert Growth(steps=(4,)).size_at(4, first) == ModelSize(4, 8)
+    assert Growth().size_at(4, first) == first

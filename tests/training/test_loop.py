@@ -28,6 +28,7 @@ from paceline.monitor.events import (
     Failed,
     RunFinished,
     RunStarted,
+    StalenessMeasured,
     StepFinished,
 )
 from paceline.monitor.log import EventLog
@@ -211,6 +212,12 @@ def test_workers_at_their_own_pace_use_all_samples_and_come_together(tmp_path, n
     assert [record.step for record in select(records, Evaluated)] == [4, 8, 12, 14]
     assert [int(path.name[5:]) for path in sorted(tmp_path.glob("checkpoints/step-*"))] == [5, 10, 14]
     assert select(records, RunFinished)[0].event.samples_per_s > 0
+    stale = [record.event for record in select(records, StalenessMeasured)]
+    assert len(stale) >= 4, "at each boundary at least"
+    measured = [event for event in stale if event.mean is not None]
+    assert all(0 <= event.mean <= event.largest for event in measured)
+    assert max(event.largest for event in measured) == max(stale[-1].delays)
+    assert (stale[-1].delays == [0]) == (num_workers == 1)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (3, 2)])

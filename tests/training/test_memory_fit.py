@@ -107,3 +107,15 @@ def test_a_model_without_blocks_cannot_be_recomputed():
     run = make_run(model=FunctionModel(path=f"{__file__}:make_stubborn"), memory=Memory(recompute="full"))
     with pytest.raises(SettingsError, match="model without blocks"):
         estimate(run, TEXT, 2, CPU)
+
+
+def test_parameters_in_cpu_memory_leave_the_device(monkeypatch):
+    run = make_run()
+    whole = estimate(run, TEXT, 2, CPU)
+    monkeypatch.setattr("paceline.training.memory_fit.check_device", lambda run, device: None)
+    away = estimate(run.model_copy(update={"memory": Memory(offload="parameters")}), TEXT, 2, CPU)
+    num_bytes = 4 * sum(parameter.numel() for parameter in run.model.build(TEXT.train.spec).parameters())
+    assert away.bytes_of["parameters"] == away.bytes_of["gradients"] < num_bytes
+    assert away.bytes_of["optimizer"] == 0
+    assert away.bytes_of["activations"] == whole.bytes_of["activations"]
+    assert away.host_bytes >= 3 * num_bytes

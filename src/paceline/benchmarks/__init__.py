@@ -1,10 +1,11 @@
 """Layer 9: measurements, as ratios within one run."""
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
-from paceline.benchmarks.codec_comparison import CODEC_COMPARISON
+from paceline.benchmarks.buckets import BucketsBenchmark
+from paceline.benchmarks.codec_choice import CodecChoiceBenchmark
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
-from paceline.benchmarks.comparison import RunComparison
+from paceline.benchmarks.comparison import COMPARISONS
 from paceline.benchmarks.convergence import ConvergenceBenchmark
 from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
@@ -12,7 +13,6 @@ from paceline.benchmarks.memory import MemoryBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
 from paceline.benchmarks.server import ServerBenchmark
 from paceline.benchmarks.stragglers import StragglersBenchmark
-from paceline.benchmarks.sync_comparison import SYNC_COMPARISON
 from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
 from paceline.benchmarks.throughput import ThroughputBenchmark
 from paceline.benchmarks.time_to_loss import TimeToLossBenchmark
@@ -23,6 +23,8 @@ __all__ = [
     "COMPARISONS",
     "Benchmark",
     "BenchmarkRow",
+    "BucketsBenchmark",
+    "CodecChoiceBenchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",
     "ConvergenceBenchmark",
@@ -30,7 +32,6 @@ __all__ = [
     "LayoutsBenchmark",
     "MemoryBenchmark",
     "ReplicaBenchmark",
-    "RunComparison",
     "ServerBenchmark",
     "StragglersBenchmark",
     "TableRow",
@@ -43,9 +44,6 @@ __all__ = [
     "print_table",
     "write_files",
 ]
-
-COMPARISONS = {"codecs": CODEC_COMPARISON, "sync": SYNC_COMPARISON}
-"""Comparisons of `paceline compare`, by name."""
 
 
 def find_benchmark(name: str) -> type[Benchmark]:

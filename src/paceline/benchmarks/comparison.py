@@ -1,15 +1,20 @@
-"""What a comparison is: the same training in several ways, each with several seeds."""
+"""What a comparison is: the same training in several ways, each by its name alone, and each with several seeds."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.benchmarks.tables import TableRow
-from paceline.errors import unknown_name
+from paceline.compression import Codec
+from paceline.errors import SettingsError, unknown_name
+from paceline.registry import list_variants
+from paceline.sync import Rule
 
 Overrides = list[tuple[str, str]]
+Curve = Sequence[tuple[int, float]]
+"""Held-out losses, each with its step, in order."""
 
 _NUM_RESAMPLES = 10_000
+_WITH_INT8 = ("diloco int8", "streaming_diloco int8")
 
 
 @dataclass(frozen=True)
@@ -21,43 +26,66 @@ class RunOutcome:
     accuracy: float | None
     wire_bytes: int
     """Bytes that one worker sent in all steps."""
-    elapsed_s: float
+    step_s: float
+    """Mean duration of a step."""
+    curve: Curve
 
 
 Outcomes = Sequence[RunOutcome]
 """Outcomes of one way, by seed."""
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """Several ways to do the same training.
+def choose_rules(names: Sequence[str] | None, *, host_size: int | None = None) -> dict[str, Overrides]:
+    """Return every_step, then the rules named, by default all; ``diloco int8`` is a rule with a codec.
 
     Args:
-        make_ways: Returns the ways to do a training of so many steps, each by its name, as overrides of a run; the
-            first is the reference.
-        describe: Returns the row of a way from its name, its overrides, its outcomes and those of the reference.
+        names: Names of rules, each with a codec or without.
+        host_size: Number of workers on each host, for rules that would find it out where they run; None leaves it.
+
+    Raises:
+        UnknownNameError: There is no such rule, or codec.
+        SettingsError: A rule takes no codec.
     """
+    rules = list_variants(Rule)  # type: ignore[type-abstract]
+    chosen = [*rules, *_WITH_INT8] if names is None else names
+    return {name: _make_rule(name, rules, host_size) for name in dict.fromkeys(["every_step", *chosen])}
 
-    make_ways: Callable[[int], Mapping[str, Overrides]]
-    describe: Callable[[str, Overrides, Outcomes, Outcomes], TableRow]
 
-    def choose(self, names: Sequence[str] | None, num_steps: int) -> dict[str, Overrides]:
-        """Return the ways that are run: the reference, then those named, by default all.
+def choose_codecs(names: Sequence[str] | None, *, host_size: int | None = None) -> dict[str, Overrides]:
+    """Return none, then the codecs named, by default all; they work with the run's rule.
 
-        Raises:
-            UnknownNameError: There is no such way.
-        """
-        ways = self.make_ways(num_steps)
-        for name in names or ():
-            if name not in ways:
-                raise unknown_name("each of --only", name, ways)
-        chosen = [next(iter(ways)), *(ways if names is None else names)]
-        return {name: ways[name] for name in chosen}
+    Raises:
+        UnknownNameError: There is no such codec.
+    """
+    codecs = list_variants(Codec)  # type: ignore[type-abstract]
+    for name in names or ():
+        if name not in codecs:
+            raise unknown_name("each of --only", name, codecs)
+    return {name: [("sync.codec", name)] for name in dict.fromkeys(["none", *(codecs if names is None else names)])}
 
-    def compare(self, ways: Mapping[str, Overrides], outcomes: Mapping[str, Outcomes]) -> list[TableRow]:
-        """Return a row for each way; the reference must be the first."""
-        reference = outcomes[next(iter(ways))]
-        return [self.describe(name, overrides, outcomes[name], reference) for name, overrides in ways.items()]
+
+COMPARISONS: Mapping[str, Callable[..., dict[str, Overrides]]] = {"codecs": choose_codecs, "sync": choose_rules}
+"""Functions that choose the ways of a comparison, by its name: overrides of a run; the first way is the reference."""
+
+
+def _make_rule(name: str, rules: Mapping[str, type[Rule]], host_size: int | None) -> Overrides:
+    rule, _, codec = name.partition(" ")
+    if rule not in rules:
+        raise unknown_name("each of --only", rule, rules)
+    overrides = [("sync", rule)]
+    fields = rules[rule].model_fields
+    if codec:
+        codecs = list_variants(Codec)  # type: ignore[type-abstract]
+        if codec not in codecs:
+            raise unknown_name("the codec in each of --only", codec, codecs)
+        if "codec" not in fields:
+            raise SettingsError(
+                f"each of --only must be a rule that takes a codec, but got {name!r}; leave {codec} out"
+            )
+        overrides.append(("sync.codec", codec))
+    if host_size is not None and "host_size" in fields and fields["host_size"].default is None:
+        overrides.append(("sync.host_size", str(host_size)))
+    return overrides
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,35 @@
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, JsonValue
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
-from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step
+from paceline.benchmarks.problems import Step, ddp_step, floor_step, joined, make_problem, replica_step, take_turns
 from paceline.benchmarks.workers import Workers
 from paceline.registry import register
 from paceline.replica.landing import Landing
 from paceline.sync import EveryStep
 
+_OF_GRADIENTS = " of gradients"
 Side = Literal[
-    "none", "fp16", "bf16", "int8", "one_bit", "top_k", "random_k", "power_sgd", "ddp", "ddp_fp16", "ddp_power_sgd"
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "one_bit",
+    "one_bit of gradients",
+    "top_k",
+    "top_k of gradients",
+    "random_k",
+    "random_k of gradients",
+    "power_sgd",
+    "power_sgd of gradients",
+    "ddp",
+    "ddp_fp16",
+    "ddp_power_sgd",
 ]
 
 _HOOKS = {"ddp_fp16": "DDP's fp16 hook", "ddp_power_sgd": "DDP's PowerSGD hook"}
@@ -36,7 +50,8 @@ class ExposedBenchmark(Benchmark):
     batch: int = Field(default=1, ge=1)
     """Samples of each worker."""
     sides: tuple[Side, ...] = ("none",)
-    """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP."""
+    """Codecs of Paceline's, and DDP's hooks, that are measured beside DDP. A codec of optimizer steps, such as one_bit,
+    is also measured beside the same codec of gradients, if that is given too."""
     landing: Literal["update", "arrival"] = "update"
     """Moment at which Paceline's optimizer applies gradients: all at once, or each bucket as it arrives."""
     num_rounds: int = Field(default=200, ge=3)
@@ -52,16 +67,13 @@ class ExposedBenchmark(Benchmark):
         times: dict[str, list[float]] = self.workers.start(
             time_sides, self.problem, self.batch, sides, self.landing, self.num_rounds, self.steps_per_turn
         )[0]
-        case = f"{self.problem}, {self._describe_wire()}"
+        case = f"{self.problem}, {self.workers.describe()}"
         hooks = [side for side in self.sides if side in _HOOKS]
         rows = [_compare(side, "ddp", case, times) for side in self.sides if side != "ddp"]
         ours = [side for side in self.sides if side not in ("ddp", *hooks)]
-        return rows + [_compare(side, hook, case, times) for hook in hooks for side in ours]
-
-    def _describe_wire(self) -> str:
-        if self.workers.bandwidth is None:
-            return f"{self.workers.num_workers} workers on one host"
-        return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
+        rows += [_compare(side, hook, case, times) for hook in hooks for side in ours]
+        pairs = [(side, side + _OF_GRADIENTS) for side in ours if side + _OF_GRADIENTS in ours]
+        return rows + [_compare(side, other, case, times) for side, other in pairs]
 
 
 def time_sides(
@@ -84,19 +96,11 @@ def time_sides(
                 hook = side.removeprefix("ddp").removeprefix("_")
                 steps[side] = ddp_step(mine, hook or None)  # type: ignore[arg-type]
             else:
-                steps[side] = replica_step(mine, group, EveryStep.model_validate({"codec": side}), landing)
+                given = {"codec": side.removesuffix(_OF_GRADIENTS)}
+                given |= {"codec_of": "gradient"} if side.endswith(_OF_GRADIENTS) else {}
+                steps[side] = replica_step(mine, group, EveryStep.model_validate(given), landing)
         del first
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for index in range(-4, num_rounds):
-            turn = sides[index % len(sides) :] + sides[: index % len(sides)]
-            for side in turn:
-                group.barrier()
-                began_s = time.perf_counter()
-                for _ in range(steps_per_turn):
-                    steps[side]()
-                if index >= 0:
-                    times[side].append((time.perf_counter() - began_s) / steps_per_turn)
-    return times
+        return take_turns(group, steps, num_rounds, steps_per_turn)
 
 
 def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) -> BenchmarkRow:
@@ -111,7 +115,7 @@ def _compare(side: str, other: str, case: str, times: dict[str, list[float]]) ->
         unit="s",
         ours=statistics.median(ours) - statistics.median(floor),
         reference=statistics.median(reference) - statistics.median(floor),
-        reference_name=_HOOKS.get(other, "DDP"),
+        reference_name="DDP" if other == "ddp" else _HOOKS.get(other, other),
         ratio=_ratio(ours, reference, floor, rounds),
         ratio_upper=ratios[int(0.95 * len(ratios))],
         ratio_lower=ratios[int(0.05 * len(ratios))],

@@ -20,6 +20,7 @@ from paceline.data import Batch, Loader, Source, Splits
 from paceline.data.text import Text
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import Settings
+from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.replica import Replica
 from paceline.schedules import Cosine, DecaySchedule
 from paceline.sync import Rule
@@ -105,6 +106,7 @@ class Side:
         consensus: Inside it parameters of `module` are those that all workers together stand for.
         close: Function that releases connections and threads.
         begin_anew: Function that starts a rule from the loaded weights and optimizer state.
+        take_codec_changes: Function that returns the changes of codec auto since its last call.
     """
 
     module: nn.Module
@@ -113,6 +115,7 @@ class Side:
     consensus: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     close: Callable[[], None] = lambda: None
     begin_anew: Callable[[], None] = lambda: None
+    take_codec_changes: Callable[[], list[CodecChange]] = list
 
     def save(self, path: str) -> None:
         """Write weights and optimizer state."""
@@ -139,7 +142,8 @@ def make_rule_side(task: LanguageTask, splits: Splits, group: Group, rule: Rule)
         replica.backward(task.loss(replica, batch), weight=batch.targets.numel())
         return replica.update().wire_bytes
 
-    return Side(module, optimizer, step, replica.consensus, replica.close, replica.begin_anew)
+    changes = replica.state.take_codec_changes
+    return Side(module, optimizer, step, replica.consensus, replica.close, replica.begin_anew, changes)
 
 
 def make_plain_side(task: LanguageTask, splits: Splits) -> Side:

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from paceline.recipes.resnet.model import ResNet
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.replica.landing import Landing
 from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepResult
 from paceline.sync import EveryStep
 
 Step = Callable[[], None]
@@ -61,7 +63,14 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
-def replica_step(problem: Problem, group: Group, sync: EveryStep | None = None, landing: Landing = "update") -> Step:
+def replica_step(
+    problem: Problem,
+    group: Group,
+    sync: EveryStep | None = None,
+    landing: Landing = "update",
+    bucket_bytes: int | None = None,
+    on_result: Callable[[StepResult], object] = lambda result: None,
+) -> Step:
     """Return Paceline's step."""
     replica = Replica(
         problem.module,
@@ -69,12 +78,13 @@ def replica_step(problem: Problem, group: Group, sync: EveryStep | None = None, 
         group=group,
         sync=sync or EveryStep(),
         landing=landing,
+        bucket_bytes=bucket_bytes,
         hash_interval=0,
     )
 
     def step() -> None:
         replica.backward(problem.loss(replica), weight=problem.targets.numel())
-        replica.update()
+        on_result(replica.update())
 
     return step
 
@@ -114,6 +124,23 @@ def ddp_step(problem: Problem, hook: Hook | None = None) -> Step:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return plain_step(problem, module)
+
+
+def take_turns(
+    group: Group, steps: Mapping[str, Step], num_rounds: int, steps_per_turn: int = 1, *, num_untimed: int = 4
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of each side, by round; sides take turns, and another begins each round."""
+    sides = list(steps)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for index in range(-num_untimed, num_rounds):
+        for side in sides[index % len(sides) :] + sides[: index % len(sides)]:
+            group.barrier()
+            began_s = time.perf_counter()
+            for _ in range(steps_per_turn):
+                steps[side]()
+            if index >= 0:
+                times[side].append((time.perf_counter() - began_s) / steps_per_turn)
+    return times
 
 
 @contextlib.contextmanager

@@ -41,25 +41,34 @@ def print_table(rows: Sequence[TableRow]) -> None:
 
 
 def check_new_files(json: Path | None, markdown: Path | None) -> None:
-    """Raise SettingsError where the value of ``--json`` or ``--markdown`` exists: before hours of work, not after."""
+    """Raise SettingsError where ``--json`` or ``--markdown`` cannot be written: before hours of work, not after."""
+    if json is not None and json == markdown:
+        raise SettingsError(f"--json and --markdown must be two files, but got {json} for both; name another")
     for path, option in ((json, "--json"), (markdown, "--markdown")):
         if path is not None and path.exists():
             raise SettingsError(f"{option} must be a new file, but {path} exists; choose another")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SettingsError(f"{option} must be in a folder that exists, but got {path}; make {path.parent}")
 
 
-def write_files(rows: Sequence[TableRow], json: Path | None, markdown: Path | None) -> None:
+def write_files(rows: Sequence[TableRow], json: Path | None, markdown: Path | None, advice: str = "") -> None:
     """Write rows of one kind as JSON and as a table of a page of documentation, where a path is given.
+
+    Advice comes after the table; the JSON is then an object with the advice and the rows, and else the rows alone.
 
     Raises:
         SettingsError: A file exists.
     """
     check_new_files(json, markdown)
     if json is not None:
-        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        documents = [asdict(row) for row in rows]
+        whole = {"advice": advice, "rows": documents} if advice else documents
+        json.write_text(json_module.dumps(whole, indent=2) + "\n")
     if markdown is not None:
         headings, *lines = _lines(rows)
         lines = [headings, ("---",) * len(headings), *lines]
-        markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        markdown.write_text(f"{table}\n{advice}\n" if advice else table)
 
 
 def _lines(rows: Sequence[TableRow]) -> list[tuple[str, ...]]:

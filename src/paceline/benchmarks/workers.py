@@ -38,6 +38,12 @@ class Workers(Settings):
             )
         return self
 
+    def describe(self) -> str:
+        """Return what links the workers, in words."""
+        if self.bandwidth is None:
+            return f"{self.num_workers} workers on one host"
+        return f"{self.num_hosts} hosts at {8 * self.bandwidth / 1e6:g} Mbit/s"
+
     def start(self, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
         """Run `function` in every worker and return what each returned, by rank; on hosts, all goes through JSON.
 

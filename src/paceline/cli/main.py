@@ -1,6 +1,7 @@
 """The `paceline` command."""
 
 import importlib.metadata
+import os
 import sys
 from typing import Annotated
 
@@ -67,6 +68,8 @@ def main() -> None:
 
     An error in the user's own code begins with its line.
     """
+    # Torch, which is imported afterwards, would print native stack traces wherever another process is lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except Exception as error:

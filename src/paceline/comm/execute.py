@@ -221,7 +221,7 @@ class _Execution:
             for receive in step.late_posts:
                 self._end(self._order.receives[receive].overwrites)
                 self._post(receive)
-        self._end(tuple(self._sending))
+        self._group.wait_for(list(self._sending.values()))
 
     def _post(self, index: int) -> None:
         receive = self._order.receives[index]

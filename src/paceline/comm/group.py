@@ -105,6 +105,11 @@ class Group(ABC):
     def receive(self, tensor: Tensor, source: int, *, tag: int, name: str) -> Work:
         """Fill `tensor` (contiguous) with the message that rank `source` sends under `tag`; see `send`."""
 
+    def wait_for(self, works: Sequence[Work]) -> None:
+        """Wait for some of this group's operations; see `Work.wait`."""
+        for work in works:
+            work.wait()
+
     @abstractmethod
     def duplicate(self, name: str) -> "Group":
         """Return a group of the same ranks whose operations are independent of this group's.

@@ -56,7 +56,7 @@ def join(
         SettingsError: The launcher's environment is incomplete, or `transport` is not available.
         CommunicationError: The other workers did not join within `timeout_s`.
     """
-    chosen = torch.device(device) if device is not None else _default_device()
+    chosen = torch.device(device) if device is not None else default_device()
     if transport not in get_args(Transport):
         raise SettingsError(f"transport must be one of {get_args(Transport)}, but got {transport!r}; choose one")
     group = _open(chosen, timeout_s, transport)
@@ -177,7 +177,8 @@ def _sleep_until(deadline_s: float, complaint: str) -> None:
     time.sleep(_POLL_S)
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """Return this process's own GPU, if the host has one for each process; else the CPU."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus >= local_size:

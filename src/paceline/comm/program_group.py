@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel
 from paceline.comm.execute import Scratch, check_tensors, execute
-from paceline.comm.group import Group, Work
+from paceline.comm.group import DoneWork, Group, Work
 from paceline.comm.program_choice import ProgramChoice
 from paceline.programs import Algorithm, Collective, HalvingDoubling, Program, RecursiveDoubling, find_algorithm
 
@@ -28,6 +28,8 @@ class ProgramGroup(Group):
         segment_bytes: Largest size of a message; see `execute`.
         is_tuned: Whether small all-reduces may run by `recursive_doubling`, where that is faster and adds in the same
             order: with halving-doubling among a power of two of ranks.
+        runs_here: Whether an operation runs in the thread that begins it, and is done when that call returns: for a
+            caller that would wait anyway.
 
     Raises:
         SettingsError: There is no such algorithm, or it lacks a collective of `needs` for that number of ranks.
@@ -41,6 +43,7 @@ class ProgramGroup(Group):
         needs: Collection[Collective] = (),
         segment_bytes: int | None = None,
         is_tuned: bool = False,
+        runs_here: bool = False,
     ) -> None:
         super().__init__(group.rank, group.size, group.device, group.epoch, group.names)
         self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
@@ -54,7 +57,7 @@ class ProgramGroup(Group):
         self._messages = group.duplicate(f"{self.algorithm.name} program")
         self._owned: list[Group] = [self._messages]
         self._duplicates: weakref.WeakSet[ProgramGroup] = weakref.WeakSet()
-        self._channel = Channel(f"paceline-{self.algorithm.name}")
+        self._channel = None if runs_here else Channel(f"paceline-{self.algorithm.name}")
         self._is_tuned = is_tuned
         self._choice: ProgramChoice | None = None
         if is_tuned and isinstance(self.algorithm, HalvingDoubling) and group.size & (group.size - 1) == 0:
@@ -98,7 +101,12 @@ class ProgramGroup(Group):
         """Return a group of the same algorithm over a duplicate of the group."""
         base = self._group.duplicate(name)
         duplicate = ProgramGroup(
-            base, self.algorithm, needs=self._needs, segment_bytes=self._segment_bytes, is_tuned=self._is_tuned
+            base,
+            self.algorithm,
+            needs=self._needs,
+            segment_bytes=self._segment_bytes,
+            is_tuned=self._is_tuned,
+            runs_here=self._channel is None,
         )
         duplicate._owned.append(base)
         self._duplicates.add(duplicate)
@@ -126,7 +134,8 @@ class ProgramGroup(Group):
             owned.close(error)
         if error is not None:
             self._group.close(error)
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def _runs(self, collective: Collective) -> bool:
         return self.size > 1 and collective in self.algorithm.collectives
@@ -148,10 +157,11 @@ class ProgramGroup(Group):
                 scratch=self._scratch,
             )
 
-        if self._choice is None or collective != Collective.ALL_REDUCE:
-            return self._channel.submit(lambda: run(program))
-        choice = self._choice
-        return self._channel.submit(lambda: choice.run(tensor.nbytes, run))
+        choice = self._choice if collective == Collective.ALL_REDUCE else None
+        if self._channel is not None:
+            return self._channel.submit(lambda: choice.run(tensor.nbytes, run) if choice else run(program))
+        choice.run(tensor.nbytes, run) if choice else run(program)
+        return DoneWork()
 
     def _gather_now(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks; called in the channel, by all ranks between the same operations."""

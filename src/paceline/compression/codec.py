@@ -40,9 +40,12 @@ class AllReduce:
 
     Args:
         payload: Flat tensor (1-dim) of a dtype that can be added.
+        is_finite: In the last round, whether this worker's part of the sum was finite, if that is known: it then
+            travels with the payload, and needs no message of its own.
     """
 
     payload: Tensor
+    is_finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class AllGather:
 
     Args:
         payload: This worker's bytes: uint8, shape ``(num_bytes,)``, of the same size on every worker.
+        is_finite: See `AllReduce`.
     """
 
     payload: Tensor
+    is_finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,13 @@ class Exchanged:
 Exchange = Generator[Request, Tensor, Exchanged]
 
 
-class Codec(Family):
+class CodecSetting(Family):
+    """Settings of a codec, or of how one is chosen while training runs."""
+
+    family = "codec"
+
+
+class Codec(CodecSetting):
     """Settings of a codec.
 
     Attributes:
@@ -137,7 +148,6 @@ class Codec(Family):
             Momentum inside a codec breaks this.
     """
 
-    family = "codec"
     algebra: ClassVar[Algebra]
     bucket_bytes: ClassVar[int | None] = None
     max_in_flight: ClassVar[int] = 2
@@ -173,6 +183,13 @@ class Codec(Family):
     def held_back(self, states: Sequence[State], shape: Size) -> Tensor | None:
         """Return the sum of all residuals of a block, of workers and of owners; None if there are none."""
         return merge_states(states, shape).get("worker")
+
+    def residual(self, state: State, shape: Size, rank: int, num_workers: int) -> Tensor | None:
+        """Return what a worker holds back of a block, in its shape, as worker and as owner; None if it is nothing.
+
+        Over all workers these add up to `held_back`.
+        """
+        return state["worker"].reshape(shape) if "worker" in state else None
 
     def resize(self, saved: Sequence[State], shape: Size, rank: int, num_workers: int) -> State:
         """Return a worker's state from the states that all workers saved, also if their number was another.
@@ -223,7 +240,7 @@ def merge_states(states: Sequence[State], shape: Size) -> State:
 def exchange_dense(value: Tensor) -> Exchange:
     """Exchange a block uncompressed."""
     finite = is_finite(value)
-    total = yield AllReduce(value.flatten().clone())
+    total = yield AllReduce(value.flatten().clone(), finite)
     return Exchanged(total.reshape(value.shape), is_finite=finite)
 
 

@@ -49,7 +49,7 @@ class _Half(Codec):
         residual = torch.empty_like(value) if self.error_feedback else None
         limit = largest_payload(self.dtype, context.num_workers)
         finite = round_to_half(value, state.get("worker"), limit, payload, residual)
-        total = yield AllReduce(payload)
+        total = yield AllReduce(payload, finite)
         return Exchanged(total.float().view(value.shape), {} if residual is None else {"worker": residual}, finite)
 
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:

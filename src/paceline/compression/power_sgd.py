@@ -71,7 +71,7 @@ class PowerSGD(Codec):
         q_RM = p_NR.t() @ x_NM
         if self.error_feedback:
             _subtract_product(x_NM, p_NR, q_RM)
-        q_RM = _own((yield AllReduce(q_RM.view(-1))), q_RM)
+        q_RM = _own((yield AllReduce(q_RM.view(-1), finite)), q_RM)
         total = _multiply(p_NR, q_RM).view_as(value)
         kept = {"q": q_RM, "worker": x_NM.view_as(value)} if self.error_feedback else {"q": q_RM}
         return Exchanged(total, kept, finite)

@@ -66,7 +66,7 @@ class RandomK(Codec):
         finite = is_finite(remainder)
         payload = remainder.view(-1)[indices]
         remainder.view(-1).index_fill_(0, indices, 0)
-        summed = yield AllReduce(payload)
+        summed = yield AllReduce(payload, finite)
         total = torch.zeros_like(value)
         total.view(-1).index_copy_(0, indices, summed * (value.numel() / num_kept) if self.scaled else summed)
         return Exchanged(total, {"worker": remainder} if self.error_feedback else {}, finite)

@@ -16,8 +16,7 @@ from paceline.compression.codec import (
     Exchanged,
     Request,
     State,
-    dense_payloads,
-    exchange_dense,
+    is_finite,
 )
 from paceline.compression.kernels import find_kernels
 from paceline.compression.rows import RowLayout
@@ -46,7 +45,7 @@ class Requantise(Codec):
     def exchange(self, value: Tensor, state: State, context: CodecContext) -> Exchange:
         """Scatter rows, sum the own one, gather the sums."""
         if self.is_dense(value.shape):
-            return (yield from exchange_dense(value))
+            return (yield from _exchange_dense(value, context))
         rows = self._rows(value.shape, context.num_workers)
         kernels = find_kernels(self.name, value.device)
         part = rows.part(context.rank)
@@ -59,19 +58,27 @@ class Requantise(Codec):
             kernels.decode(received[sender : sender + 1], rows, total, add=sender > 0)
 
         payload, owner, is_sum_finite = self._encode(total, state.get("owner"), rows, "owner", context)
-        gathered = _aligned((yield AllGather(payload[0])))
-        summed = torch.empty_like(value)
-        kernels.decode(gathered, rows, summed.view(-1))
         if not is_sum_finite and bool(_scales(received, rows).isfinite().all()):
             is_finite = False  # every worker's value was finite, so the sum is too large
+        gathered = _aligned((yield AllGather(payload[0], is_finite)))
+        summed = torch.empty_like(value)
+        kernels.decode(gathered, rows, summed.view(-1))
         kept = {"worker": worker.view(value.shape), "owner": owner} if self.error_feedback else {}
         return Exchanged(summed, kept, is_finite)
 
+    def residual(self, state: State, shape: Size, rank: int, num_workers: int) -> Tensor | None:
+        """Return the worker's residual, with the owner's in its place."""
+        kept = super().residual(state, shape, rank, num_workers)
+        if kept is None or "owner" not in state:
+            return kept
+        kept = kept.clone()
+        kept.view(-1)[self._rows(shape, num_workers).part(rank)] += state["owner"].flatten()
+        return kept
+
     def payloads(self, shape: Size, num_workers: int) -> list[tuple[type[Request], int]]:
         """All rows, then one row of sums."""
-        if self.is_dense(shape):
-            return dense_payloads(shape)
-        row_bytes = self._rows(shape, num_workers).row_bytes
+        is_dense = self.is_dense(shape)
+        row_bytes = 4 * -(-shape.numel() // num_workers) if is_dense else self._rows(shape, num_workers).row_bytes
         return [(AllToAll, num_workers * row_bytes), (AllGather, row_bytes)]
 
     @abstractmethod
@@ -95,6 +102,19 @@ class Requantise(Codec):
             value, old, rows, payload, None if old is None else new_residual, **self._options(site, rows, context)
         )
         return payload, new_residual, is_finite
+
+
+def _exchange_dense(value: Tensor, context: CodecContext) -> Exchange:
+    """Exchange a block uncompressed, summed by owners too: it travels in the messages of the other blocks."""
+    finite = is_finite(value)
+    rows = value.new_zeros(context.num_workers, -(-value.numel() // context.num_workers))
+    rows.view(-1)[: value.numel()] = value.flatten()
+    received = _aligned((yield AllToAll(rows.view(torch.uint8)))).flatten().view(torch.float32).view_as(rows)
+    total = received[0].clone()
+    for row in received[1:]:
+        total += row
+    gathered = _aligned((yield AllGather(total.view(torch.uint8), finite))).flatten().view(torch.float32)
+    return Exchanged(gathered[: value.numel()].view(value.shape).clone(), is_finite=finite)
 
 
 def _check_owner(state: State, num_owned: int, context: CodecContext) -> None:

@@ -99,7 +99,7 @@ def exchange_largest(value: Tensor, residual: Tensor | None, num_kept: int) -> G
     is_finite = find_kernels("top_k", value.device).select(
         value.view(-1), None if residual is None else residual.view(-1), num_kept, remainder.view(-1), indices, values
     )
-    gathered = yield AllGather(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]))
+    gathered = yield AllGather(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]), is_finite)
     return Largest(_sum_largest(gathered, value, num_kept), remainder, indices, is_finite)
 
 

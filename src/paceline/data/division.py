@@ -3,8 +3,8 @@
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from paceline.data.order import ENDLESS, GlobalOrder, Interval, apportion
@@ -53,6 +53,13 @@ class Batches:
         """Return the global batch of the step that begins at `position`."""
         with self._lock:
             return self._find(position).batch
+
+    def rest_at(self, position: int) -> int:
+        """Return the global batch from `position` on: less in a step of which workers at their own pace have left some.
+
+        So pieces of a step end with it, and the steps after it are whole.
+        """
+        return min(self.at(position), self.position_of(self.step_of(position) + 1) - position)
 
     def step_of(self, position: int) -> int:
         """Return the number of steps done at `position`."""
@@ -259,6 +266,30 @@ class MicroBatches:
                 own.update(count for counts in divided for count in counts)
                 joint.update(sum(counts) for counts in zip(*divided, strict=True))
         return own - {0}, joint - {0}
+
+
+def find_progress(
+    order: GlobalOrder, batches: Batches, shares: Shares, num_steps: Mapping[int, int]
+) -> tuple[int, list[Interval]]:
+    """Return the position below which all samples count as used, and the intervals above it that were used.
+
+    Steps that all workers of `num_steps` have done count as used. Of a later step that some have done, their shares do;
+    the others' shares will be used, and so will those of ranks that are not in `num_steps`.
+
+    Args:
+        order: Global order.
+        batches: Global batch of each step.
+        shares: Shares of the workers.
+        num_steps: Number of steps done, by rank.
+    """
+    first, done = min(num_steps.values()), []
+    for step in range(first, max(num_steps.values())):
+        start = batches.position_of(step)
+        batch = order.next_batch(start, batches.at(start))
+        ends = accumulate(apportion(batch.num_samples, shares.at(batch.start)), initial=batch.start)
+        parts = [Interval(*part) for part in pairwise(ends)]
+        done += [part for rank, part in enumerate(parts) if part.num_samples and num_steps.get(rank, 0) > step]
+    return batches.position_of(first), done
 
 
 def check_shares(shares: Sequence[float] | None, num_workers: int) -> list[float]:

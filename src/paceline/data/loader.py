@@ -1,6 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch
+from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
@@ -21,7 +21,7 @@ from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
-from paceline.errors import DataError, SettingsError
+from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
 _FAR = 2**40
@@ -158,7 +158,7 @@ class Loader:
             raise TypeError("a loader has a length only with num_epochs or num_steps, and a data set of known length")
         if self._ending.is_reached(self.position):
             return 0
-        steps = range(self._batches.step_of(self.position), end)
+        steps = range(self.step, end)
         if not self._micro_batches.adds:
             return len(steps) * self.num_micro_batches
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
@@ -171,6 +171,12 @@ class Loader:
     def position(self) -> int:
         """Samples used since the start of training: the low-water mark."""
         return self._ledger.low_water
+
+    @property
+    def step(self) -> int:
+        """Steps done at the position; a part of one, between samples used before, counts if it is the last."""
+        step = self._batches.step_of(self.position)
+        return step + (self.position == self._ending.position and self._batches.position_of(step) < self.position)
 
     @property
     def global_batch(self) -> int:
@@ -272,6 +278,10 @@ class Loader:
         """Record that all samples before `position` were used, on any worker."""
         self._ledger = Ledger(position)
 
+    def set_progress(self, num_steps: Mapping[int, int]) -> None:
+        """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
+        self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
+
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data as JSON, which fits any number of workers, shares and batches.
 
@@ -363,10 +373,7 @@ class Loader:
         return self._membership.dispatcher if self._finds_dispatcher else None
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
-        """Yield samples that no other worker has; to save, to stop and at the end, all workers synchronise.
-
-        They do so with a batch of weight 0.
-        """
+        """Yield samples that no other worker has; all synchronise with a batch of weight 0: to save, stop and end."""
         if self._source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
         if self.order.tail == "drop":
@@ -377,17 +384,19 @@ class Loader:
         self._dispatcher = dispatcher
         dispatcher.set_source(self.claim_next, self.mark_used)
         membership = self._membership
-        next_step = self._batches.step_of(self.position) + 1  # by then a loop that saves has said how often
+        next_step = self.step + 1  # by then a loop that saves has said how often
         while not self._ending.is_reached(self.position):
             if membership.save_every is not None:
-                next_step = (self._batches.step_of(self.position) // membership.save_every + 1) * membership.save_every
+                next_step = (self.step // membership.save_every + 1) * membership.save_every
             end = self._ending.step
             boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
             next_step = _FAR
             yield from self._iterate()
+            if dispatcher.lost:
+                raise CommunicationError(dispatcher.lost)
             self.move_to(self._group.gather_documents(self.position, name="position")[0])
-            membership.boundary_step = self._batches.step_of(self.position)
+            membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping
             self.in_hand = None
             assert self._source is not None
@@ -429,7 +438,7 @@ class Loader:
                     )
             if self.in_hand is not None:
                 self.ack(step[-1])
-            if self._dispatcher is None and self._membership.is_stopping:
+            if self._membership.is_stopping if self._dispatcher is None else self._dispatcher.lost:
                 return
 
     @property
@@ -455,7 +464,7 @@ class Loader:
     def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
         last = self._ending.position
         while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
-            interval = ledger.claim(self.order, self.batch_at)
+            interval = ledger.claim(self.order, self._batches.rest_at)
             if last is not None and last < interval.stop:  # no next epoch to join
                 interval = Interval(interval.start, last)
             yield self._micro_batches.cut(interval)

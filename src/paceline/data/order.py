@@ -142,6 +142,10 @@ class Dispatcher(Protocol):
     def is_stopping(self) -> bool:
         """Whether `claim` returned None because some worker was asked to stop."""
 
+    @property
+    def lost(self) -> str:
+        """Words on a worker that is lost, so that the others stop after their present step; empty while none is."""
+
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
         """Set the source of positions: `claim_next` returns the next ones, `mark_used` is told which were used."""
 

@@ -11,6 +11,7 @@ from paceline.checkpoint.weights import Weights, load_weights
 from paceline.data.base import Spec
 from paceline.errors import CheckpointError, SettingsError
 from paceline.launch.worker import load_run
+from paceline.training.model import ModelSize, resize
 from paceline.training.run import Run, RunFile
 
 
@@ -66,7 +67,7 @@ def _build(checkpoint: Checkpoint) -> nn.Module:
             "Paceline; export a file of safetensors and load it into the model that you build"
         )
     run = load_checkpoint_run(checkpoint)
-    model = run.model.with_depth(document["num_layers"]) if document["num_layers"] else run.model
+    model = resize(run.model, ModelSize(document["num_layers"], document.get("width")))
     spec = Spec(document["spec"]["num_classes"], tuple(document["spec"]["input_shape"]))
     with torch.random.fork_rng(devices=[]):  # the random weights are replaced
         return model.build(spec)

@@ -97,7 +97,9 @@ def work_for_launcher(directory: Path, attempt: int) -> None:
 def _join_and_work(directory: Path, attempt: int) -> ExitCode:
     try:
         file = RunFile.load(directory)
-        group = join(timeout_s=file.run.get("timeout_s", 300.0))
+        offload = file.run.get("memory", {}).get("offload")
+        device = "cpu" if offload == "parameters" else None  # what is exchanged is where the parameters are
+        group = join(timeout_s=file.run.get("timeout_s", 300.0), device=device)
     except Exception as error:
         rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:

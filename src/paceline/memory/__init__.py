@@ -5,6 +5,7 @@ from paceline.memory.budget import plan
 from paceline.memory.estimate import Estimate, divide, estimate_step
 from paceline.memory.offload_activations import ActivationOffload
 from paceline.memory.offload_optimizer import OffloadedOptimizer
+from paceline.memory.offload_parameters import ParameterOffload
 from paceline.memory.recompute import Choice, find_recomputable, recompute
 from paceline.memory.rehearsal import RehearsalResult, StepDescription, copy_without_contents, rehearse
 from paceline.memory.settings import Memory
@@ -18,6 +19,7 @@ __all__ = [
     "Estimate",
     "Memory",
     "OffloadedOptimizer",
+    "ParameterOffload",
     "RehearsalResult",
     "StepDescription",
     "StorageTracker",

@@ -8,6 +8,7 @@ import torch
 from torch import Size
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.compression import AutoCodec
 from paceline.compression.codec import AllReduce, AllToAll, Codec, CodecContext
 from paceline.memory.absent_group import AbsentGroup
 from paceline.memory.recompute import Choice
@@ -124,9 +125,12 @@ def _count_codec(rule: Rule, step: StepDescription, num_workers: int) -> int:
     """Return the bytes of a codec's state of all blocks, while it makes the next state."""
     if not isinstance(rule, EveryStep | PeriodicRule):
         return 0
-    codec = rule.codec
-    return sum(
-        _count_block(codec, shape, num_workers) for shape in _shapes(step).values() if not codec.is_dense(Size(shape))
+    codecs = rule.codec.candidates if isinstance(rule.codec, AutoCodec) else (rule.codec,)
+    shapes = _shapes(step).values()
+    return max(
+        sum(_count_block(codec, shape, num_workers) for shape in shapes if not codec.is_dense(Size(shape)))
+        for codec in codecs
+        if isinstance(codec, Codec)
     )
 
 

@@ -3,8 +3,10 @@
 Chen et al. 2016. A block that is recomputed in full keeps its input only; its forward runs a second time in backward,
 which makes a step about a third longer if all blocks are recomputed. A block that is recomputed selectively
 (Korthikanti 2022) keeps the results of matrix products, convolutions and attention, and computes again the cheap
-operations between them. Losses and gradients do not change: random numbers are the same in the second run, and
-BatchNorm's running statistics count a batch once. Nothing on the wire changes, nor does any parameter's name.
+operations between them. Losses and gradients do not change: the second run draws the same random numbers, finds the
+buffers (BatchNorm's statistics, spectral norm's vectors, averages of one's own) as the first did, and leaves them as
+they are. For that a block's buffers are copied in each forward; copies of those that changed wait for backward. Nothing
+on the wire changes, nor does any parameter's name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,13 +15,15 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.sync.batch_statistics import find_statistics
 
 Choice = Literal["full", "selective"]
+_Slot = tuple[nn.Module, str]
+"""Module that has a buffer, and the buffer's name there."""
 
 _aten = torch.ops.aten
 KEPT = frozenset(
@@ -88,24 +92,68 @@ def recompute(module: nn.Module, choices: Mapping[str, Choice]) -> None:
 
 def _make_contexts(block: nn.Module, choice: Choice) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block: for forward, and for the computation in backward."""
-    if choice == "full":
-        return nullcontext(), _keeping_statistics(block, nullcontext())
-    forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _keeping_statistics(block, again)
+    first, again = nullcontext(), nullcontext()
+    if choice == "selective":
+        first, again = create_selective_checkpoint_contexts(_policy)
+    buffers = _BuffersBefore(block)
+    return buffers.recorded(first), buffers.replayed(again)
 
 
-@contextmanager
-def _keeping_statistics(block: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `context`, and restore BatchNorm's running statistics afterwards."""
-    # Through `data`: autograd may have saved these buffers for backward, and must not see them change.
-    buffers = [buffer.data for layer in find_statistics(block).values() for buffer in layer.buffers(recurse=False)]
-    before = [buffer.clone() for buffer in buffers]
-    try:
+class _BuffersBefore:
+    """The buffers that one forward of a block changed, as it found them.
+
+    The second run gets copies of them, so that it computes what the first did (spectral norm's vectors move on with
+    each run), and leaves the buffers themselves as they are. Copies, rather than the buffers with other contents: what
+    autograd saves in the second run must not change when that ends.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._values: dict[_Slot, Tensor | None] = {}
+
+    @contextmanager
+    def recorded(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter `context`, and keep a copy of each buffer that changes until its end."""
+        found = {slot: (buffer, _version(buffer)) for slot, buffer in self._list()}
+        values = _copy(dict(self._list()))
         with context:
             yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        # Batch norm changes its statistics without counting it as a change.
+        uncounted = {id(layer) for layer in find_statistics(self._block).values()}
+        now = dict(self._list())
+        self._values = {
+            slot: values[slot]
+            for slot, (buffer, version) in found.items()
+            if now.get(slot) is not buffer or _version(buffer) != version or id(slot[0]) in uncounted
+        }
+
+    @contextmanager
+    def replayed(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter `context` with those copies in the places of the buffers, and put the buffers back."""
+        now = dict(self._list())
+        for (module, name), value in self._values.items():
+            module._buffers[name] = value
+        try:
+            with context:
+                yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+    def _list(self) -> Iterator[tuple[_Slot, Tensor | None]]:
+        for module in self._block.modules():
+            for name, buffer in module._buffers.items():
+                yield (module, name), buffer
+
+
+def _copy(buffers: Mapping[_Slot, Tensor | None]) -> dict[_Slot, Tensor | None]:
+    """Return copies; one tensor in two places is copied once."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values() if buffer is not None}
+    return {slot: None if buffer is None else copies[id(buffer)] for slot, buffer in buffers.items()}
+
+
+def _version(buffer: Tensor | None) -> int:
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

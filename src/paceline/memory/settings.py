@@ -32,9 +32,10 @@ class Memory(Settings):
     recompute: Recompute | Budget = "none"
     """Activations that backward computes again: none; full, of every block; selective, all but the results of matrix
     products, convolutions and attention; or a budget in bytes (500MB), which is met with the least recomputation."""
-    offload: Literal["none", "activations", "optimizer", "both"] = "none"
+    offload: Literal["none", "activations", "optimizer", "both", "parameters"] = "none"
     """State that waits in CPU memory until it is needed: activations, from forward to backward; optimizer state, which
-    the CPU then updates. For GPUs."""
+    the CPU then updates; both; or parameters, with their gradients and the optimizer's state: the GPU gets those of one
+    operation at a time, and workers exchange gradients between CPUs. For GPUs."""
     check: bool = True
     """Whether a run that needs more memory than available is refused before it starts."""
 
@@ -42,6 +43,11 @@ class Memory(Settings):
     def offloads_activations(self) -> bool:
         """Whether activations wait in CPU memory."""
         return self.offload in ("activations", "both")
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters, and all that follows from them, live in CPU memory."""
+        return self.offload == "parameters"
 
     @property
     def offloads_optimizer(self) -> bool:

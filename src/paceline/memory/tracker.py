@@ -142,21 +142,33 @@ def counting(
         assert parameter.grad is not None
         tracker.label("gradients", [parameter.grad])
 
-    def take_state(stepped: torch.optim.Optimizer, *_: object) -> None:
-        tracker.label("optimizer", optimizer_tensors(stepped))
-
     handles = [
         parameter.register_post_accumulate_grad_hook(take_gradient)
         for parameter in module.parameters()
         if parameter.requires_grad
     ]
-    step_handle = optimizer.register_step_post_hook(take_state)
+    step_handle = optimizer.register_step_post_hook(StateReader(tracker))
     try:
         with tracker:
             yield tracker
     finally:
         for handle in [*handles, step_handle]:
             handle.remove()
+
+
+class StateReader:
+    """Hook of an optimizer's steps that labels its state, and changes nothing.
+
+    Args:
+        tracker: Tracker of the labels.
+    """
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Label the state."""
+        self._tracker.label("optimizer", optimizer_tensors(optimizer))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

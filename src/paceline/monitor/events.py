@@ -178,6 +178,15 @@ class BucketExchanged(Event):
     """Time that the worker waited for it."""
 
 
+@_event("bucket_size_chosen")
+class BucketSizeChosen(Event):
+    """The size of gradient buckets, chosen after the first steps."""
+
+    bucket_bytes: Int
+    reason: str
+    """Numbers that it was chosen by, in words."""
+
+
 @_event("step_timed")
 class StepTimed(Event):
     """Times of a sampled step, on the worker that wrote the event, after its buckets.
@@ -296,24 +305,43 @@ class BatchChanged(Event):
     """Number of samples used since the start of training at which it takes effect."""
 
 
+@_event("codec_changed")
+class CodecChanged(Event):
+    """Codec auto encodes with another codec from the next step on."""
+
+    codec: str
+    """Name of the codec."""
+    before: str
+    codec_of: str
+    """Input of the codec: gradient or step."""
+    reason: str
+    """Measured speed of the link, and predicted step times, the best first."""
+
+
 @_event("model_grown")
 class ModelGrown(Event):
-    """The model has become deeper."""
+    """The model has become deeper or wider."""
 
-    num_layers: Int
+    num_layers: Int | None
     num_parameters: Int
     method: str
-    """Initialisation of the new layers."""
+    """Initialisation of the new layers or units."""
+    width: Int | None = None
 
 
 @_event("staleness_measured")
 class StalenessMeasured(Event):
-    """Age of the parameters that workers computed their pushes from, since the run began."""
+    """Age of the parameters that workers computed their gradients from, where they go at their own pace."""
 
     delays: list[Int]
-    """Delays, in updates of others between a worker's pull and its push."""
+    """Delays since the run began, in updates of others between a worker's pull and its push; with ad_psgd, in averages
+    between the parameters of a gradient and its use."""
     counts: list[Int]
     """Number of pushes with each of these delays."""
+    mean: Float | None = None
+    """Mean delay since the measurement before; None without a push."""
+    largest: Int | None = None
+    """Largest delay since the measurement before."""
     num_dropped: Int
     """Number of pushes that came too late to count."""
 
@@ -347,6 +375,8 @@ class CheckpointSaved(Event):
     path: str
     num_bytes: Int
     duration_s: Float
+    lost_ranks: list[Int] = Field(default_factory=list)
+    """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
 
 
 @_event("checkpoint_skipped")

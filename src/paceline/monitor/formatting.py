@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from paceline.monitor.events import (
     BatchChanged,
+    CheckpointSaved,
     CheckpointSkipped,
+    CodecChanged,
     Evaluated,
     Failed,
     ModelGrown,
@@ -75,6 +77,13 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} TB"
 
 
+def describe_size(event: ModelGrown) -> str:
+    """Return the size that a model has grown to: ``4 layers of width 64``."""
+    depth = f"{event.num_layers:,} layers" if event.num_layers is not None else ""
+    width = f"width {event.width:,}" if event.width is not None else ""
+    return " of ".join(part for part in (depth, width) if part)
+
+
 def workers(start: RunStarted) -> str:
     """Return number and device of the workers: ``2 workers on cpu``."""
     return f"{'1 worker' if start.num_workers == 1 else f'{start.num_workers:,} workers'} on {start.device}"
@@ -96,8 +105,14 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
         case BatchChanged(global_batch=batch):
             return f"step {record.step:,}: {batch:,} samples a step from here on"
-        case ModelGrown(num_layers=layers, num_parameters=parameters):
-            return f"step {record.step:,}: the model has grown to {layers:,} layers, {parameters:,} parameters"
+        case CodecChanged(codec=codec, before=before, reason=reason):
+            return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
+        case ModelGrown(num_parameters=parameters) as event:
+            return f"step {record.step:,}: the model has grown to {describe_size(event)}, {parameters:,} parameters"
+        case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
+            *others, last = map(str, ranks)
+            lost = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
+            return f"step {record.step:,}: {lost} lost; what the others had learnt is saved in {path}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):

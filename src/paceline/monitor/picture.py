@@ -1,10 +1,12 @@
 """The picture of a run's curves, drawn with matplotlib."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.monitor.curves import Floats, as_floats, ratio_in_bins, smooth, thin
+from paceline.monitor.events import Record, StalenessMeasured
 from paceline.monitor.formatting import number, one_line, printable, workers
 from paceline.monitor.plot_style import Palette, dress, make_figure, place_legend, to_png
 from paceline.monitor.reader import RunSummary
@@ -47,6 +49,8 @@ def _write_title(figure: "Figure", summary: RunSummary, palette: Palette) -> Non
 def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: float) -> None:
     titles = ["loss", "learning rate", "samples per second", "communication, share of a step"]
     titles += ["workers' distance from their mean"] * bool(summary.distances)
+    stale = [record for record in summary.staleness if record.event.mean is not None]
+    titles += ["delay of gradients, in updates"] * bool(stale)
     num_columns = len(titles) - 1
     grid = figure.add_gridspec(
         2,
@@ -75,12 +79,25 @@ def _draw_panels(figure: "Figure", summary: RunSummary, palette: Palette, top: f
             [record.step for record in summary.distances], apart, color=palette.train, linewidth=1.6, marker="o"
         )
         axes[4].set_ylim(bottom=0)
+    if stale:
+        _draw_staleness(axes[-1], stale, palette)
     all_steps = [*steps, *(record.step for record in summary.evaluations)]
     margin = max(0.5, 0.01 * (max(all_steps) - min(all_steps)))
     for one in axes:
         one.set_xlim(min(all_steps) - margin, max(all_steps) + margin)
         for resume in _resumes(summary):
             one.axvline(resume, color=palette.muted, linestyle=(0, (3, 3)), linewidth=0.9, zorder=1)
+
+
+def _draw_staleness(axes: "Axes", stale: Sequence[Record[StalenessMeasured]], palette: Palette) -> None:
+    at = [record.step for record in stale]
+    dots = "o" if len(at) < 3 else ""
+    means = as_floats([record.event.mean for record in stale])
+    largest = as_floats([record.event.largest for record in stale])
+    axes.plot(at, largest, color=palette.train, alpha=0.4, linewidth=1, marker=dots, label="largest")
+    axes.plot(at, means, color=palette.train, linewidth=1.8, marker=dots, label="mean")
+    axes.set_ylim(bottom=0)
+    place_legend(axes, palette, 2)
 
 
 def _resumes(summary: RunSummary) -> list[int]:

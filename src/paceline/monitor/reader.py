@@ -15,6 +15,7 @@ from paceline.monitor.events import (
     BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
+    CodecChanged,
     ConsensusMeasured,
     Evaluated,
     Event,
@@ -32,6 +33,7 @@ from paceline.monitor.events import (
     SharesChanged,
     Showcased,
     SlowWorker,
+    StalenessMeasured,
     StepFinished,
     UnusedParameters,
     Warned,
@@ -130,6 +132,8 @@ class RunSummary:
     """Evaluations that count, in order."""
     distances: list[Record[ConsensusMeasured]]
     """Distances of workers from their consensus that count, in order."""
+    staleness: list[Record[StalenessMeasured]]
+    """Measurements of the delay of gradients that count, in order."""
     checkpoints: list[Record[CheckpointSaved]]
     skipped_checkpoints: list[Record[CheckpointSkipped]]
     restarts: list[Record[Restarted]]
@@ -210,6 +214,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         steps=steps,
         evaluations=select(counting, Evaluated),
         distances=select(counting, ConsensusMeasured),
+        staleness=select(counting, StalenessMeasured),
         checkpoints=select(records, CheckpointSaved),
         skipped_checkpoints=select(records, CheckpointSkipped),
         restarts=select(records, Restarted),
@@ -236,8 +241,8 @@ def _parse(line: bytes) -> list[Record]:
     return [from_json(text)] if text else []  # a writer that ended another's torn line may leave an empty one
 
 
-_CHANGES = (BatchChanged, ModelGrown, GradientNoiseMeasured)
-_CURVES = (StepFinished, Evaluated, ConsensusMeasured, SharesChanged, *_CHANGES)
+_CHANGES = (BatchChanged, CodecChanged, ModelGrown, GradientNoiseMeasured)
+_CURVES = (StepFinished, Evaluated, ConsensusMeasured, StalenessMeasured, SharesChanged, *_CHANGES)
 
 
 def _without_undone(records: list[Record]) -> list[Record]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from paceline.monitor.events import BatchChanged, Event, GradientNoiseMeasured, ModelGrown
-from paceline.monitor.formatting import describe_slow, number, size
+from paceline.monitor.events import BatchChanged, CodecChanged, Event, GradientNoiseMeasured, ModelGrown
+from paceline.monitor.formatting import describe_size, describe_slow, number, size
 from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import RunSummary
 
@@ -57,14 +57,14 @@ def render_stragglers(summary: RunSummary) -> str:
 
 
 def render_changes(summary: RunSummary) -> str:
-    """Return the section on batch and model; empty if nothing changed or was measured."""
+    """Return the section on batch, codec and model; empty if nothing changed or was measured."""
     if not summary.changes:
         return ""
     shown = summary.changes[-_MAX_ROWS:]
     rows = [[f"{one.step:,}", _describe_change(one.event)] for one in reversed(shown)]
     hidden = len(summary.changes) - len(shown)
     before = f"<p>{safe(f'{hidden:,} earlier ones are not shown.')}</p>" if hidden else ""
-    return section("Batch and model", before + table(["after step", "what"], rows, num_numeric=1))
+    return section("Batch, codec and model", before + table(["after step", "what"], rows, num_numeric=1))
 
 
 def _describe_change(event: Event) -> str:
@@ -72,8 +72,10 @@ def _describe_change(event: Event) -> str:
     match event:
         case BatchChanged(global_batch=batch, start=start):
             return f"{batch:,} samples a step, from sample {start:,} on"
-        case ModelGrown(num_layers=layers, num_parameters=parameters, method=method):
-            return f"{layers:,} layers with {parameters:,} parameters, by {method}"
+        case CodecChanged(codec=codec, before=before, codec_of=of, reason=reason):
+            return f"codec {codec} of {of}s in place of {before}, {reason}"
+        case ModelGrown(num_parameters=parameters, method=method) as grown:
+            return f"{describe_size(grown)} with {parameters:,} parameters, by {method}"
         case GradientNoiseMeasured(noise_scale=None):
             return "gradient noise scale too large to be measured"
         case GradientNoiseMeasured(noise_scale=scale):

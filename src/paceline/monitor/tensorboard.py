@@ -54,6 +54,10 @@ def _scalars(summary: RunSummary) -> Iterator[tuple[Record, str, float]]:
                 yield step, tag, value
     for measured in summary.distances:
         yield measured, "workers/distance_from_consensus", measured.event.distance
+    for stale in summary.staleness:
+        if stale.event.mean is not None and stale.event.largest is not None:
+            yield stale, "workers/mean_delay", stale.event.mean
+            yield stale, "workers/largest_delay", float(stale.event.largest)
     for evaluation in summary.evaluations:
         yield evaluation, "loss/held_out", evaluation.event.loss
         for name, value in evaluation.event.metrics.items():

@@ -47,7 +47,13 @@ class AdamW8bit(NamedOptimizer):
         """Return the rule over the parameters of `module`."""
         return AdamW8bitRule(
             self.group_parameters(module),
-            {"lr": self.learning_rate, "betas": self.betas, "eps": self.epsilon, "smallest": self.smallest},
+            {
+                "lr": self.learning_rate,
+                "betas": self.betas,
+                "eps": self.epsilon,
+                "smallest": self.smallest,
+                "decoupled_weight_decay": True,
+            },
         )
 
 

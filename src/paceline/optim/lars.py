@@ -18,8 +18,9 @@ class LARS(NamedOptimizer):
 
     The gradient of each, with weight decay d, is scaled by ``trust_coefficient * |w| / (|g| + d |w|)``. If
     `ratio_bounds` force it to 1 this is SGD with momentum. Vectors (biases, norms) have ratio 1 and no decay, as in
-    later work with LARS; in the paper they have a ratio too. The learning rate is applied after the momentum, as in
-    torch's SGD, and in the paper before it: both are equal as long as the rate does not change.
+    later work with LARS; in the paper they have a ratio too. The momentum sums updates that are already multiplied by
+    the learning rate, as in the paper; `rate_in_momentum` False multiplies the sum by it, as torch's SGD does. Both are
+    equal as long as the rate does not change; while it rises, the paper's form takes shorter steps.
 
     In memory: one buffer of the parameters' size. On the wire: nothing but two norms of each sharded parameter.
     """
@@ -32,6 +33,8 @@ class LARS(NamedOptimizer):
     with correspondingly larger learning rates."""
     ratio_bounds: RatioBounds | None = None
     """Smallest and largest ratio."""
+    rate_in_momentum: bool = True
+    """Whether the learning rate multiplies each update before the momentum sums it, as in the paper, or the sum."""
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Return the rule over the parameters of `module`."""
@@ -42,12 +45,17 @@ class LARS(NamedOptimizer):
                 "momentum": self.momentum,
                 "trust_coefficient": self.trust_coefficient,
                 "ratio_bounds": self.ratio_bounds,
+                "rate_in_momentum": self.rate_in_momentum,
             },
         )
 
 
 class LARSRule(UpdateRule):
-    """LARS as an optimizer; its state is ``momentum_buffer``."""
+    """LARS as an optimizer.
+
+    Its state is ``velocity`` in the paper's form, a sum of steps, otherwise ``momentum_buffer``, a sum of gradients:
+    two names, since one form's sum is not the other's.
+    """
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Update the parameters of a group."""
@@ -67,12 +75,15 @@ class LARSRule(UpdateRule):
                 group["ratio_bounds"],
             )
             torch._foreach_mul_([updates[index] for index in adapted], ratios)
+        if group["rate_in_momentum"]:
+            torch._foreach_mul_(updates, group["lr"])
         if group["momentum"]:
+            key = "velocity" if group["rate_in_momentum"] else "momentum_buffer"
             for parameter in parameters:
-                if "momentum_buffer" not in self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+                if key not in self.state[parameter]:
+                    self.state[parameter][key] = torch.zeros_like(parameter)
+            buffers = [local(self.state[parameter][key]) for parameter in parameters]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, updates)
             updates = buffers
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        torch._foreach_add_(weights, updates, alpha=-1.0 if group["rate_in_momentum"] else -group["lr"])

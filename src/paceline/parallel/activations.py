@@ -44,7 +44,9 @@ class Activations:
     def add(self, summand: Tensor) -> Tensor:
         """Return the sum over all ranks, for this rank's tokens between blocks."""
         self._decide(summand.shape[-2])
-        return self._move(summand, Partial(), Shard(summand.dim() - 2) if self._is_cut else Replicate())
+        total = self._move(summand, Partial(), Shard(summand.dim() - 2) if self._is_cut else Replicate())
+        # A copy where the code is a stranger's: it may add to it in place, which autograd forbids for DTensor's views.
+        return total if self.cuts_tokens else total.clone()
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of tokens that every rank has in full."""
@@ -55,14 +57,18 @@ class Activations:
         length = num_tokens // self.device_mesh.size()
         return whole.narrow(-2, self.place * length, length)
 
+    def join_features(self, part: Tensor) -> Tensor:
+        """Return all features of activations of which each rank has some; all ranks go on with the same."""
+        return self._move(part, Shard(part.dim() - 1), Replicate())
+
+    def slice_features(self, whole: Tensor) -> Tensor:
+        """Return this rank's features of activations that every rank has in full."""
+        return self._move(whole, Replicate(), Shard(whole.dim() - 1))
+
     def finish(self, logits: Tensor) -> Tensor:
         """Return this rank's columns as a DTensor of all logits if the loss supports it, else all logits."""
         cut = DTensor.from_local(logits, self.device_mesh, [Shard(logits.dim() - 1)], run_check=False)
         return cut if self.keeps_logits_cut else cut.full_tensor()
-
-    def list_values(self, value: Tensor) -> Tensor:
-        """Return the ranks' values of a scalar, in the order of the axis."""
-        return self._move(value.detach().reshape(1), Shard(0), Replicate())
 
     def _move(self, part: Tensor, source: Placement, target: Placement, gradient: Placement | None = None) -> Tensor:
         moved = DTensor.from_local(part, self.device_mesh, [source], run_check=False)

@@ -5,11 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import SettingsError
+from paceline.parallel.local import fused_parts
 from paceline.parallel.mesh import Mesh
 
 
@@ -57,7 +60,14 @@ def shard_module(
     # Torch's None: free parameters after forward, except the root's, since backward begins with its end.
     reshard_after_forward = None if zero_stage == 3 else False
     for block in [*found, module]:
-        fully_shard(block, mesh=device_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        block.register_forward_hook(_without_views)
+        fully_shard(
+            block,
+            mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            shard_placement_fn=_choose_dim,
+        )
     for part in _sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
@@ -73,6 +83,12 @@ def adopt_parameters(module: nn.Module) -> None:
         for group in part._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 parameter.reset_sharded_param()
+
+
+def _choose_dim(parameter: nn.Parameter) -> Shard | None:
+    """Return another dim than the first for a matrix that joins several, whose slices cannot be cut into blocks."""
+    dim, num_parts = fused_parts(parameter)
+    return Shard(1) if num_parts > 1 and dim == 0 else None
 
 
 def find_blocks(module: nn.Module) -> list[str]:
@@ -182,6 +198,35 @@ def check_parameters(module: nn.Module) -> torch.dtype:
 
 def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in the same memory, as a tensor that is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    if tensor._base is None:
+        return tensor
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output without views.
+
+    Torch gathers parameters for backward by a hook on a block's output, which changing a view in place would drop.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, _without_base, output)
 
 
 def _reshard_after_evaluation(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from paceline.topology.layout import Axis
 
@@ -37,7 +38,8 @@ def wrap(like: Tensor, local_part: Tensor, placements: Sequence[Placement] | Non
 def local_slice(full: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of the `full` tensor if it is sharded like `like`; all of it if that is no DTensor.
 
-    Torch's own `distribute_tensor` refuses dims that both a tensor and a sharded axis split unevenly.
+    It is a view: with one more dim, of the parts, before a dim that joins several (see `fused_parts`). Torch's own
+    `distribute_tensor` refuses dims that both a tensor and a sharded axis split unevenly.
 
     Args:
         full: Tensor of the same shape as `like`; may be on another device.
@@ -45,15 +47,30 @@ def local_slice(full: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return full
+    dim, num_parts = fused_parts(like)
+    tensor_axis = like.device_mesh.ndim - 1
     # FSDP splits the rest that others leave of the same dim; its placement has another type then.
     cuts = [(type(placement) is not Shard, axis) for axis, placement in enumerate(like.placements)]
     for _, axis in sorted(cuts):
         placement = like.placements[axis]
-        if not placement.is_replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            place = like.device_mesh.get_local_rank(axis)
-            full = _slice(full, dim, like.device_mesh.size(axis), place)
-    return full
+        if not placement.is_replicate() and not (num_parts > 1 and axis == tensor_axis):
+            full = _slice(full, placement.dim, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))  # type: ignore[attr-defined]
+    if num_parts == 1:
+        return full
+    parts: Tensor = full.unflatten(dim, (num_parts, like.device_mesh.size(tensor_axis), -1))
+    return parts.select(dim + 1, like.device_mesh.get_local_rank(tensor_axis))
+
+
+def fused_parts(tensor: Tensor) -> tuple[int, int]:
+    """Return the dim of which each rank of the tensor axis has a slice of each of several parts, and their number.
+
+    It is 1 if there is no such dim. The tensor axis is the last of a mesh.
+    """
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    placement = tensor.placements[-1] if isinstance(tensor, DTensor) else None
+    if names and names[-1] == "tensor" and isinstance(placement, _StridedShard):
+        return placement.dim, int(placement.split_factor)
+    return 0, 1
 
 
 def is_partial(tensor: Tensor, axis: Axis) -> bool:

@@ -14,6 +14,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.data.batch import Batch
 from paceline.parallel.context import full_sequences, split_batch
 from paceline.parallel.fully_sharded import set_gradient_sync
+from paceline.parallel.gradient_use import GradientUse, UseOfStep
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import Pipeline
@@ -73,6 +74,15 @@ class ModelShard:
             self.data_parallel_group = mesh.group("data", "sharded")
             self.statistics_group = mesh.group("data", "sharded", "context") if sharded else group
             self._tied_groups = self._find_tied_groups(mesh)
+        self._use: GradientUse | None = None
+        if mesh is not None and self.layout.shards_parameters:
+            modules = [self.module] if pipeline is None else pipeline.stages
+            self._use = GradientUse(self.module, modules, mesh.group("sharded"), reduce_scatter)
+
+    def stand_alone(self, alone: Group) -> None:
+        """Replace the groups of a whole model's shard by that of this rank alone, which stands for all from now on."""
+        assert self.mesh is None
+        self.group = self.world = self.data_parallel_group = self.statistics_group = alone
 
     @property
     def is_whole(self) -> bool:
@@ -185,6 +195,22 @@ class ModelShard:
                 gradient = parameters[name].grad = torch.zeros_like(parameters[name])
             group.all_reduce(local(gradient), name=f"gradient of {name}").wait()
 
+    def clear_unused_gradients(self, parameters: Mapping[str, nn.Parameter], replicas: Group) -> UseOfStep:
+        """Take off the zeros that ranks which share a parameter have summed where none of them used it.
+
+        Args:
+            parameters: Parameters that require gradients, by name.
+            replicas: Ranks over which the step sums the gradients of this shard.
+        """
+        if self._use is None:
+            return UseOfStep([], 0, 0)
+        assert self.mesh is not None
+        matrices = self.mesh.group("tensor") if self.reduce_scatter is not None else None
+        use = self._use.exchange(replicas, matrices)
+        for name in use.unused:
+            parameters[name].grad = None
+        return use
+
     def close(self) -> None:
         """Close the groups, the pipeline and the mesh of the shard."""
         if self.reduce_scatter is not None:
@@ -198,10 +224,13 @@ class ModelShard:
     def describe(self) -> dict[str, Any]:
         """Return how the model is split, as JSON: the same on every rank, for any number of workers."""
         plan = self._tensor_split.plan if self._tensor_split is not None else None
+        given: Mapping[str, str] | None = None
+        if plan is not None:
+            given = plan.styles if plan.patterns is None else plan.patterns
         return {
             "sharded": self.layout.sharded if self.layout.shards_parameters else 1,
             "tensor": self.layout.tensor,
-            "tensor_plan": dict(plan) if plan is not None else None,
+            "tensor_plan": dict(given) if given is not None else None,
             "stages": self.pipeline.describe() if self.pipeline is not None else None,
         }
 

@@ -1,15 +1,15 @@
 """A layout applied to a model: the shard of each rank, made in the one order in which the axes can be combined."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
-from paceline.data.batch import list_tensors
+from paceline.data.batch import list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.context import check_attention, check_length, split_attention
 from paceline.parallel.deferred import Construction
@@ -20,9 +20,11 @@ from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
 from paceline.parallel.reduce_scatter import CodedReduceScatter
-from paceline.parallel.start import broadcast_module, check_same_model
+from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
-from paceline.parallel.tensor_plan import make_plan
+from paceline.parallel.tensor_check import Runs, SplitCheck, undisturbed, without_constants
+from paceline.parallel.tensor_derivation import find_plan, is_derived
+from paceline.parallel.tensor_plan import TensorPlan, make_plan
 from paceline.topology.layout import Layout
 
 
@@ -47,12 +49,15 @@ def parallelize(
         module: Whole model, built on every rank; rank 0's values are used.
         layout: Axes, whose product is the number of ranks.
         group: Group of all ranks, processes if they share a model; by default the one that `paceline.join` has joined.
-        tensor_plan: Styles of modules on the tensor axis, by patterns of their names; by default chosen by their types.
+        tensor_plan: Styles (`Style`) of modules on the tensor axis, by patterns of their names
+            (``layers.*.attention.project``): the last match counts, and unmatched modules are whole. By default what
+            registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample, with which a pipeline measures layers.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
+            and a model split over a tensor axis is compared with the whole one.
         construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
-            Each rank then makes only its part.
+            Each rank then makes only its part; over a tensor axis first the whole, which is compared.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -69,27 +74,30 @@ def parallelize(
         )
     mesh = Mesh(world, axes)
     check_same_model(module, world)
-    if construction is None:
+    if construction is None or layout.tensor > 1:  # whose plan is tried on values
+        _finish(construction, module, None, world)
         broadcast_module(module, world)
+        construction = None
+    plan: TensorPlan | None = None
+    boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
-        make_plan(module, tensor_plan, layout.tensor)  # while the names of the whole model exist
+        sample = broadcast_sample(sample, world)
+        plan = _agree_on_plan(module, tensor_plan, sample, mesh)
+        if layout.pipeline > 1:
+            boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
     if layout.pipeline > 1:
-        if sample is None:
-            raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
-        peers = mesh.group("sharded") if layout.shards_parameters else None
-        inputs = tuple(tensor.to("meta") if construction is not None else tensor for tensor in list_tensors(sample))
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), inputs, peers)
-    if layout.tensor > 1:
-        tensor_split = split(module, mesh, tensor_plan)
+        inputs = sample if construction is None else map_tensors(lambda tensor: tensor.to("meta"), sample)
+        driver = _make_pipeline(module, mesh, layout, pipeline or PipelineSettings(), inputs)
+        module = driver.module
+    if plan is not None:
+        runs: Runs = [(module, sample, False)]
+        if driver is not None:
+            runs = [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+        tensor_split = _split_checked(module, mesh, plan, runs)
     if layout.context > 1:
-        split_attention(module, mesh)
-    if layout.context > 1 and sample is not None:
-        cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
-        check_length(
-            list_tensors(sample)[0].shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1
-        )
+        _split_context(module, mesh, sample, plan)
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout)
     _finish(construction, module, driver, world)
@@ -108,6 +116,13 @@ def parallelize(
     )
 
 
+def _make_pipeline(module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any) -> Pipeline:
+    if sample is None:
+        raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
+    peers = mesh.group("sharded") if layout.shards_parameters else None
+    return Pipeline(module, mesh, settings, tuple(list_tensors(sample)), peers)
+
+
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
     """Give this rank's part of a model without memory its values."""
     if construction is None:
@@ -115,6 +130,43 @@ def _finish(construction: Construction | None, module: nn.Module, driver: Pipeli
     construction.finish(module, world.device)
     for part in driver.stages if driver is not None else [module]:
         adopt_parameters(part)
+
+
+def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None) -> None:
+    split_attention(module, mesh)
+    if sample is not None:
+        num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
+        check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
+
+
+def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
+    """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
+    with undisturbed(module), without_constants(module):
+        check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
+        tensor_split = split(module, mesh, plan)
+        check.compare(mesh.world)
+    return tensor_split
+
+
+def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
+    """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
+    with undisturbed(module), without_constants(module):
+        plan = find_plan(module, patterns, mesh.size("tensor"), sample)
+    mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
+    styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]
+    return TensorPlan(styles, attributes, plan.patterns)
+
+
+def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings) -> dict[str, Any]:
+    """Return the inputs of each layer of a pipeline, for a sample."""
+    boundaries: dict[str, Any] = {}
+    given = tuple(list_tensors(sample))
+    value: Any = given[0] if len(given) == 1 else given
+    with undisturbed(module), torch.no_grad():
+        for layer in list_layers(module, settings.sequence):
+            boundaries[layer.name] = value
+            value = layer.run(value)
+    return boundaries
 
 
 def _note(shard: ModelShard) -> nn.Module:
@@ -134,7 +186,7 @@ def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
-    if layout.tensor > 1:
+    if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
         layers = list_layers(module, pipeline.sequence)
@@ -155,14 +207,9 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
             f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or "
             "Layout(zero_stage=1) (--layout.zero_stage 1)"
         )
-    if layout.shards_optimizer and layout.tensor > 1:
+    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline == 1):
         raise SettingsError(
-            "zero_stage must be 2 or 3 with a tensor axis, whose ranks hold parts of parameters, but got 1; give "
-            "Layout(zero_stage=3) (--layout.zero_stage 3)"
-        )
-    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline * layout.tensor == 1):
-        raise SettingsError(
-            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no tensor or pipeline axis, but got "
+            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no pipeline axis, but got "
             f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
         )
 
@@ -172,8 +219,6 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     if driver is None:
         shard_module(module, mesh, zero_stage=zero_stage)
         return
-    # The output of a stage is sent on, or goes into the loss.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]

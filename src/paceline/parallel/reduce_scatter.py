@@ -50,6 +50,7 @@ class CodedReduceScatter:
         self._pending: dict[str, State] = {}
         self._divisor: Callable[[], float] = lambda: 1.0
         self._step, self._loss_scale = 0, 1.0
+        self._flags = torch.zeros(2, device=mesh.world.device)
         sharded_group = mesh.group("sharded")
         blocks = list_blocks(module)
         parameters = dict(module.named_parameters())
@@ -94,6 +95,11 @@ class CodedReduceScatter:
         """Drop those residuals: the optimizer has not used their sums."""
         self._pending = {}
 
+    def take_flags(self) -> Tensor:
+        """Return whether gradients were not finite, and whether a sum of finite ones was not, since the last call."""
+        flags, self._flags = self._flags, torch.zeros_like(self._flags)
+        return flags.clamp(max=1)
+
     def state(self) -> dict[str, Tensor]:
         """Return this rank's residuals, as ``<parameter>/<destination>/<site>``."""
         return {f"{part}/{site}": kept for part, state in self._states.items() for site, kept in state.items()}
@@ -124,6 +130,7 @@ class CodedReduceScatter:
             self._pending |= {part: exchanged.state for part, exchanged in done.items()}
             is_finite = is_finite and all(exchanged.is_finite for exchanged in done.values())
         payload[:, -1] = not is_finite
+        self._flags[0] += not is_finite
         received = torch.empty_like(payload)
         self._group.all_to_all(received, payload, name="coded gradients").wait()
         self._add_up(block, output, rows[self._group.rank], received, scale)
@@ -144,6 +151,11 @@ class CodedReduceScatter:
                 values = {part: value * scale for part, value in decoded.items()}
             for part, total in totals.items():
                 total += values[part]
+        is_own_bad = torch.stack([~value.isfinite().all() for value in block.cut(own, rank).values()]).any()
+        is_sum_bad = torch.stack([~total.isfinite().all() for total in totals.values()]).any()
+        self._flags[0] += is_own_bad
+        # If nobody's part was not finite, the sum is too large.
+        self._flags[1] += is_sum_bad & ~is_own_bad & ~received[:, -1].any()
         output.zero_()
         for part, place in block.cut(output, rank).items():
             place.copy_(totals[part])

@@ -1,11 +1,13 @@
 """A common initial state of the workers: compared by shape, then copied from rank 0."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 
@@ -37,6 +39,26 @@ def check_same_model(module: nn.Module, group: Group) -> None:
 def broadcast_module(module: nn.Module, group: Group) -> None:
     """Copy parameters and buffers of rank 0 to every rank."""
     broadcast_tensors([tensor for _, tensor in _tensors(module)], group)
+
+
+def broadcast_sample(sample: Any, group: Group) -> Any:
+    """Return rank 0's inputs of the model, on this rank's device.
+
+    Raises:
+        SettingsError: There is none, or ranks have inputs of different shapes.
+    """
+    said = group.gather_documents(describe(sample) if list_tensors(sample) else "", name="sample")
+    if not all(said) or len(set(said)) > 1:
+        rank = next((rank for rank, about in enumerate(said) if about != said[0] or not about), 0)
+        there = f" where rank 0 has {said[0]}" if rank else ""
+        raise SettingsError(
+            "sample must be inputs of at least one sample for a tensor axis, of the same shapes on every rank, but "
+            f"rank {rank} has {said[rank] or 'none'}{there}; give parallelize one, such as the model's inputs of the "
+            "data set's first sample"
+        )
+    sample = map_tensors(lambda tensor: tensor.to(group.device, copy=True), sample)
+    broadcast_tensors(list_tensors(sample), group)
+    return sample
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: Group, source: int = 0) -> None:

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from paceline.errors import GradientError
 from paceline.parallel.activations import Activations
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.tensor_plan import TiedHead, cuts_tokens, list_blocks, make_plan, place, register_styles
-from paceline.parallel.tensor_styles import Style, apply
+from paceline.parallel.tensor_plan import TensorPlan, TiedHead, list_blocks, place, register_styles
+from paceline.parallel.tensor_styles import apply
 
 __all__ = ["TensorSplit", "TiedHead", "full_tensor", "register_styles", "split"]
 
@@ -23,15 +21,11 @@ class TensorSplit:
     """Result of `split` for a module.
 
     Args:
-        styles: Style of each module that the plan named.
+        plan: Plan of the whole model.
         activations: Distribution of activations; None with one rank along the axis.
-        plan: Plan that was given; None if types decided.
     """
 
-    def __init__(
-        self, styles: Mapping[str, Style], activations: Activations | None, plan: Mapping[str, str] | None = None
-    ) -> None:
-        self.styles = styles
+    def __init__(self, plan: TensorPlan, activations: Activations | None) -> None:
         self.plan = plan
         self._activations = activations
 
@@ -67,7 +61,7 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> TensorSplit:
+def split(module: nn.Module, mesh: Mesh, plan: TensorPlan) -> TensorSplit:
     """Split a module's matrices over the ranks of the tensor axis, in place.
 
     Megatron-LM (Shoeybi 2019), with split tokens between blocks if a style is ``sequence`` (Korthikanti 2022).
@@ -78,33 +72,30 @@ def split(module: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None) 
 
     Per block of columns and rows each rank sends, times (n-1)/n, the activations ``(batch, tokens, width)`` twice in
     forward and twice in backward. Tensors gathered for a block are kept until backward, as in DTensor's own styles;
-    Korthikanti gathers them again.
+    Korthikanti gathers them again. Whether the split module computes what the whole one did is not checked here: see
+    `SplitCheck`.
 
     Args:
         module: Module to split, the same on every rank of the axis; not yet given to an optimizer, compiled or sharded.
+            It may be a pipeline's stage of the model.
         mesh: Mesh of the layout.
-        plan: Styles (`Style`) by patterns of module names (``layers.*.attention.project``); the last match counts, and
-            unmatched modules are replicated. Without a plan the types of modules decide (`register_styles`).
-
-    Raises:
-        SettingsError: A name or style is unknown, a number cannot be divided evenly, or there is no plan for the
-            module.
+        plan: Plan of the whole model.
     """
-    size = mesh.size("tensor")
-    if plan is None and size == 1:
-        return TensorSplit({}, None)
-    styles = make_plan(module, plan, size)
-    placements = place(module, styles)
-    if size == 1:
-        return TensorSplit(styles, None)
-    activations = Activations(mesh.device_mesh["tensor"], cuts_tokens=cuts_tokens(module, plan))
-    _distribute(module, placements, activations.device_mesh)
-    blocks = list_blocks(styles)
+    if mesh.size("tensor") == 1:
+        return TensorSplit(plan, None)
+    held = plan.of_stage(module)
+    activations = Activations(mesh.device_mesh["tensor"], cuts_tokens=plan.cuts_tokens)
+    _distribute(module, place(module, held.styles), activations.device_mesh)
+    blocks = list_blocks(held.styles)
     for name, part in list(module.named_modules()):
-        apply(styles.get(name, "replicate"), part, activations, is_in_block=name.startswith(blocks))
-    for name, parameter in module.named_parameters():
-        _watch(name, parameter, activations)
-    return TensorSplit(styles, activations, plan)
+        apply(
+            held.styles.get(name, "replicate"),
+            part,
+            activations,
+            is_in_block=name.startswith(blocks),
+            attributes=held.attributes.get(name, {}),
+        )
+    return TensorSplit(plan, activations)
 
 
 def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:
@@ -124,27 +115,3 @@ def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_m
                 distributed[key] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 originals.append(parameter)
             part.register_parameter(name, distributed[key])
-
-
-def _watch(name: str, parameter: nn.Parameter, activations: Activations) -> None:
-    """Compare the first gradient of a replicated parameter over the ranks, where it must be equal."""
-    if not parameter.requires_grad:
-        return
-    is_done = False
-
-    def compare(parameter: Tensor) -> None:
-        nonlocal is_done
-        gradient = parameter.grad
-        if is_done or not isinstance(gradient, DTensor) or not gradient.placements[0].is_replicate():
-            return
-        is_done = True
-        norms = activations.list_values(gradient.to_local().norm())
-        # Equal up to nondeterminism on GPUs; norms of different heads are never close.
-        if not torch.allclose(norms, norms[:1].expand_as(norms), rtol=1e-2, equal_nan=True):
-            raise GradientError(
-                f"the gradient of {name} must be the same on all ranks of the tensor axis, since the tensor plan "
-                f"replicates it, but its norms are {norms.tolist()}; name its module with style 'partial' if it "
-                "works on this rank's heads or columns"
-            )
-
-    parameter.register_post_accumulate_grad_hook(compare)

@@ -1,7 +1,7 @@
 """The style of each module of a model on the tensor axis, and whether it is possible."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,27 +58,74 @@ def register_styles(
     _known_types[kind] = _KnownType(styles, counts)
 
 
-def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) -> dict[str, Style]:
-    """Return the style of each module that has one, by name.
+def is_known(module: nn.Module) -> bool:
+    """Return whether styles are registered for the type of a module."""
+    return type(module) in _known_types
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a whole model is split over the tensor axis.
+
+    Args:
+        styles: Style of each module that has one, by its name.
+        attributes: Attributes that a module sees with another value once it is split, such as its number of heads.
+        patterns: Styles by patterns of names that a user gave; None if the model decided.
+    """
+
+    styles: Mapping[str, Style]
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    patterns: Mapping[str, str] | None = None
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether ranks keep their own tokens between blocks; the same for all stages of a pipeline."""
+        return "sequence" in self.styles.values()
+
+    def of_stage(self, module: nn.Module) -> "TensorPlan":
+        """Return the plan of the modules that a stage of a pipeline holds."""
+        held = {name for name, part in module.named_modules() if not isinstance(part, AbsentModule)}
+        return replace(
+            self,
+            styles={name: style for name, style in self.styles.items() if name in held},
+            attributes={name: seen for name, seen in self.attributes.items() if name in held},
+        )
+
+
+def make_plan(module: nn.Module, patterns: Mapping[str, str] | None, size: int) -> TensorPlan:
+    """Return the plan that a user's patterns, or else the registered types of the modules, make.
 
     Args:
         module: The model.
-        patterns: Styles by patterns of module names; the last match counts. None: types decide.
+        patterns: Styles by patterns of module names; the last match counts. None: types decide, and modules of other
+            types have no style.
         size: Number of ranks along the tensor axis.
 
     Raises:
-        SettingsError: A name or style is unknown, a number cannot be divided evenly, or there is no plan for the
-            module.
+        SettingsError: A name or style is unknown, or a number cannot be divided evenly.
     """
     styles = _plan_by_names(module, patterns) if patterns is not None else _plan_by_types(module)
     _follow_embedding(module, styles)
+    return check_plan(module, TensorPlan(complete(module, styles), patterns=patterns), size)
+
+
+def complete(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return styles with those that follow from others: the last map of torch's attention adds up its heads."""
+    heads = {name for name, style in styles.items() if style == "heads"}
+    followers = [name for name, _ in module.named_modules() if name.endswith("out_proj") and name[:-9] in heads]
+    return {**styles, **dict.fromkeys(followers, "rows")}
+
+
+def check_plan(module: nn.Module, plan: TensorPlan, size: int) -> TensorPlan:
+    """Return the plan, or raise `SettingsError` if it is impossible."""
     modules = dict(module.named_modules())
-    for name, style in styles.items():
+    for name, style in plan.styles.items():
         if not (style == "vocabulary" and isinstance(modules[name], TiedHead)):  # its embedding is checked
             check(style, name, modules[name], size)
-    _check_counts(modules, styles, size)
-    _check_blocks(modules, styles)
-    return styles
+    _check_counts(modules, plan.styles, size)
+    _check_blocks(modules, plan.styles)
+    place(module, plan.styles)
+    return plan
 
 
 def place(module: nn.Module, styles: Mapping[str, Style]) -> dict[int, Placement]:
@@ -91,7 +138,7 @@ def place(module: nn.Module, styles: Mapping[str, Style]) -> dict[int, Placement
     first_names: dict[int, str] = {}
     for name, part in module.named_modules():
         for parameter_name, parameter in part.named_parameters(recurse=False):
-            placement = placement_of(styles.get(name, "replicate"), parameter_name)
+            placement = placement_of(styles.get(name, "replicate"), part, parameter_name)
             full_name = f"{name}.{parameter_name}".strip(".")
             first = first_names.setdefault(id(parameter), full_name)
             if placements.setdefault(id(parameter), placement) != placement:
@@ -108,26 +155,19 @@ def _plan_by_types(module: nn.Module) -> dict[str, Style]:
         known = _known_types.get(type(part))
         children = dict(part.named_modules())
         for child, style in known.styles.items() if known is not None else ():
-            if child in children and not isinstance(children[child], AbsentModule):
+            if child in children:
                 styles[f"{name}.{child}".strip(".")] = style
-    if not styles:
-        known_names = ", ".join(sorted(kind.__name__ for kind in _known_types)) or "none"
-        raise SettingsError(
-            f"a tensor plan must say how a {type(module).__name__} is split, since no module in it has a known type "
-            f'({known_names}); give tensor_plan={{"layers.*.expand": "columns", ...}} (--tensor_plan)'
-        )
     return styles
 
 
 def _plan_by_names(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    names = [name for name, part in module.named_modules() if name and not isinstance(part, AbsentModule)]
-    is_stage = any(isinstance(part, AbsentModule) for part in module.modules())
+    names = [name for name, _ in module.named_modules() if name]
     styles: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise unknown_name(f"the style of {pattern!r} in the tensor plan", style, STYLES)
         matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched and not is_stage:  # patterns for other stages match nothing here
+        if not matched:
             known = {".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names}
             raise unknown_name("a pattern in the tensor plan", pattern, known)
         styles |= dict.fromkeys(matched, style)
@@ -158,14 +198,6 @@ def _check_counts(modules: Mapping[str, nn.Module], styles: Mapping[str, Style],
         if any(styles.get(f"{name}.{child}".strip(".")) in ("columns", "rows") for child in known.styles):
             for what, number in known.counts(part).items():
                 check_multiple(f"{what} of {name}", number, size)
-
-
-def cuts_tokens(module: nn.Module, patterns: Mapping[str, str] | None) -> bool:
-    """Return whether ranks keep their own tokens between blocks; the same for all stages of a pipeline."""
-    if patterns is not None:
-        return "sequence" in patterns.values()
-    known = [_known_types[type(part)] for part in module.modules() if type(part) in _known_types]
-    return any("sequence" in one.styles.values() for one in known)
 
 
 def list_blocks(styles: Mapping[str, Style]) -> tuple[str, ...]:

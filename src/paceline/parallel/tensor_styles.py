@@ -2,19 +2,41 @@
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
+from paceline.parallel.tensor_attention import check_heads, split_heads
 
-Style = Literal["columns", "rows", "vocabulary", "gather", "sequence", "cut", "partial", "replicate"]
+Style = Literal[
+    "columns",
+    "columns:2",
+    "columns:3",
+    "rows",
+    "gathered_columns",
+    "sliced_rows",
+    "heads",
+    "vocabulary",
+    "gather",
+    "sequence",
+    "cut",
+    "partial",
+    "replicate",
+]
 """Style in which a module is split:
 
 - ``columns``: a linear map; each rank has some of the outputs. Takes whole inputs.
+- ``columns:2``, ``columns:3``: two or three maps of equal size in one matrix, one after the other (gate and value;
+  query, key and value); each rank has some of the outputs of each.
 - ``rows``: a linear map; each rank has some of the inputs, and the ranks' sums are added.
+- ``gathered_columns``: as ``columns``, for a module that needs all outputs: they are gathered.
+- ``sliced_rows``: as ``rows``, for a module with all inputs: each rank takes its own of them.
+- ``heads``: an `nn.MultiheadAttention`; each rank has some of the heads.
 - ``vocabulary``: an embedding or the last linear map; each rank has some of the vocabulary's rows.
 - ``gather``: a block whose first input is gathered from the ranks' tokens once, for all columns in it.
 - ``sequence``: a norm, or another map token by token, over this rank's tokens. If a plan has one, the tokens between
@@ -26,32 +48,78 @@ Style = Literal["columns", "rows", "vocabulary", "gather", "sequence", "cut", "p
 
 STYLES: tuple[Style, ...] = get_args(Style)
 
-_Views = tuple[tuple[str, Placement, bool], ...]
-"""Name of each parameter of a module, placement of its gradient, and whether this rank's counts."""
+COLUMNS = ("columns", "columns:2", "columns:3", "gathered_columns")
+_ROWS = ("rows", "sliced_rows")
 
 
-def placement_of(style: Style, parameter: str) -> Placement:
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear map that can be split."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is the linear map of GPT-2 in the transformers library, whose weight is (in, out)."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__
+    )
+
+
+def count_parts(style: Style) -> int:
+    """Return the number of maps in one matrix."""
+    return int(style.partition(":")[2] or 1)
+
+
+def placement_of(style: Style, module: nn.Module, parameter: str) -> Placement:
     """Return the placement of a module's parameter along the tensor axis."""
-    if style in ("columns", "vocabulary"):
-        return Shard(0)
-    if style == "rows" and parameter == "weight":
-        return Shard(1)
+    outputs, inputs = (1, 0) if is_transposed(module) and parameter == "weight" else (0, 1)
+    if style == "heads":
+        return _fused(0, 3) if parameter == "in_proj_weight" else Shard(0) if parameter in _SEPARATE else Replicate()
+    if count_parts(style) > 1:  # a fused bias is whole, since sharding may divide it in no other dim
+        return _fused(outputs, count_parts(style)) if parameter == "weight" else Replicate()
+    if style in (*COLUMNS, "vocabulary"):
+        return Shard(outputs)
+    if style in _ROWS and parameter == "weight":
+        return Shard(inputs)
     return Replicate()
+
+
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _fused(dim: int, num_parts: int) -> Placement:
+    # Torch's own placement for a dim of which every rank has a slice of each of several parts.
+    return _StridedShard(dim, split_factor=num_parts)
+
+
+def own_part(style: Style, module: nn.Module, name: str, whole: Tensor, place: int, size: int) -> Tensor:
+    """Return what a rank sees of a whole parameter, which may be a gradient of it; a view or a copy."""
+    placement = placement_of(style, module, name)
+    if count_parts(style) > 1 and placement.is_replicate():
+        placement = _fused(0, count_parts(style))
+    return slice_of(placement, whole, place, size)
+
+
+def slice_of(placement: Placement, whole: Tensor, place: int, size: int) -> Tensor:
+    """Return a rank's part of a whole tensor with a placement; a view or a copy."""
+    if isinstance(placement, _StridedShard):
+        parts: Tensor = whole.unflatten(placement.dim, (int(placement.split_factor), size, -1))
+        return parts.select(placement.dim + 1, place).flatten(placement.dim, placement.dim + 1)
+    return whole.chunk(size, placement.dim)[place] if isinstance(placement, Shard) else whole
 
 
 def check(style: Style, name: str, module: nn.Module, size: int) -> None:
     """Raise `SettingsError` if a module cannot have a style on `size` ranks."""
-    kinds: dict[Style, tuple[type[nn.Module], ...]] = {
-        "columns": (nn.Linear,),
-        "rows": (nn.Linear,),
-        "vocabulary": (nn.Linear, nn.Embedding),
-    }
-    if style not in kinds:
+    if style == "heads":
+        check_heads(name, module)
+        assert isinstance(module, nn.MultiheadAttention)
+        check_multiple(f"num_heads of {name}", module.num_heads, size)
+    if style not in (*COLUMNS, *_ROWS, "vocabulary"):
         return
-    if not isinstance(module, kinds[style]):
-        known = " or ".join(f"nn.{kind.__name__}" for kind in kinds[style])
+    is_known = is_linear(module) or (style == "vocabulary" and isinstance(module, nn.Embedding))
+    if not is_known or (style == "vocabulary" and is_transposed(module)):
+        known = "an nn.Linear or nn.Embedding" if style == "vocabulary" else "an nn.Linear"
         raise SettingsError(
-            f"a module of style {style!r} must be an {known}, but {name} is a {type(module).__name__}; name one "
+            f"a module of style {style!r} must be {known}, but {name} is a {type(module).__name__}; name one "
             "inside it, or leave it out of the tensor plan"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
@@ -59,11 +127,24 @@ def check(style: Style, name: str, module: nn.Module, size: int) -> None:
             f"an embedding of style 'vocabulary' must have no max_norm, sparse or scale_grad_by_freq, but {name} has; "
             "build it without, or leave it out of the tensor plan"
         )
+    num_inputs, num_outputs = count_features(module)
+    what = "vocabulary" if style == "vocabulary" else "inputs" if style in _ROWS else "outputs"
+    number, num_parts = num_inputs if style in _ROWS else num_outputs, count_parts(style)
+    if number % num_parts:
+        raise SettingsError(
+            f"a matrix of style {style!r} must hold {num_parts} maps of equal size, but {name} has {number} outputs; "
+            "take 'gathered_columns' for it and 'sliced_rows' for the map after it"
+        )
+    check_multiple(
+        f"the {what} of {f'each of the {num_parts} maps in ' if num_parts > 1 else ''}{name}", number // num_parts, size
+    )
+
+
+def count_features(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a linear map, or of the width and the vocabulary of an embedding."""
     assert isinstance(module.weight, Tensor)
-    dim = 1 if style == "rows" else 0
-    number = module.weight.shape[dim]
-    what = "vocabulary" if style == "vocabulary" else "inputs" if style == "rows" else "outputs"
-    check_multiple(f"the {what} of {name}", number, size)
+    num_outputs, num_inputs = reversed(module.weight.shape) if is_transposed(module) else module.weight.shape
+    return num_inputs, num_outputs
 
 
 def check_multiple(what: str, number: int, size: int) -> None:
@@ -75,7 +156,9 @@ def check_multiple(what: str, number: int, size: int) -> None:
         )
 
 
-def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_block: bool) -> None:
+def apply(
+    style: Style, module: nn.Module, activations: Activations, *, is_in_block: bool, attributes: Mapping[str, Any]
+) -> None:
     """Make a module, whose parameters are DTensors already, run on this rank's part of them.
 
     Args:
@@ -84,27 +167,39 @@ def apply(style: Style, module: nn.Module, activations: Activations, *, is_in_bl
             ``module.named_parameters()`` still yields the DTensor.
         activations: Distribution of activations.
         is_in_block: Whether a block around it has gathered its input already.
+        attributes: Attributes that the module sees with another value, such as its number of heads.
     """
     is_partial = style == "partial" or (activations.cuts_tokens and style in ("sequence", "cut", "replicate"))
-    views = []
+    members: dict[str, _View] = {}
     for name, parameter in module.named_parameters(recurse=False):
         assert isinstance(parameter, DTensor)
         placement = parameter.placements[0]
+        is_bias = placement.is_replicate() and name in ("bias", "in_proj_bias")
+        num_parts = (3 if style == "heads" else count_parts(style)) if is_bias else 1
         # Added once, not by every rank: a bias of style rows counts on the first.
-        is_bias_of_rows = style == "rows" and placement.is_replicate()
-        gradient = Partial() if placement.is_replicate() and (is_partial or is_bias_of_rows) else placement
-        views.append((name, gradient, not is_bias_of_rows or activations.place == 0))
-    if views:
+        counts = not (is_bias and style in _ROWS and activations.place > 0)
+        is_summed = is_partial or num_parts > 1 or (is_bias and style in _ROWS)
+        gradient = Partial() if placement.is_replicate() and is_summed else placement
+        members[name] = _View(gradient, num_parts, counts, activations.place, activations.device_mesh.size())
+    if is_transposed(module) and style in COLUMNS:
+        attributes = {**attributes, "nf": count_features(module)[1] // activations.device_mesh.size()}
+    if members or attributes:
         kind: type[nn.Module] = type(module)
-        module.__class__ = _with_views(kind, tuple(views))  # type: ignore[arg-type]  # classes can be hashed
-    if style == "vocabulary" and isinstance(module, nn.Embedding):
+        module.__class__ = _with_views(kind, tuple(members.items()), tuple(attributes.items()))  # type: ignore[arg-type]  # classes can be hashed
+    if style == "heads":
+        split_heads(module, activations)
+    elif style == "vocabulary" and isinstance(module, nn.Embedding):
         _EmbeddingRows(module, activations)
-    elif style in ("columns", "gather", "vocabulary"):
+    elif style in (*COLUMNS, "gather", "vocabulary"):
         if not is_in_block:
             module.register_forward_pre_hook(_on_first_input(activations.gather), with_kwargs=True)
         if style == "vocabulary":
             module.register_forward_hook(lambda module, args, output: activations.finish(output))
-    elif style == "rows":
+        if style == "gathered_columns":
+            module.register_forward_hook(lambda module, args, output: activations.join_features(output))
+    elif style in _ROWS:
+        if style == "sliced_rows":
+            module.register_forward_pre_hook(_on_first_input(activations.slice_features), with_kwargs=True)
         module.register_forward_hook(lambda module, args, output: activations.add(output))
     elif style == "cut":
         module.register_forward_hook(lambda module, args, output: activations.cut(output))
@@ -148,24 +243,53 @@ def _on_first_input(move: Callable[[Tensor], Tensor]) -> Callable[..., tuple[tup
     return hook
 
 
+class _View(NamedTuple):
+    """What a rank sees of a parameter."""
+
+    gradient: Placement
+    """Placement of the parameter's gradient."""
+    num_parts: int
+    """Number of equal parts of a whole parameter of which the rank sees a slice each; 1 if it sees what it holds."""
+    counts: bool
+    """Whether the parameter counts on this rank; it sees zeros otherwise."""
+    place: int
+    """Index of the rank on the axis."""
+    size: int
+    """Number of ranks on the axis."""
+
+
 @cache
-def _with_views(kind: type[nn.Module], views: _Views) -> type[nn.Module]:
+def _with_views(
+    kind: type[nn.Module], views: tuple[tuple[str, _View], ...], attributes: tuple[tuple[str, Any], ...]
+) -> type[nn.Module]:
     """Return a class whose modules show this rank's part of their parameters; everything else does not change."""
-    members: dict[str, Any] = {name: _view(name, gradient, counts) for name, gradient, counts in views}
+    # Torch's kernels return gradients in memory of their own. Others may be one tensor with another parameter's, which
+    # autograd copies, but not inside a DTensor: adding the next micro-batch's would then add both.
+    is_own = kind.__module__.startswith("torch.nn.") or kind.__name__ == "Conv1D"
+    members: dict[str, Any] = {name: _view(name, view, is_own=is_own) for name, view in views}
+    members |= {name: _constant(value) for name, value in attributes}
     if issubclass(kind, nn.RNNBase):  # it runs on its own list of parameters
         members["_flat_weights"] = property(
             lambda module: [getattr(module, name) for name in module._flat_weights_names], lambda module, value: None
         )
-    return type(kind.__name__, (kind,), members)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
-def _view(name: str, gradient: Placement, counts: bool) -> property:
+def _constant(value: Any) -> property:
+    return property(lambda module: value)
+
+
+def _view(name: str, view: _View, *, is_own: bool) -> property:
     def read(module: nn.Module) -> Tensor:
         parameter = module._parameters[name]
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh.ndim > 1:
             return parameter  # FSDP's part of a part, which it gathers before forward
-        part = parameter.to_local(grad_placements=(gradient,))
-        return part if counts else part * 0.0
+        part = parameter.to_local(grad_placements=(view.gradient,))
+        if part.requires_grad and not is_own:
+            part.register_hook(torch.clone)
+        if view.num_parts > 1:
+            return part.view(view.num_parts, view.size, -1)[:, view.place].flatten()
+        return part if view.counts else part * 0.0
 
     return property(read)

@@ -182,8 +182,10 @@ class BucketLauncher:
 
     def __init__(self, buckets: Sequence[Bucket], launch: Callable[[Bucket], Work]) -> None:
         self.buckets = list(buckets)
-        self.ready_order: list[str] = []
-        """Parameters in the order in which the last armed backward pass made their gradients."""
+        self.ready_s: dict[str, float] = {}
+        """Time at which the last armed backward pass made each gradient, by parameter, in that order."""
+        self.launches_s: list[float] = []
+        """Time that each launch of the last armed backward pass took."""
         self._launch = launch
         self._armed = self._is_eager = False
         self._next = 0
@@ -196,7 +198,7 @@ class BucketLauncher:
         """Launch buckets during the next backward pass, or after it without `is_eager`."""
         self._armed, self._is_eager = True, is_eager
         self._next = 0
-        self.ready_order = []
+        self.ready_s, self.launches_s = {}, []
 
     def finish(self) -> None:
         """Launch the remaining buckets after the backward pass: those with parameters that it did not use."""
@@ -229,11 +231,11 @@ class BucketLauncher:
             if not self._armed:
                 return
             slot.fired = True
-            self.ready_order.append(slot.name)
+            self.ready_s[slot.name] = now_s = time.perf_counter()
             bucket = slot.bucket
             bucket.num_fired += 1
             if bucket.num_fired == len(bucket.slots):
-                bucket.ready_s = time.perf_counter()
+                bucket.ready_s = now_s
                 if self._is_eager:
                     self._launch_until(lambda bucket: bucket.num_fired == len(bucket.slots))
 
@@ -242,7 +244,9 @@ class BucketLauncher:
     def _launch_until(self, is_ready: Callable[[Bucket], bool]) -> None:
         while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
             bucket = self.buckets[self._next]
+            began_s = time.perf_counter()
             bucket.work = self._launch(bucket)
+            self.launches_s.append(time.perf_counter() - began_s)
             self._next += 1
 
 

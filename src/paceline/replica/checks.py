@@ -122,7 +122,7 @@ def check_numbers(clip_norm: object, bucket_bytes: object, hash_interval: object
     """Refuse numbers that mean nothing."""
     if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise SettingsError(f"clip_norm must be more than 0, but got {clip_norm!r}; None clips nothing")
-    if bucket_bytes is not None and bucket_bytes != "tuned":
+    if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, 1, "leave it out for what suits the codec and the device")
     check_whole("hash_interval", hash_interval, 0, "0 compares nothing")
     check_whole("seed", seed)

@@ -8,20 +8,23 @@ local SGD (Stich 2019, arXiv:1805.09767) with a period of 1, overlapped with bac
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
+from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import SettingsError
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.optimizer_step import OptimizerStep
+from paceline.replica.step_length import StepLength
 from paceline.replica.step_result import BucketTimes
 from paceline.sync.every_step import EveryStep
-from paceline.sync.reducer import FlatBucket
+from paceline.sync.local_hyperparameters import LocalHyperparameters
+from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
@@ -43,22 +46,29 @@ def choose_coding(
     """
     if not isinstance(rule, EveryStep):
         return rule
-    reason = ""
-    if not layout.is_plain:
-        steps_too = "LocalSGD(period=1) (--sync local_sgd --sync.period 1)"
-        reason = f"where ranks share a model; take {steps_too}, which sends steps too"
-    elif precision == "fp16":
-        reason = "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
-    elif landing != "update":
-        reason = f"with landing {landing}; leave landing out"
-    elif any(torch.finfo(parameter.dtype).bits < 32 for parameter in parameters.values()):
-        reason = "with parameters of less than 32 bits, which small steps do not change"
+    if isinstance(rule.codec, AutoCodec) and landing != "update":
+        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    reason = refuse_steps(parameters, precision, landing, layout)
     if rule.codec_of == "step" and reason:
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
-    if rule.codec_of is not None:
+    if rule.codec_of is not None or not isinstance(rule.codec, Codec):
         return rule
     codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+def refuse_steps(parameters: Mapping[str, Tensor], precision: str, landing: Landing, layout: Layout) -> str:
+    """Return why steps cannot be coded, as the end of a sentence; empty if they can."""
+    if not layout.is_plain:
+        steps_too = "LocalSGD(period=1) (--sync local_sgd --sync.period 1)"
+        return f"where ranks share a model; take {steps_too}, which sends steps too"
+    if precision == "fp16":
+        return "with fp16, which must know of an overflow anywhere first; take bf16 or fp32"
+    if landing != "update":
+        return f"with landing {landing}; leave landing out"
+    if any(torch.finfo(parameter.dtype).bits < 32 for parameter in parameters.values()):
+        return "with parameters of less than 32 bits, which small steps do not change"
+    return ""
 
 
 class StepCoding(BucketLanding):
@@ -67,7 +77,9 @@ class StepCoding(BucketLanding):
     A step is the change that the optimizer makes, which is taken back at once: parameters stay as they were until the
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
-    parameters together, or has hooks of others, which must run once a step.
+    parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
+    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters. The
+    bound of clipping is larger by the same factor, as a worker's own gradient is.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
@@ -91,6 +103,28 @@ class StepCoding(BucketLanding):
         self._is_begun = False
         self._group_of: dict[int, int] = {}
         self._changes: dict[str, Tensor] = {}
+        self._scales = rule.step_length == "synchronous" and is_adaptive(optimizer)
+        self._length: StepLength | None = None
+        self._factor = 1.0
+
+    def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
+        """Return the reducer of buckets, and begin to measure the length of steps among its workers."""
+        self._length = StepLength(group, self._parameters, seed) if self._scales else None
+        return super().start_reducer(group, seed, step=step)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this worker sends in a step to measure its length."""
+        return self._length.wire_bytes if self._length is not None else 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the length of the next step follows from, as JSON."""
+        return self._length.state_dict() if self._length is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state, if it is of a run that measured."""
+        if self._length is not None and state:
+            self._length.load_state_dict(state)
 
     def arm(self, share: float, step: int) -> None:
         """Prepare for a backward pass that launches buckets."""
@@ -98,6 +132,10 @@ class StepCoding(BucketLanding):
         self._steps_by_bucket = self._suits_buckets and not self._optimizer_step.has_foreign_hooks(self._optimizer)
         self.is_eager = self._steps_by_bucket and self._optimizer_step.clip_norm is None
         self.gradients.is_eager = self.is_eager
+        if self._length is not None:
+            self._length.begin(step)
+            # Hooks may bound parameters, which longer steps would leave the bounds of.
+            self._factor = 1.0 if self._optimizer_step.has_foreign_hooks(self._optimizer) else self._length.factor
 
     def before_launch(self, bucket: FlatBucket) -> None:
         """Replace gradients, which are multiplied by this worker's share, by its step, multiplied by it too."""
@@ -107,20 +145,28 @@ class StepCoding(BucketLanding):
             self._begin()
         if self.is_eager:
             _multiply([bucket], 1 / self._share)
+        if self._length is not None:
+            self._length.read(bucket)
         names = [name for name in bucket.blocks if self._parameters[name].grad is not None]
         if self._steps_by_bucket:
             self._changes = self._step_alone([bucket], names)
         for name in names:
-            torch.mul(self._changes[name], self._share, out=bucket.blocks[name])
+            torch.mul(self._changes[name], self._share * self._factor, out=bucket.blocks[name])
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
         """Wait for all buckets, apply the mean step, and return the buckets' times."""
         gradients = self.gradients
+        if self._length is not None:
+            self._length.send(self._share)
         self.unused = [name for bucket in gradients.buckets for name in gradients.receive(bucket, divisor)]
+        if self._length is not None:
+            self._length.receive(divisor)
         gradients.check_finite(gradients.buckets, step, may_skip=False)
         steps = [(p.detach(), p.grad) for p in self._parameters.values() if p.grad is not None]
         torch._foreach_sub_([parameter for parameter, _ in steps], [step for _, step in steps])
         gradients.reducer.commit(self.unused)
+        if self._length is not None:
+            self._length.commit()
         times = [gradients.time(bucket) for bucket in gradients.buckets]
         gradients.reset()
         return times
@@ -135,7 +181,7 @@ class StepCoding(BucketLanding):
         buckets = [bucket.flat for bucket in self.gradients.buckets]
         _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
-            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step)
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
         if not self._steps_by_bucket:
             self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
 
@@ -171,24 +217,11 @@ class StepCoding(BucketLanding):
                     held.setdefault(number, []).append(parameter)
             self._optimizer.param_groups = [{**groups[number], "params": params} for number, params in held.items()]
         try:
-            with self._optimizer_step.stepping(), _bounded(self._optimizer.param_groups, self._largest_beta1):
+            changed = LocalHyperparameters(self._optimizer, self._largest_beta1, step_factor=self._factor)
+            with self._optimizer_step.stepping(), changed.applied():
                 yield
         finally:
             self._optimizer.param_groups = groups
-
-
-@contextmanager
-def _bounded(groups: list[dict[str, Any]], largest_beta1: float | None) -> Iterator[None]:
-    """While active, the first of each group's betas is at most `largest_beta1`."""
-    given = {number: group["betas"] for number, group in enumerate(groups) if "betas" in group}
-    for number, (beta1, *others) in given.items():
-        if largest_beta1 is not None:
-            groups[number]["betas"] = (min(beta1, largest_beta1), *others)
-    try:
-        yield
-    finally:
-        for number, betas in given.items():
-            groups[number]["betas"] = betas
 
 
 def _multiply(buckets: list[FlatBucket], factor: float) -> None:

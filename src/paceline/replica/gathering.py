@@ -16,7 +16,7 @@ from paceline.checkpoint import Block, Checkpoint
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
-from paceline.parallel.local import local, local_slice
+from paceline.parallel.local import fused_parts, local, local_slice
 
 FORMAT = 2
 """Version of the tensors' names and of the document; the files have a format version of their own."""
@@ -32,6 +32,10 @@ class Slice(NamedTuple):
     """Shape of the whole tensor."""
     begin: int = 0
     """Place of the block's first element in the whole tensor, row by row."""
+    dim: int = 0
+    """Dim of which the block has a slice of each of several equal parts, such as query, key and value."""
+    num_parts: int = 1
+    """Number of these parts."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Slice":
@@ -39,7 +43,9 @@ class Slice(NamedTuple):
         if not isinstance(tensor, DTensor):
             return cls.of_whole(tensor.shape, tensor.dtype)
         block = local_slice(torch.empty(tensor.shape, device="meta"), tensor)  # a view, which knows where it begins
-        return cls(_name_dtype(tensor.dtype), list(block.shape), list(tensor.shape), int(block.storage_offset()))
+        begin, (dim, num_parts) = int(block.storage_offset()), fused_parts(tensor)
+        shape = list(block.flatten(dim, dim + 1).shape if num_parts > 1 else block.shape)
+        return cls(_name_dtype(tensor.dtype), shape, list(tensor.shape), begin, dim, num_parts)
 
     @classmethod
     def of_whole(cls, shape: Size, dtype: torch.dtype) -> "Slice":
@@ -51,20 +57,29 @@ class Slice(NamedTuple):
         """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Index of the block's first element in the whole tensor."""
-        found, rest = [], self.begin
+    def split(self, block: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Return the slices of each of the parts in a block, with the indices of their first elements in the whole."""
+        first, rest = [], self.begin
         for stride in torch.empty(self.whole, device="meta").stride():
-            found.append(rest // stride)
+            first.append(rest // stride)
             rest %= stride
-        return tuple(found)
+        if self.num_parts == 1:
+            return [(block, tuple(first))]
+        found = []
+        for part in block.chunk(self.num_parts, self.dim):
+            found.append((part, tuple(first)))
+            first[self.dim] += self.whole[self.dim] // self.num_parts
+        return found
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the block of the whole tensor: a view."""
+        """Return the block of the whole tensor: a view, with one more dim before `dim` if it has several parts."""
         if self.is_whole:
             return whole
-        return whole.as_strided(self.shape, whole.stride(), whole.storage_offset() + self.begin)
+        shape, strides, dim = list(self.shape), list(whole.stride()), self.dim
+        if self.num_parts > 1:
+            shape[dim : dim + 1] = [self.num_parts, shape[dim] // self.num_parts]
+            strides.insert(dim, strides[dim] * (self.whole[dim] // self.num_parts))
+        return whole.as_strided(shape, strides, whole.storage_offset() + self.begin)
 
     def make(self, *, whole: bool = False) -> Tensor:
         """Return memory for the block, or for the `whole` tensor."""
@@ -92,7 +107,7 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
             elif moved is not None:
                 if name not in gathered:
                     gathered[name] = held.make(whole=True)
-                held.cut(gathered[name]).copy_(moved)
+                (block := held.cut(gathered[name])).copy_(moved.reshape(block.shape))
     return gathered
 
 
@@ -111,7 +126,7 @@ def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[Block]]:
             continue
         held, tensor = slices[group.rank], local(mine[name]).detach()
         if tensor.numel() or not Size(held.whole).numel():
-            blocks[name] = [Block(tensor, tuple(held.whole), held.offsets)]
+            blocks[name] = [Block(part, tuple(held.whole), offsets) for part, offsets in held.split(tensor)]
     return blocks
 
 
@@ -137,7 +152,9 @@ def scatter(
             continue
         for rank, needed in slices.items():
             # A copy, otherwise a slice would keep the whole tensor's memory alive.
-            moved = _move(None if whole is None else needed.cut(whole).clone(), needed, 0, rank, group)
+            moved = _move(
+                None if whole is None else needed.cut(whole).clone().reshape(needed.shape), needed, 0, rank, group
+            )
             if moved is not None:
                 yield name, moved
 
@@ -276,7 +293,7 @@ class SavedReplica:
             if list(joined.shape) != block.shape:
                 return joined
             whole = torch.zeros(block.whole, dtype=joined.dtype) if whole is None else whole
-            block.cut(whole).copy_(joined)
+            (view := block.cut(whole)).copy_(joined.reshape(view.shape))
         assert whole is not None, f"{name} must be in the checkpoint"
         return whole
 

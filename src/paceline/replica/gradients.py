@@ -9,9 +9,10 @@ from torch import nn
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError
+from paceline.parallel.local import local
+from paceline.replica.bucket_size import FIRST_SIZE, SIZES, BucketSizer
 from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
-from paceline.replica.tuning import BucketTuner
 from paceline.sync.reducer import FlatBucket, GradientReducer
 
 
@@ -19,14 +20,15 @@ class Gradients:
     """Buckets of gradients, their launch order, and their exchange.
 
     The layout is learned in the first step: parameters are laid out in the order in which rank 0's gradients became
-    ready. With `bucket_bytes` None the bucket size is then tuned, with a few steps per candidate. All workers agree on
-    both.
+    ready. With `bucket_bytes` None the bucket size is chosen after a few more steps (`bucket_size`). All workers agree
+    on both. The size stays as it is if the state is read before: sums over three ranks or more depend on the layout,
+    and who resumes from that state could not measure the same.
 
     Args:
         parameters: Parameters that require gradients, by name.
         group: The workers.
         reducer: Reducer that sums buckets over the workers.
-        bucket_bytes: Size of a bucket; None to tune it.
+        bucket_bytes: Size of a bucket; None to choose it.
     """
 
     def __init__(
@@ -35,8 +37,8 @@ class Gradients:
         self.reducer = reducer
         self._parameters = parameters
         self._group = group
-        self._tuner = BucketTuner(parameters, group) if bucket_bytes is None else None
-        self._bucket_bytes = bucket_bytes or BucketTuner.first_bytes
+        self._bucket_bytes = bucket_bytes or FIRST_SIZE
+        self._sizer: BucketSizer | None = None
         self._layout_is_learnt = False
         self._ready_order: list[str] = list(reversed(parameters))
         self._divisor: Callable[[], float] = lambda: 1.0
@@ -46,7 +48,11 @@ class Gradients:
         """Whether buckets are launched while backward runs; else after it."""
         self.before_launch: Callable[[FlatBucket], None] = lambda bucket: None
         """Function that may change a bucket's gradients just before they are sent."""
-        self._use_layout(plan_layout(parameters, self._ready_order, self._bucket_bytes))
+        self._use_layout(self._plan(self._bucket_bytes))
+        if bucket_bytes is None and self._plan(min(SIZES)) != self._plan(max(SIZES)):
+            all_bytes = sum(bucket.flat.buffer.nbytes for bucket in self.buckets)
+            share = self.wire_bytes / all_bytes
+            self._sizer = BucketSizer(group, {name: share * local(p).nbytes for name, p in parameters.items()})
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -92,7 +98,7 @@ class Gradients:
         return bucket.attach_arrived()
 
     def check_finite(self, buckets: Sequence[Bucket], step: int, *, may_skip: bool) -> None:
-        """Refuse gradients that an exchange found to be not finite: after a codec it can no longer be seen.
+        """Refuse gradients that an exchange found to be not finite.
 
         Args:
             buckets: Buckets that have arrived.
@@ -113,7 +119,7 @@ class Gradients:
             return
         first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
         num_ranks = max(bucket.flat.num_non_finite for bucket in bad)
-        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks only"
+        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks"
         raise NonFiniteError(
             f"gradients must be finite, but at step {step} some between {first} and {last} are not, {found}, while the "
             "loss is; lower the learning rate, or look at that step's data"
@@ -149,38 +155,40 @@ class Gradients:
 
     def is_learning(self) -> bool:
         """Return whether layout or bucket size may still change."""
-        return not self._layout_is_learnt or self._tuner is not None
+        return not self._layout_is_learnt or self._sizer is not None
 
     def adapt_layout(self, times: StepTimes) -> None:
         """Adapt layout and bucket size after a step. Every rank calls it at the same step."""
         if not self._layout_is_learnt:
             self._layout_is_learnt = True
-            ready = list(dict.fromkeys(self._launcher.ready_order))
-            order: list[str] = self._group.gather_documents(ready, name="ready order")[0]
+            order: list[str] = self._group.gather_documents(list(self._launcher.ready_s), name="ready order")[0]
             self._ready_order = order + [name for name in reversed(self._parameters) if name not in set(order)]
-            self._change_layout(plan_layout(self._parameters, self._ready_order, self._bucket_bytes))
-        elif self._tuner is not None:
-            chosen = self._tuner.measure(times.ended_s - times.began_s)
-            if chosen is not None and chosen != self._bucket_bytes:
-                self._bucket_bytes = chosen
-                self._change_layout(plan_layout(self._parameters, self._ready_order, chosen))
-            if self._tuner.is_done:
-                self._tuner = None
+            self._change_layout(self._plan(self._bucket_bytes))
+        elif self._sizer is not None:
+            ready_s = self._launcher.ready_s if self.is_eager else {}
+            if not self._sizer.measure(times.buckets, ready_s, self._launcher.launches_s):
+                return
+            choice = self._sizer.agree(self._plan)
+            self._sizer = None
+            if choice is not None:
+                times.bucket_choice = choice
+                self._bucket_bytes = choice.bucket_bytes
+                if (layout := self._plan(choice.bucket_bytes)) != self.layout:
+                    self._change_layout(layout)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layout, as JSON."""
-        return {"layout": self.layout, "is_tuned": self._tuner is None}
+        """Return the layout, as JSON; a size that is still to be chosen stays as it is from now on."""
+        if self._sizer is not None:
+            self._sizer.keeps = True
+        return {"layout": self.layout, "is_learnt": self._layout_is_learnt}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use a saved layout, since sums over three ranks or more depend on it."""
         layout = state["layout"]
         if {name for names in layout for name in names} == set(self._parameters):
-            self._layout_is_learnt = True
+            self._layout_is_learnt = state["is_learnt"]
+            self._sizer = None
             self._ready_order = [name for names in layout for name in names]
-            if state["is_tuned"]:
-                self._tuner = None
-            if self._tuner is not None:  # it measures again, from its first size on
-                layout = plan_layout(self._parameters, self._ready_order, self._bucket_bytes)
             self._change_layout(layout)
 
     def close(self) -> None:
@@ -191,6 +199,9 @@ class Gradients:
     def _launch(self, bucket: Bucket) -> Work:
         self.before_launch(bucket.flat)
         return self.reducer.reduce(bucket.flat, self._divisor, self._step, self._loss_scale)
+
+    def _plan(self, bucket_bytes: int) -> BucketLayout:
+        return plan_layout(self._parameters, self._ready_order, bucket_bytes)
 
     def _change_layout(self, layout: BucketLayout) -> None:
         self._launcher.close()

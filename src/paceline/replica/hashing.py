@@ -78,7 +78,7 @@ class ReplicaComparison:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, shard: ModelShard, rule: Rule, interval: int
     ) -> None:
         self._module, self._shard = module, shard
-        self._optimizer = local_optimizer(optimizer) if rule.keeps_optimizers_equal else None
+        self._optimizer = local_optimizer(optimizer)
         self.interval = interval if shard.world.size > 1 and rule.keeps_replicas_equal else 0
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
@@ -90,8 +90,8 @@ class ReplicaComparison:
         if self.interval and shard.mesh is not None and shard.layout.shards_optimizer:
             self._steppers = shard.mesh.group("data", "context")
 
-    def check(self, step: int) -> None:
-        """Compare after `step` updates; every rank calls it.
+    def check(self, step: int, *, with_optimizers: bool = True) -> None:
+        """Compare after `step` updates, `with_optimizers` where these should be equal too; every rank calls it.
 
         Raises:
             DivergenceError: Ranks differ in state that should be equal; the error is the same on all ranks.
@@ -101,7 +101,8 @@ class ReplicaComparison:
         buffers = self._hash_buffers()  # first, since it releases parameters that a forward pass has gathered
         parameters = dict(self._module.named_parameters())
         held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
-        kept = {name: self._hash_state(name, parameter) for name, parameter in parameters.items()}
+        compared = parameters if with_optimizers else {}
+        kept = {name: self._hash_state(name, p) if name in compared else {} for name, p in parameters.items()}
         differences = []
         if self._steppers is self._shard.group:
             held = {name: hashes | kept[name] for name, hashes in held.items()}
@@ -153,8 +154,6 @@ class ReplicaComparison:
     def _hash_state(self, name: str, parameter: nn.Parameter) -> dict[str, int]:
         """Return hashes of the optimizer's state for a parameter: tensors and numbers."""
         hashes: dict[str, int] = {}
-        if self._optimizer is None:
-            return hashes
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 hashes[f"optimizer state {key} of {name}"] = hash_tensor(local(value))

@@ -1,6 +1,6 @@
 """Landing bucket by bucket: the optimizer steps with each bucket as it arrives, while others are in transit."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -52,6 +52,11 @@ class BucketLanding:
         self._step = 0
 
     @property
+    def wire_bytes(self) -> int:
+        """Bytes that this worker sends in a step beside its buckets."""
+        return 0
+
+    @property
     def is_ready(self) -> bool:
         """Whether buckets are applied one by one already; until then they are applied at the update."""
         return True
@@ -78,6 +83,13 @@ class BucketLanding:
 
     def end_step(self) -> None:
         """Measure a step that has ended, while buckets are not applied one by one yet; every rank calls it."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state that a checkpoint keeps, the same on all workers, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load a saved state."""
 
     def close(self) -> None:
         """Remove the hooks from the modules."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.memory.tracker import StateReader
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.checks import Precision
@@ -123,7 +124,7 @@ class OptimizerStep:
         # Torch has no public names for them.
         return bool(
             optimizer._optimizer_step_pre_hooks.keys() - {own}
-            or optimizer._optimizer_step_post_hooks
+            or any(not isinstance(hook, StateReader) for hook in optimizer._optimizer_step_post_hooks.values())
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
         )
@@ -169,20 +170,26 @@ class OptimizerStep:
         finally:
             self._is_stepping = False
 
-    def clip(self, optimizer: torch.optim.Optimizer, number: int) -> float:
+    def clip(self, optimizer: torch.optim.Optimizer, number: int, *, factor: float = 1.0) -> float:
         """Clip the gradients by their global norm, and return it.
+
+        Args:
+            optimizer: Optimizer of the gradients.
+            number: Number of updates before this step.
+            factor: Factor of the bound.
 
         Raises:
             NonFiniteError: The norm is not finite, in a precision that does not overflow.
         """
         assert self.clip_norm is not None
+        bound = self.clip_norm * factor
         if self._shard.is_whole:
             held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(held, self.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(held, bound)
         else:
             norm = self._shard.gradient_norm(self._parameters)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, float((self.clip_norm / (norm + _TINY)).clamp(max=1.0)))
+            torch._foreach_mul_(gradients, float((bound / (norm + _TINY)).clamp(max=1.0)))
         if not torch.isfinite(norm) and not self.is_scaled:
             raise NonFiniteError(
                 f"the gradient norm must be finite, but at step {number} it is {float(norm)} "

@@ -40,7 +40,7 @@ class ParameterAverage:
         if not isinstance(decay, int | float) or not 0 < decay < 1:
             raise SettingsError(f"ema must be a decay between 0 and 1, such as 0.999, but got {decay!r}; None for none")
         self._parameters, self._decay = dict(parameters), decay
-        self._group, self._is_equal = group, is_equal
+        self.group, self._is_equal = group, is_equal
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -70,12 +70,12 @@ class ParameterAverage:
         If the rule keeps replicas equal, these are this worker's averages, not copies.
         """
         means = self._tensors
-        if not self._is_equal and self._group.size > 1:
+        if not self._is_equal and self.group.size > 1:
             means = {name: average.clone() for name, average in means.items()}
             for name, mean in means.items():
                 if mean.numel():
-                    self._group.all_reduce(mean, name=f"average of {name}").wait()
-                    mean /= self._group.size
+                    self.group.all_reduce(mean, name=f"average of {name}").wait()
+                    mean /= self.group.size
         return {name: wrap(self._parameters[name], mean) for name, mean in means.items()}
 
     @contextmanager

@@ -4,28 +4,35 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.compression import AutoCodec, Codec
+from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
+from paceline.optim.torch_rules import is_adaptive
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, summed_gradient
-from paceline.replica.coded_steps import StepCoding
+from paceline.replica.codec_chooser import CodecChooser, measure_step
+from paceline.replica.coded_steps import StepCoding, refuse_steps
 from paceline.replica.gradients import Gradients
 from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.next_forward import ForwardLanding
+from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
 from paceline.replica.step_scalars import StepScalars, StepTotals
+from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
+from paceline.sync.reducer import GradientReducer
 from paceline.sync.rule import Rule
 
-# Measured: on CPUs 16 MiB waits least for the last bucket, smaller buckets cost more calls; a GPU wants few launches.
-DEFAULT_BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 25 * 2**20}
+GPU_BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket on GPUs, which want few launches, and whose exchanges are not timed; on CPUs it is chosen."""
 
 
 class GradientReduction:
@@ -52,7 +59,7 @@ class GradientReduction:
         *,
         shard: ModelShard,
         rule: Rule,
-        bucket_bytes: int | Literal["tuned"] | None,
+        bucket_bytes: int | None,
         landing: Landing,
         seed: int,
     ) -> None:
@@ -60,6 +67,12 @@ class GradientReduction:
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._optimizer_step = optimizer_step
+        self.chooser = self._start_chooser(rule)
+        """Chooser of the codec; None if it is fixed."""
+        if self.chooser is not None:
+            self._rule = self.chooser.rule
+        self._carried: tuple[Codec, dict[str, Tensor]] | None = None
+        """Codec before, and its state, that the next reducer begins with."""
         self._ranks: list[int] = []
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
@@ -84,10 +97,58 @@ class GradientReduction:
     @property
     def wire_bytes(self) -> int:
         """Bytes that this worker sends for a step's gradients."""
-        return self.gradients.wire_bytes if self.gradients is not None else 0
+        beside = self.landing.wire_bytes if self.landing is not None else 0
+        return beside + (self.gradients.wire_bytes if self.gradients is not None else 0)
+
+    @property
+    def rule(self) -> Rule:
+        """Rule of the present step, with its codec, if that is chosen while training runs."""
+        return self._rule
+
+    def send_scalars(self, weight: float, numerator: Tensor, stop: bool) -> StepScalars:
+        """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
+        measured = self.chooser.values() if self.chooser is not None else ()
+        return StepScalars(self.reduce_group, weight, numerator, stop, measured=measured)
+
+    def choice(self) -> dict[str, Any] | None:
+        """Return the choice of a codec, as JSON; None if it is fixed."""
+        if self.chooser is None or self.gradients is None:
+            return None
+        reducer = self.gradients.reducer
+        carried = reducer.carried if isinstance(reducer, CarryingReducer) else None
+        return self.chooser.state_dict() | {"carried": carried.model_dump(mode="json") if carried is not None else None}
+
+    def resume(self, step: int, choice: dict[str, Any] | None) -> None:
+        """Prepare for `step` as a saved replica would, with the saved `choice` of a codec."""
+        if self.chooser is not None and choice is not None:
+            self.chooser.load_state_dict(choice)
+            carried = Codec.model_validate(choice["carried"]) if choice["carried"] is not None else None
+            self._change_rule(self.chooser.rule, (carried, {}) if carried is not None else None)
+        self._use_rule(step)
 
     def prepare(self, step: int) -> None:
-        """Reduce over the workers that the rule selects for `step`, from now on."""
+        """Reduce over the workers and with the codec that the rule selects for `step`, from now on."""
+        if self.chooser is not None and self.gradients is not None:
+            self._change_codec(self.chooser, self.gradients.reducer, step)
+        self._use_rule(step)
+
+    def _change_codec(self, chooser: CodecChooser, reducer: GradientReducer, step: int) -> None:
+        """Take the chosen codec, if it changes, once all that was carried to the present one has been sent."""
+        if isinstance(reducer, CarryingReducer) and reducer.carried is not None:
+            return
+        before = chooser.codec
+        if (rule := chooser.take_next(step)) is None:
+            return
+        if not self._rule.keeps_optimizers_equal and rule.keeps_optimizers_equal:
+            average_states(self._optimizer, self._parameters, self._all)
+        states = reducer.state()
+        self._change_rule(rule, (before, states) if states else None)
+
+    def _change_rule(self, rule: Rule, carried: tuple[Codec, dict[str, Tensor]] | None) -> None:
+        self._rule, self._carried = rule, carried
+        self._ranks, self._unchanged = [], range(0)
+
+    def _use_rule(self, step: int) -> None:
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
@@ -97,6 +158,7 @@ class GradientReduction:
             return
         self.flush()
         self.close()
+        landed = self.landing.state_dict() if self.landing is not None else {}
         self._end = self.gradients = self.landing = None
         self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
         if self.reduce_group.size == 1:
@@ -104,9 +166,16 @@ class GradientReduction:
         self.landing = self._start_landing(step)
         starting = self.landing or self._rule
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
-        suits = reducer.bucket_bytes or DEFAULT_BUCKET_BYTES[self.reduce_group.device.type]
-        chosen = None if self._bucket_bytes == "tuned" else self._bucket_bytes or suits
-        self.gradients = Gradients(self._parameters, self.reduce_group, reducer, chosen)
+        if self.landing is not None:
+            self.landing.load_state_dict(landed)
+        if self.chooser is not None:
+            reducer.timed = []
+        if self._carried is not None:
+            reducer, self._carried = CarryingReducer(reducer, self.reduce_group, *self._carried), None
+        fixed = self._bucket_bytes or reducer.bucket_bytes
+        if fixed is None and self.reduce_group.device.type != "cpu":
+            fixed = GPU_BUCKET_BYTES
+        self.gradients = Gradients(self._parameters, self.reduce_group, reducer, fixed)
         if self.landing is not None:
             self.landing.gradients = self.gradients
             self.gradients.is_eager, self.gradients.before_launch = self.landing.is_eager, self.landing.before_launch
@@ -134,6 +203,8 @@ class GradientReduction:
             GradientError: All weights are 0.
         """
         totals = scalars.wait()
+        if self.chooser is not None:
+            self.chooser.hear(totals.measured)
         if totals.num_non_finite:
             losses = {str(self._shard.world.rank): repr(float(loss))}
             for group in (self._shard.model_parallel_group, self.reduce_group):
@@ -195,13 +266,21 @@ class GradientReduction:
         if self.gradients is None:
             for parameter in self._parameters.values():
                 parameter.grad = summed_gradient(parameter)
+            self._clear_unused(step, may_skip=may_skip)
             gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
             if divisor != 1.0 and gradients:
                 torch._foreach_div_(gradients, divisor)
+            is_unseen = not may_skip and self._optimizer_step.clip_norm is None and self._all.device.type == "cpu"
+            if is_unseen and not all(map(is_finite, gradients)):
+                raise NonFiniteError(
+                    f"gradients must be finite, but at step {step} some are not, while the loss is; lower the learning "
+                    "rate, or look at that step's data"
+                )
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
             return 0.0
         buckets = self.gradients.buckets
-        self.unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
+        unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
+        self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
         return sum(bucket.waited_s for bucket in buckets)
 
@@ -244,7 +323,11 @@ class GradientReduction:
             self.landing.flush()
 
     def adapt_layout(self, times: StepTimes) -> None:
-        """Adapt layout and bucket size after a step."""
+        """Adapt layout and bucket size after a step, and measure it for the choice of a codec."""
+        if self.chooser is not None and self.gradients is not None:
+            timed = self.gradients.reducer.timed or []
+            self.chooser.note(measure_step(times, timed, self.chooser.copy_s))
+            timed.clear()
         if self.landing is not None:
             self.landing.end_step()
         if self.gradients is not None:
@@ -255,12 +338,47 @@ class GradientReduction:
         if self._end is not None:
             self._end()
 
+    def _clear_unused(self, step: int, *, may_skip: bool) -> list[str]:
+        """Return the parameters that no rank which shares them used; refuse a sum of shards that is not finite."""
+        use = self._shard.clear_unused_gradients(self._parameters, self.reduce_group)
+        if (use.num_non_finite or use.num_overflown) and not may_skip:
+            assert self._shard.reduce_scatter is not None
+            self._shard.reduce_scatter.roll_back()
+            found = f"on {use.num_non_finite} ranks" if use.num_non_finite else "in the sum over ranks only"
+            raise NonFiniteError(
+                f"gradients must be finite, but at step {step} some are not, {found}, while the loss is; lower the "
+                "learning rate, or look at that step's data"
+            )
+        return use.unused
+
     def _drop_gradients(self) -> None:
         if self.gradients is not None:
             self.gradients.drop()
         else:
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+    def _start_chooser(self, rule: Rule) -> CodecChooser | None:
+        if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec):
+            return None
+        if len(self._all.host_ranks) == self._all.size:  # no codec is faster than memory
+            return None
+        step, bucket_bytes = self._optimizer_step, self._bucket_bytes
+        refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
+        kind = type(self._optimizer)
+        if not kind.__module__.startswith(("torch.optim.", "paceline.optim.")):
+            refused = refused or f"with {kind.__name__}, which may have a state without a mean"
+        return CodecChooser(
+            rule,
+            [local(parameter).shape for parameter in self._parameters.values()],
+            rank=self._all.rank,
+            num_workers=self._all.size,
+            is_adaptive=is_adaptive(self._optimizer),
+            steps_refused=refused,
+            steps_overlap=step.clip_norm is None,
+            bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
+            device=self._all.device,
+        )
 
     def _start_landing(self, step: int) -> BucketLanding | None:
         if isinstance(self._rule, EveryStep) and self._rule.codes_steps(step):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
-from paceline.comm.pacing import limit_bandwidth
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
@@ -57,8 +56,8 @@ class Replica:
             parameters, gradients and their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
         bucket_bytes: Size of the buckets in which gradients are exchanged, the first of 1 MiB at most; by default
-            the codec's own, without codec 16 MiB on CPUs, 25 MiB on GPUs. ``"tuned"`` tries several sizes in the
-            first steps.
+            the codec's own if it has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the
+            network (`StepTimes.bucket_choice`).
         landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
             arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
             has arrived: each is applied just before its parameters are used, and those that forward uses first are sent
@@ -85,7 +84,7 @@ class Replica:
         sync: Rule | str = "every_step",
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        bucket_bytes: int | Literal["tuned"] | None = None,
+        bucket_bytes: int | None = None,
         landing: Landing = "update",
         ema: float | None = None,
         batch_norm: BatchNormScope = "local",
@@ -379,7 +378,7 @@ class Replica:
             DivergenceError: Replicas should be equal and are not.
         """
         self.flush()
-        self._comparison.check(self.num_updates)
+        self._comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -445,7 +444,7 @@ class Replica:
             if self._synchroniser is not None:
                 self._synchroniser.close()
             self.shard.close()
-            limit_bandwidth(self.state, None)
+            self.state.close()
 
     def _begin_backward(self, weight: float, *, last: bool) -> None:
         if not self._beginning.is_checked:
@@ -465,7 +464,7 @@ class Replica:
         weight, numerator, stop = self.shard.reduce_step_scalars(
             weight, numerator, bool(self.membership.stop_requested_by)
         )
-        self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
+        self._scalars = self._reduction.send_scalars(weight, numerator, stop)
         if self._stop_votes is not None:
             self._stop_votes.begin(self.num_updates, weight, numerator, stop)
         divisor = partial(self._scalars.divisor, self.state.weight_unit)

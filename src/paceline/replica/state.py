@@ -85,7 +85,7 @@ def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Doc
     own = _list_own(replica)
     average = replica.state.average
     averages = average.tensors if average is not None else {}
-    if not replica.sync.keeps_optimizers_equal:
+    if not replica.state.keeps_optimizers_equal:
         own |= {name: local(tensor) for name, tensor in optimizer.items()}
     if not is_equal:
         own |= {f"model/{name}": local(parameter.detach()) for name, parameter in parameters.items()}
@@ -104,7 +104,7 @@ def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Doc
     everybody = shard.world.gather_documents(mine, name="state of replicas")
     saved = {name: value for theirs in reversed(everybody) for name, value in theirs["buffers"].items()}
     own |= {f"buffer/{name}": tensor for name, tensor in buffers.items() if _fingerprint(tensor) != saved[name]}
-    if replica.sync.keeps_optimizers_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
+    if replica.state.keeps_optimizers_equal and (shard.group.rank == 0 or shard.layout.shards_optimizer):
         whole |= optimizer
     if average is not None:
         means = average.mean()  # of all workers
@@ -314,7 +314,7 @@ def _match(saved: SavedReplica, replica: Replica) -> _Match:
         mine,
         place if ranks else 0,
         rule_goes_on,
-        uses_own_optimizer=first["sync"] == replica.sync.name and not replica.sync.keeps_optimizers_equal,
+        uses_own_optimizer=first["sync"] == replica.sync.name and not replica.state.keeps_optimizers_equal,
         uses_feedback=first["codec"] == replica.state.codec != "",
         uses_sharded=mine is not None and first["sharded_codec"] == coded != "",
     )

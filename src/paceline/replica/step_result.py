@@ -23,6 +23,15 @@ class BucketTimes:
     """Time that the worker waited for it: a duration."""
 
 
+@dataclass(frozen=True)
+class BucketChoice:
+    """A chosen bucket size."""
+
+    bucket_bytes: int
+    reason: str
+    """Numbers that it was chosen by, in words."""
+
+
 @dataclass
 class StepTimes:
     """Times of one step, by `time.perf_counter`; 0 for events that have not happened."""
@@ -36,6 +45,8 @@ class StepTimes:
     ended_s: float = 0.0
     buckets: list[BucketTimes] = field(default_factory=list)
     """Buckets applied in the step; if they are applied in the next forward, those of the step before."""
+    bucket_choice: BucketChoice | None = None
+    """Choice of the bucket size that was made after the step, once in a training."""
 
 
 @dataclass(frozen=True)

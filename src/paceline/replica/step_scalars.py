@@ -5,6 +5,7 @@ Workers that do not sum gradients at every step share them at sync steps, and vo
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TypeGuard
@@ -35,15 +36,25 @@ class StepTotals:
     """Number of workers whose loss is not finite."""
     stop: bool
     """Whether any worker has asked to stop."""
+    measured: tuple[float, ...] = ()
+    """Sums of what workers measured, if they measure anything."""
 
 
 class StepScalars:
     """One step's scalars in transit: sent ahead of the gradients, summed over the workers in float64."""
 
     def __init__(
-        self, group: Group, weight: float, loss: Tensor, stop: bool, weight_since_sync: float | None = None
+        self,
+        group: Group,
+        weight: float,
+        loss: Tensor,
+        stop: bool,
+        weight_since_sync: float | None = None,
+        measured: Sequence[float] = (),
     ) -> None:
-        self._values = torch.zeros(5, dtype=torch.float64, device=group.device)
+        self._values = torch.zeros(5 + len(measured), dtype=torch.float64, device=group.device)
+        if measured:
+            self._values[5:] = torch.tensor(measured, dtype=torch.float64)
         self._values[0] = weight
         self._values[1] = loss
         self._values[2] = ~torch.isfinite(loss)
@@ -58,8 +69,8 @@ class StepScalars:
         with self._lock:
             if self._totals is None:
                 self._work.wait()
-                weight, loss, num_non_finite, num_stops, weight_since_sync = self._values.tolist()
-                self._totals = StepTotals(weight, weight_since_sync, loss, int(num_non_finite), num_stops > 0)
+                weight, loss, num_bad, num_stops, since_sync, *measured = self._values.tolist()
+                self._totals = StepTotals(weight, since_sync, loss, int(num_bad), num_stops > 0, tuple(measured))
             return self._totals
 
     def divisor(self, weight_unit: float) -> float:

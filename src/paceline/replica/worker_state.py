@@ -1,22 +1,34 @@
 """State of a worker other than its model and optimizer, and its way into a checkpoint and back."""
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
+from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
+from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, Synchroniser
+from paceline.sync.synchroniser import Delays, HandedOver, Synchroniser
+
+_LEAST_UPDATES = 10
+"""Number of updates from which on a rule that never acted is warned of: fewer are a trial."""
+
+
+class IdleRuleWarning(UserWarning):
+    """A rule never acted in a loop of one's own."""
 
 
 class WorkerState:
@@ -59,12 +71,28 @@ class WorkerState:
         saves a pass over the gradients."""
         self.is_begun = False
         """Whether rule and codecs have started, anew or from a loaded state."""
+        self.warns_of_idleness = True
+        """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
         gradients = self._reduction.gradients
         return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
+
+    def close(self) -> None:
+        """Lift the limit of the bandwidth, and warn, on rank 0, if the rule never acted in all updates of a loop."""
+        limit_bandwidth(self, None)
+        group, has_failed = self._shard.group, sys.exc_info()[0] is not None
+        if group.rank or self.num_updates < _LEAST_UPDATES or has_failed or not self.warns_of_idleness:
+            return
+        shapes = [parameter.shape for parameter in self._parameters.values()]
+        if (idleness := find_idleness(self._rule, self.num_updates, shapes, group.size)) is not None:
+            warnings.warn(
+                f"{idleness.reason}; lower {idleness.field} of {type(self._rule).__name__}, or take more steps",
+                IdleRuleWarning,
+                stacklevel=3,
+            )
 
     def count_delays(self) -> Delays | None:
         """Return the staleness of pushes to servers; None without servers."""
@@ -80,7 +108,9 @@ class WorkerState:
             "scaler": self._optimizer_step.state_dict(),
             "codec": self.codec,
             "sharded_codec": self._shard.reduce_scatter.codec.name if self._shard.reduce_scatter is not None else "",
+            "codec_choice": self._reduction.choice(),
             "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
+            "landing": self._reduction.landing.state_dict() if self._reduction.landing is not None else {},
             "sync": self._rule.name,
             "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
             "sync_document": self._synchroniser.document() if self._synchroniser is not None else {},
@@ -95,11 +125,13 @@ class WorkerState:
         """
         self.is_begun = True
         self.num_updates = state["num_updates"]
-        self._reduction.prepare(self.num_updates)
+        self._reduction.resume(self.num_updates, state.get("codec_choice"))
         self.weight_unit = state["weight_unit"]
         self._optimizer_step.load_state_dict(state["scaler"])
         if self._reduction.gradients is not None and state["gradients"]:
             self._reduction.gradients.load_state_dict(state["gradients"])
+        if self._reduction.landing is not None and state["num_workers"] == self._shard.group.size:
+            self._reduction.landing.load_state_dict(state.get("landing", {}))
         if is_own and self._stop_votes is not None:
             self._stop_votes.weight_since_sync = state["weight_since_sync"]
         if is_own and self._synchroniser is not None:
@@ -121,11 +153,28 @@ class WorkerState:
         if self._synchroniser is not None:
             self._synchroniser.load_state(saved, shared)
 
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Leave to the first worker what this one has; see `Synchroniser.hand_over`."""
+        assert self._synchroniser is not None
+        if self.average is not None:
+            self.average.group = alone
+        return self._synchroniser.hand_over(alone)
+
+    @property
+    def keeps_optimizers_equal(self) -> bool:
+        """Whether the optimizer's state is equal on all workers now."""
+        return self._reduction.rule.keeps_optimizers_equal
+
+    def take_codec_changes(self) -> list[CodecChange]:
+        """Return the changes of codec auto since the last call."""
+        chooser = self._reduction.chooser
+        return chooser.take_changes() if chooser is not None else []
+
     @property
     def codec(self) -> str:
         """Name of the codec of `feedback`; empty if there is no feedback, as in a world of one."""
         codec = self._reduction.gradients.reducer.state_of if self._reduction.gradients is not None else ""
-        is_of_steps = self._rule.keeps_replicas_equal and not self._rule.keeps_optimizers_equal
+        is_of_steps = self._rule.keeps_replicas_equal and not self.keeps_optimizers_equal
         return f"{codec} of steps" if codec and is_of_steps else codec
 
     def feedback(self) -> dict[str, Tensor]:
@@ -163,8 +212,9 @@ class WorkerState:
                 "state_dict returned, or resume with paceline.load_latest"
             )
         saved, here = state["document"], self.document()
+        is_chosen = saved.get("codec_choice") and here["codec_choice"]
         for name in ("sync", "codec", "sharded_codec", "num_workers"):
-            if saved[name] != here[name]:
+            if saved[name] != here[name] and not (name == "codec" and is_chosen):
                 raise SettingsError(
                     f"a replica's state must be of the same {name}, but got {saved[name]!r} for {here[name]!r}; go on "
                     "with the same, or resume with paceline.load_latest, which takes what fits"

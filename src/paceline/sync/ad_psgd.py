@@ -1,26 +1,33 @@
 """AD-PSGD: decentralised SGD at each worker's own pace; pairs of workers average their parameters, atomically."""
 
+import contextlib
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Size, Tensor
 
+from paceline.comm.group import Group
 from paceline.comm.rpc import NOTHING, RpcClient, RpcEndpoint, RpcHeader, RpcReply, RpcService
 from paceline.errors import CommunicationError
 from paceline.registry import register
+from paceline.sync.farewells import Farewells
 from paceline.sync.gossip import FlatParameters, GossipRule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Edges, Graph
 
-_AVERAGE, _ASK = 0, 1
-"""Kinds of requests: an average of parameters, and the question whether all workers stop."""
+_AVERAGE, _ASK, _LEAVE, _TELL = 0, 1, 2, 3
+"""Kinds of requests: an average of parameters, the question whether all workers stop, and, since another is lost, a
+worker's last parameters, and before them the steps of others that are in them."""
 _ASK_STEPS = 10
+_ASK_INTERVAL_S = 0.5
+"""Time after which a worker asks again, so that it soon hears of one that is lost."""
 
 
 @register("ad_psgd")
@@ -57,7 +64,8 @@ class ADPSGD(GossipRule):
         """Both messages of a pair for each active worker, if all take the same number of steps."""
         num_bytes = self.message_bytes(shapes)
         num_messages = 2 * len({active for active, _ in pair_up(self.graph, num_workers)})
-        return (Traffic("send", num_bytes, round(num_messages * num_bytes / num_workers), peers="neighbours"),)
+        wire_bytes = round(num_messages * num_bytes / num_workers)
+        return (Traffic("send", num_bytes, wire_bytes, peers="neighbours", overlap=1.0),)
 
 
 def pair_up(graph: Graph, num_workers: int) -> Edges:
@@ -108,29 +116,43 @@ class ADPSGDSynchroniser(Synchroniser):
         """Difference that an active worker adds to its parameters."""
         self._client: RpcClient | None = None
         """Client of the request under way."""
+        self._partner = 0
+        """Rank that it is to."""
         callers = [active for active, passive in pairs if passive == rank]
-        self._service = _Passive(self._model, _Stop(), rank, callers)
+        self._service = _Passive(self._model, _Stop(), rank, callers, Farewells(size))
         routes = sorted(pairs | {(other, 0) for other in range(size)})
         self._endpoint = RpcEndpoint(context.group, routes, self._service, "ad_psgd")
         self._stop_at: int | None = None
         self._has_begun = self._has_asked = False
+        self._asked_s = 0.0
+        self._settled_step: int | None = None
+        """Number of steps of all workers when they last came together; None before the first step."""
+        self._num_averages = 0
+        """Averages in the parameters that the next gradients are of."""
+        self._delays: Counter[int] = Counter()
+        """Delays since this worker has last reported them."""
         self._wire_bytes = 0
         self._waited_s = 0.0
 
     def before_update(self, step: LocalStep) -> None:
         """Use the averages made meanwhile; the gradients are those of the parameters before them."""
         self._begin()
+        if self._settled_step is None:
+            self._settled_step = step.number
         self._service.check()
         self._finish()
+        self._delays[self._model.num_averages - self._num_averages] += 1
         self._base = self._model.read()
         self._flat.write(self._base)
 
     def after_update(self, step: LocalStep) -> SyncResult:
         """Add the optimizer's change, and if active request the next average."""
-        self._model.add(self._flat.read() - self._base)
-        self._flat.write(self._model.read())
         num_steps = step.number + 1
-        if num_steps % _ASK_STEPS == 0 or not self._has_asked:
+        self._model.add(self._flat.read() - self._base, num_steps)
+        self._num_averages = self._model.num_averages  # first: one that comes meanwhile counts as unseen
+        self._flat.write(self._model.read())
+        is_late = time.monotonic() - self._asked_s > _ASK_INTERVAL_S
+        if num_steps % _ASK_STEPS == 0 or not self._has_asked or is_late:
             self._ask(num_steps, step.stop_requested)
         stop = num_steps == self._stop_at
         if self._neighbours and not stop:
@@ -138,6 +160,11 @@ class ADPSGDSynchroniser(Synchroniser):
         wire_bytes, self._wire_bytes = self._wire_bytes + self._service.take_bytes(), 0
         waited_s, self._waited_s = self._waited_s, 0.0
         return SyncResult(waited_s, wire_bytes, stop)
+
+    def count_delays(self) -> Delays:
+        """Return the delays of gradients so far that workers have reported to this one, the first."""
+        with self._model.lock:
+            return Delays(dict(self._service.delays), 0)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -156,7 +183,26 @@ class ADPSGDSynchroniser(Synchroniser):
         self._finish()
         self._context.group.barrier(name="averages")
         self._has_begun = self._has_asked = False
-        self._stop_at = None
+        self._stop_at = self._settled_step = None
+
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Send the parameters to the first worker, which takes on the mean of all that live."""
+        with contextlib.suppress(CommunicationError):  # the other end of an average may be what is lost
+            self._finish()
+        if self._context.group.rank:
+            told = torch.tensor(list(self._service.met_steps.items()), dtype=torch.int64)
+            self._endpoint.clients[0].call(RpcHeader(_TELL), told.view(torch.uint8).flatten())
+            header = RpcHeader(_LEAVE, clock=self._model.num_steps)
+            self._endpoint.clients[0].call(header, self._model.read().view(torch.uint8))
+            return None
+        lost_ranks = self._service.farewells.wait()
+        mean, num_steps = self._service.join_last(self._model.read())
+        for rank in lost_ranks:
+            num_steps[rank] = max(self._service.met_steps.get(rank, 0), self._settled_step or 0)
+        self._model.write(mean)
+        self._flat.write(mean)
+        self._context = replace(self._context, group=alone)
+        return HandedOver(lost_ranks, num_steps | {0: self._model.num_steps})
 
     def close(self) -> None:
         """Answer as a passive worker until all have closed."""
@@ -172,11 +218,12 @@ class ADPSGDSynchroniser(Synchroniser):
 
     def _request(self, number: int) -> None:
         """Send the parameters to a passive neighbour; they change only when its answer has come."""
-        chosen = random.Random(f"{self._context.seed} {self._context.group.rank} {number}").choice(self._neighbours)
-        self._client = self._endpoint.clients[chosen]
+        draw = random.Random(f"{self._context.seed} {self._context.group.rank} {number}")
+        self._partner = draw.choice(self._neighbours)
+        self._client = self._endpoint.clients[self._partner]
         body = self._model.values.view(torch.uint8)
         self._wire_bytes += len(body)
-        self._client.begin(RpcHeader(_AVERAGE), body)
+        self._client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps), body)
 
     def _finish(self) -> None:
         """Wait for the answer under way, if any, and apply it."""
@@ -184,16 +231,23 @@ class ADPSGDSynchroniser(Synchroniser):
             return
         began_s = time.perf_counter()
         client, self._client = self._client, None
-        client.finish(self._delta.view(torch.uint8))
+        answer, _ = client.finish(self._delta.view(torch.uint8))
         self._waited_s += time.perf_counter() - began_s
         self._model.add(self._delta)
+        self._model.num_averages += 1
+        self._service.meet(self._partner, answer.clock)
 
     def _ask(self, num_steps: int, stop_requested: bool) -> None:
-        """Ask rank 0 whether, and after which step, all stop."""
-        self._has_asked = True
+        """Ask rank 0 whether, and after which step, all stop; report the delays since the last time."""
+        self._has_asked, self._asked_s = True, time.monotonic()
         header = RpcHeader(_ASK, clock=num_steps, value=float(stop_requested))
-        answer, _ = self._endpoint.clients[0].call(header)
+        body = torch.tensor(list(self._delays.items())).view(torch.uint8).flatten()
+        answer, _ = self._endpoint.clients[0].call(header, body)
+        self._delays.clear()
         self._stop_at = answer.clock or None
+        if answer.value:
+            lost = self._context.group.names[int(answer.value) - 1]
+            raise CommunicationError(f"ad_psgd: rank {lost} is lost, so that all others stop")
 
     def _settle(self) -> None:
         """Finish all averages of all workers, and use them."""
@@ -201,6 +255,7 @@ class ADPSGDSynchroniser(Synchroniser):
         self._finish()
         self._context.group.barrier(name="averages")
         self._service.check()
+        self._settled_step = self._model.num_steps
         self._flat.write(self._model.read())
 
 
@@ -210,6 +265,10 @@ class _Model:
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.lock = threading.Lock()
+        self.num_averages = 0
+        """Number of averages with other workers so far."""
+        self.num_steps = 0
+        """Number of this worker's steps that are in the parameters; 0 before its first here."""
 
     def read(self) -> Tensor:
         with self.lock:
@@ -219,9 +278,10 @@ class _Model:
         with self.lock:
             self.values.copy_(values)
 
-    def add(self, difference: Tensor) -> None:
+    def add(self, difference: Tensor, num_steps: int | None = None) -> None:
         with self.lock:
             self.values.add_(difference)
+            self.num_steps = num_steps or self.num_steps
 
 
 @dataclass
@@ -246,8 +306,15 @@ class _Stop:
 class _Passive(RpcService):
     """Service that answers active workers, and on rank 0 whether to stop."""
 
-    def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int]) -> None:
+    def __init__(self, model: _Model, stop: _Stop, rank: int, callers: Iterable[int], farewells: Farewells) -> None:
         self._model, self._stop, self._rank = model, stop, rank
+        self.farewells = farewells
+        self.delays: Counter[int] = Counter()
+        """Delays that workers have reported, on rank 0."""
+        self.met_steps: dict[int, int] = {}
+        """Number of steps of each other worker that are in the parameters of this one, or of one that has told it."""
+        self._last_sum = torch.zeros(0, dtype=model.values.dtype)
+        self._last_steps: dict[int, int] = {}
         self._received = {caller: torch.empty_like(model.values) for caller in callers}
         self._deltas = {caller: [torch.empty_like(model.values) for _ in range(2)] for caller in callers}
         """Answers to callers, in turns: the one before may still be under way."""
@@ -261,21 +328,44 @@ class _Passive(RpcService):
     def handle(self, caller: int, header: RpcHeader, body: Tensor) -> Callable[[], RpcReply]:
         """Average with the caller: subtract a difference here, which the caller adds."""
         if header.kind == _ASK:
+            lost = self.farewells.first_lost
             with self._model.lock:
-                answer = RpcHeader(_ASK, clock=self._stop.ask(header.clock, bool(header.value)))
+                self.delays.update(dict(body.view(torch.int64).view(-1, 2).tolist()))
+                stop_at = self._stop.ask(header.clock, bool(header.value))
+            answer = RpcHeader(_ASK, clock=stop_at, value=0.0 if lost is None else lost + 1.0)
             return lambda: (answer, NOTHING)
+        if header.kind == _TELL:
+            for rank, num_steps in body.view(torch.int64).view(-1, 2).tolist():
+                self.meet(rank, num_steps)
+            return lambda: (header, NOTHING)
+        if header.kind == _LEAVE:
+            with self._model.lock:
+                values = body.view(self._model.values.dtype)
+                self._last_sum = values.clone() if not self._last_steps else self._last_sum.add_(values)
+                self._last_steps[caller] = header.clock
+            self.farewells.leave(caller)
+            return lambda: (header, NOTHING)
         self._deltas[caller].reverse()
         delta = self._deltas[caller][0]
         with self._model.lock:
             torch.sub(self._model.values, body.view(delta.dtype), out=delta)
             delta.mul_(0.5)
             self._model.values.sub_(delta)
+            self._model.num_averages += 1
             self._wire_bytes += delta.nbytes
-        return lambda: (RpcHeader(_AVERAGE), delta.view(torch.uint8))
+            answer = RpcHeader(_AVERAGE, clock=self._model.num_steps)
+        self.meet(caller, header.clock)
+        return lambda: (answer, delta.view(torch.uint8))
+
+    def meet(self, rank: int, num_steps: int) -> None:
+        """Record that so many steps of another worker are in the parameters."""
+        with self._model.lock:
+            self.met_steps[rank] = max(num_steps, self.met_steps.get(rank, 0))
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         """Record the error, which the worker itself raises."""
         if error is not None:
+            self.farewells.lose(caller)
             lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")
             self._error = self._error or lost
 
@@ -287,6 +377,14 @@ class _Passive(RpcService):
         """Raise an error of the threads that answer."""
         if self._error is not None:
             raise self._error
+
+    def join_last(self, mine: Tensor) -> tuple[Tensor, dict[int, int]]:
+        """Return the mean of `mine` and of the parameters of those that have left, and the steps of each of these."""
+        with self._model.lock:
+            self._error = None  # it has been told of, and no average comes any more
+            if not self._last_steps:
+                return mine, {}
+            return (mine + self._last_sum).div_(1 + len(self._last_steps)), dict(self._last_steps)
 
     def take_bytes(self) -> int:
         """Return the number of bytes of answers since the last call."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.registry import register
-from paceline.sync.periodic import PeriodicRule, PeriodicSynchroniser, SyncSchedule
+from paceline.sync.periodic import AveragingRule, PeriodicSynchroniser, SyncSchedule
 from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("adaptive_local_sgd")
-class AdaptiveLocalSGD(PeriodicRule):
+class AdaptiveLocalSGD(AveragingRule):
     """Local SGD with an adaptive period, after AdaComm (Wang and Joshi 2019, arXiv:1810.08313).
 
     From time to time the period becomes the shortest with which exchanges take at most `communication_share` of the

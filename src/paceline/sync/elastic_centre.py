@@ -4,15 +4,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from paceline.comm.group import Group
 from paceline.comm.rpc import RpcEndpoint, RpcHeader, RpcReply, RpcService
 from paceline.errors import NonFiniteError
 from paceline.sync.gossip import FlatParameters
 from paceline.sync.sample_dispatcher import DispatcherClient
-from paceline.sync.synchroniser import LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import HandedOver, LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
 
 _SWAP, _READ = 0, 1
 """Kinds of requests: a pull, and a read of the centre."""
@@ -113,6 +115,12 @@ class AsynchronousElastic(Synchroniser):
     def shared_state(self) -> dict[str, Tensor]:
         """Return the centre."""
         return {"centre": self._read()}
+
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Leave; the first worker waits until all others have left, and then reads and saves the centre alone."""
+        found = self._dispatcher.hand_over()
+        self._context = replace(self._context, group=alone)
+        return found
 
     def document(self) -> dict[str, int]:
         """Return the number of steps that this worker has taken."""

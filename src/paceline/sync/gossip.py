@@ -60,7 +60,7 @@ class GossipRule(Rule):
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         num_messages = count_messages(self.graph, num_workers)
         wire_bytes = round(num_messages * self.message_bytes(shapes))
-        return (Traffic("send", num_bytes, wire_bytes, peers="neighbours"),)
+        return (Traffic("send", num_bytes, wire_bytes, peers="neighbours", overlap=1.0),)
 
     def message_bytes(self, shapes: Sequence[Size]) -> int:
         """Return the size of one message, of parameters of those shapes in fp32."""

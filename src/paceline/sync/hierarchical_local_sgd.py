@@ -8,13 +8,13 @@ from torch import Size
 from paceline.comm.group import Group
 from paceline.comm.hosts import find_hosts
 from paceline.registry import register
-from paceline.sync.periodic import PeriodicRule, PeriodicSynchroniser, SyncSchedule
+from paceline.sync.periodic import AveragingRule, PeriodicSynchroniser, SyncSchedule
 from paceline.sync.rule import Traffic
 from paceline.sync.synchroniser import Synchroniser, WorkerContext
 
 
 @register("hierarchical_local_sgd")
-class HierarchicalLocalSGD(PeriodicRule):
+class HierarchicalLocalSGD(AveragingRule):
     """Hierarchical local SGD (Lin et al. 2020, arXiv:1808.07217): every_step in a host, local_sgd between hosts.
 
     The workers of a host sum their gradients at every step, and so have the same parameters; after `period` steps all

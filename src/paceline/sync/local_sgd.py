@@ -13,7 +13,8 @@ class LocalSGD(LocalRule):
     since the last sync step; a worker that has used none takes the others' mean. Steps that fp16 skips count with their
     samples. With a period of 1 and SGD, also with momentum if weights do not change, it is every_step; with Adam it
     is not, whose second moments are each worker's own. Optimizer state stays with its worker. The first
-    `synchronous_steps` are those of every_step, bit for bit.
+    `synchronous_steps` are those of every_step, bit for bit. Adaptive optimizers step with a smaller beta1 and a larger
+    rate than given (`local_beta1`, `scale_rate`), unlike the papers', which have SGD: it changes nothing of SGD.
 
     On the wire is one all-reduce of the parameters a period, 1 / `period` of the bytes of every_step. Clipping bounds
     each worker's own gradient. BatchNorm's statistics are pooled by second moments at each sync step. It differs from

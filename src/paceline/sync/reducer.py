@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Size, Tensor
 
 from paceline.comm.group import Work
+from paceline.comm.link_speed import TimedExchange
 
 
 @dataclass
@@ -54,6 +55,9 @@ class GradientReducer(ABC):
 
     state_of: str = ""
     """Name of the codec whose state it keeps; no other codec can load it."""
+
+    timed: list[TimedExchange] | None = None
+    """List to which a codec's collectives are appended, if somebody has set one, who also empties it."""
 
     @abstractmethod
     def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:

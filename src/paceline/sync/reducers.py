@@ -14,6 +14,9 @@ from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.reducer import FlatBucket, GradientReducer
 
+_BUCKET_BYTES = 16 * 2**20
+"""Size of a bucket if the codec has no own: few, since each costs some messages, however small its payloads are."""
+
 
 class DenseReducer(GradientReducer):
     """Sums whole buffers: by the group's own all-reduce, or by a program.
@@ -35,9 +38,11 @@ class DenseReducer(GradientReducer):
         return self._group.all_reduce(bucket.buffer, name=bucket.name)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
-        """Divide; a divisor of exactly 1 costs no pass over the buffer."""
+        """Divide, which a divisor of exactly 1 saves; on CPUs look for what is not finite."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
+        is_seen = bucket.buffer.device.type == "cpu" and not bucket.numerators.sum().isfinite()
+        bucket.has_overflown = is_seen and not is_finite(bucket.numerators)
 
     def commit(self, unused: Collection[str]) -> None:
         """Do nothing: there is no state."""
@@ -62,7 +67,7 @@ class CodecReducer(GradientReducer):
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes, codec.max_in_flight
+        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or _BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
         self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0
@@ -100,7 +105,7 @@ class CodecReducer(GradientReducer):
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """Load this worker's state; that of another number of workers is divided, so that nothing is lost."""
         for block, shape in shapes.items():
-            by_worker = [_of_block(tensors, block) for tensors in saved]
+            by_worker = [of_block(tensors, block) for tensors in saved]
             if any(by_worker):
                 self._states[block] = self._codec.resize(by_worker, shape, self._rank, self._size)
 
@@ -122,10 +127,18 @@ class CodecReducer(GradientReducer):
                 )
             value = view.float().contiguous()
             values[block] = value / divisor if divisor != 1.0 else value
-        done = exchange_blocks(self._codec, values, self._states, group, step=step, seed=self._seed, name=bucket.name)
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
-        tail[-1] = not all(exchanged.is_finite for exchanged in done.values())
-        group.all_reduce(tail, name=f"{bucket.name} flags").wait()
+        done = exchange_blocks(
+            self._codec,
+            values,
+            self._states,
+            group,
+            step=step,
+            seed=self._seed,
+            name=bucket.name,
+            tail=tail,
+            timed=self.timed,
+        )
         bucket.num_non_finite = int(tail[-1])
         # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
         bucket.has_overflown = not bucket.num_non_finite and not all(is_finite(each.total) for each in done.values())
@@ -144,7 +157,7 @@ class _CodecThread:
         self._connections = group.duplicate("codec")
         self.group = self._connections
         if program is not None:
-            self.group = ProgramGroup(self._connections, program)
+            self.group = ProgramGroup(self._connections, program, runs_here=True)
         self.channel = Channel("paceline-codec")
 
     def close(self) -> None:
@@ -155,5 +168,6 @@ class _CodecThread:
         self._connections.close()
 
 
-def _of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+def of_block(tensors: Mapping[str, Tensor], block: str) -> State:
+    """Return a block's state, by site, of tensors that are named `<block>/<site>`."""
     return {name.removeprefix(f"{block}/"): kept for name, kept in tensors.items() if name.startswith(f"{block}/")}

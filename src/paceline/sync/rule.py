@@ -32,6 +32,7 @@ class Traffic:
         peers: Partners of a worker.
         first_step: Step with which the first period begins.
         end_step: Step from which on it no longer happens; None if it continues.
+        overlap: Computing that can hide it, in steps: 0 if workers wait for it, 1 if it travels during a whole step.
     """
 
     collective: str
@@ -41,8 +42,9 @@ class Traffic:
     peers: Literal["all", "host", "neighbours", "servers"] = "all"
     first_step: int = 0
     end_step: int | None = None
+    overlap: float = 0.0
 
-    def count(self, num_steps: int) -> float:
+    def count(self, num_steps: float) -> float:
         """Return the number of exchanges in the first `num_steps` of a training; parts of a period count as such."""
         end_step = num_steps if self.end_step is None else min(num_steps, self.end_step)
         return max(end_step - self.first_step, 0) / self.period

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.rpc import NOTHING, RpcEndpoint, RpcHeader, RpcReply, RpcService
-from paceline.sync.synchroniser import SampleDispatcher
+from paceline.sync.farewells import Farewells
+from paceline.sync.synchroniser import HandedOver, SampleDispatcher
 
 SampleRange = tuple[int, int]
 """Start and stop of positions in the global order of samples."""
@@ -97,7 +98,7 @@ class DispatcherClient(SampleDispatcher):
     def __init__(
         self, group: Group, when_idle: Callable[[], None] = lambda: None, was_used: Callable[[], bool] = lambda: True
     ) -> None:
-        self._service = _DispatcherService() if group.rank == 0 else None
+        self._service = _DispatcherService(group.size) if group.rank == 0 else None
         self._when_idle, self._was_used = when_idle, was_used
         self._endpoint = RpcEndpoint(group, [(rank, 0) for rank in range(group.size)], self._service, "dispatcher")
         self._client = self._endpoint.clients[0]
@@ -106,11 +107,18 @@ class DispatcherClient(SampleDispatcher):
         self._num_claimed = self._num_acknowledged = 0
         self._is_stopping = False
         self._has_asked = False
+        self._names = group.names
+        self._lost = ""
 
     @property
     def is_stopping(self) -> bool:
         """Whether `claim` returned None because a stop was requested."""
         return self._is_stopping
+
+    @property
+    def lost(self) -> str:
+        """Words on a worker that is lost, once this one has heard of it by a claim or an `ack`; else empty."""
+        return self._lost
 
     def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
         """Set the source of samples, on rank 0."""
@@ -127,7 +135,7 @@ class DispatcherClient(SampleDispatcher):
         """Return positions that no other worker has, once there are some; None where all workers come together."""
         poll_s = _POLL_S
         while True:
-            header, _ = self._client.call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
+            header = self._call(RpcHeader(_Kind.CLAIM, start=num_samples, stop=self._boundary))
             if header.clock == ClaimAnswer.TAKE:
                 self._num_claimed += 1
                 return header.start, header.stop
@@ -142,7 +150,7 @@ class DispatcherClient(SampleDispatcher):
     def ack(self, interval: SampleRange) -> bool:
         """Record that claimed positions were used; False if the step did not count."""
         is_used = self._was_used()
-        self._client.call(RpcHeader(_Kind.ACK, start=interval[0], stop=interval[1], weight=float(is_used)))
+        self._call(RpcHeader(_Kind.ACK, start=interval[0], stop=interval[1], weight=float(is_used)))
         self._num_acknowledged += 1
         return is_used
 
@@ -151,6 +159,20 @@ class DispatcherClient(SampleDispatcher):
         if not self._has_asked:
             self._has_asked = True
             self._client.call(RpcHeader(_Kind.STOP))
+
+    def hand_over(self) -> HandedOver | None:
+        """Leave, since a worker is lost; on rank 0, wait until all others have left. See `Synchroniser.hand_over`."""
+        if self._service is not None:
+            return HandedOver(self._service.farewells.wait())
+        self._client.call(RpcHeader(_Kind.LEAVE))
+        return None
+
+    def _call(self, request: RpcHeader) -> RpcHeader:
+        """Send a claim or an acknowledgement, and take note of a lost worker in the reply."""
+        reply, _ = self._client.call(request)
+        if reply.value:
+            self._lost = f"rank {self._names[int(reply.value) - 1]} is lost, so that all others stop"
+        return reply
 
     def close(self) -> None:
         """Leave; the dispatcher runs until all have left."""
@@ -163,14 +185,17 @@ class _Kind(IntEnum):
     ACK = 1
     """`weight` 0: they were not used."""
     STOP = 2
+    LEAVE = 3
+    """The worker has stopped, since another is lost."""
 
 
 class _DispatcherService(RpcService):
     """Service of the dispatcher on rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
         self._assignments = SampleAssignments()
         self._lock = threading.Lock()
+        self.farewells = Farewells(num_workers)
 
     def set_source(self, claim_next: Callable[[int], SampleRange], mark_used: Callable[[int, int], None]) -> None:
         with self._lock:
@@ -188,14 +213,20 @@ class _DispatcherService(RpcService):
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
         with self._lock:
             self._assignments.release(caller)
+            if error is not None:
+                self.farewells.lose(caller)
 
     def _answer(self, caller: int, header: RpcHeader) -> RpcHeader:
         assignments = self._assignments
         answer, interval = ClaimAnswer.DONE, (0, 0)
-        if header.kind == _Kind.CLAIM:
+        lost = self.farewells.first_lost
+        if header.kind == _Kind.CLAIM and lost is None:
             answer, interval = assignments.claim(caller, header.start, header.stop)
         elif header.kind == _Kind.ACK:
             assignments.ack(caller, (header.start, header.stop), is_used=header.weight > 0)
-        else:
+        elif header.kind == _Kind.LEAVE:
+            self.farewells.leave(caller)
+        elif header.kind == _Kind.STOP:
             assignments.is_stopping = True
-        return RpcHeader(header.kind, answer, assignments.is_stopping, *interval)
+        value = 0.0 if lost is None else lost + 1.0
+        return RpcHeader(header.kind, answer, assignments.is_stopping, *interval, value=value)

@@ -73,6 +73,7 @@ class StreamingDiLoCo(DiLoCo):
                 sum(tensor.nbytes for tensor in fragment.values()),
                 sum(self.codec.wire_bytes(tensor.shape, num_workers) for tensor in fragment.values()),
                 self.period,
+                overlap=self.delay,
             )
             for fragment in fragments
         )
@@ -92,6 +93,7 @@ class StreamingSynchroniser(Synchroniser):
         self._group = context.group.duplicate("fragments") if rule.delay else context.group
         self._reducer = rule.start_difference_reducer(self._group, context.seed)
         self._outer = rule.start_outer()
+        self._hyperparameters = rule.start_hyperparameters(context, rule.synchronous_steps)
         self._blocks = cut_into_fragments({n: p.detach() for n, p in context.parameters.items()}, rule.num_fragments)
         shapes = {block: view.shape for fragment in self._blocks for block, view in fragment.items()}
         self._feedback = ErrorFeedback(self._reducer, rule.codec, context, shapes)
@@ -110,13 +112,16 @@ class StreamingSynchroniser(Synchroniser):
         return number >= self._rule.synchronous_steps and self._turn(number) in self._rule.turns
 
     def before_update(self, step: LocalStep) -> None:
-        """Copy the common parameters before the first step that each worker takes alone."""
+        """Change the optimizer's hyper-parameters; copy the common parameters before the first step alone."""
         check_start(bool(self._fragments), step.number, self._rule.synchronous_steps)
         if not self._fragments and step.number >= self._rule.synchronous_steps:
             self._make_fragments()
+        if self._fragments:
+            self._hyperparameters.apply()
 
     def after_update(self, step: LocalStep) -> SyncResult:
         """Apply the fragments that are due, then send the one that is due."""
+        self._hyperparameters.restore()
         if not self._fragments:
             return SyncResult()
         waited_s = self._apply_due(step.number)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class SampleDispatcher(ABC):
     def is_stopping(self) -> bool:
         """Whether `claim` returned None because a stop was requested."""
 
+    @property
+    @abstractmethod
+    def lost(self) -> str:
+        """Words on a worker that is lost, so that the others stop after their present step; empty while none is."""
+
     @abstractmethod
     def set_source(self, claim_next: Callable[[int], tuple[int, int]], mark_used: Callable[[int, int], None]) -> None:
         """Set the source of samples, on rank 0: `claim_next` returns the next, `mark_used` is called with used ones."""
@@ -100,16 +105,35 @@ class SampleDispatcher(ABC):
 
 
 @dataclass(frozen=True)
-class Delays:
-    """Delays of pushes to a server.
+class HandedOver:
+    """What the first worker knows of the others once they have left, since one is lost.
 
     Args:
-        counts: Number of pushes by delay: the number of others' updates between their pull and them.
+        lost_ranks: Ranks that are lost.
+        num_steps: Number of steps by rank: those that each living worker has done, and those of each lost one that are
+            in what lives; empty if a dispatcher knows what was used.
+    """
+
+    lost_ranks: list[int]
+    num_steps: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Delays of pushes to a server, or of gradients among workers that average in pairs.
+
+    Args:
+        counts: Number of pushes by delay: the number of others' updates between their pull and them. Among pairs,
+            number of gradients by the number of averages between the parameters that they are of and their use.
         num_dropped: Number of pushes that came too late for their step.
     """
 
     counts: dict[int, int]
     num_dropped: int
+
+    def since(self, before: "Delays") -> dict[int, int]:
+        """Return the number of pushes by delay since an earlier count."""
+        return {delay: new for delay, count in self.counts.items() if (new := count - before.counts.get(delay, 0)) > 0}
 
 
 class Synchroniser(ABC):
@@ -155,6 +179,23 @@ class Synchroniser(ABC):
     def state(self) -> dict[str, Tensor]:
         """Return this worker's own state, as named tensors; exchanges under way are finished first."""
         return {}
+
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Leave to the first worker what this one has, since a worker is lost; each living worker calls it.
+
+        The first waits for the others, and stands for all from then on, so that it can save alone: parameters,
+        `consensus`, `state` and `shared_state` are those of what lives. Only for asynchronous rules.
+
+        Args:
+            alone: Group of this worker alone.
+
+        Returns:
+            None on all but the first worker.
+
+        Raises:
+            CommunicationError: The first worker or a server is lost.
+        """
+        raise AssertionError(f"workers of {type(self).__name__} stop together")
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Load a saved state; parameters, buffers and the optimizer's state have been loaded before.

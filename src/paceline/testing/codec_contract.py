@@ -192,6 +192,10 @@ def values_that_are_not_finite_are_reported(codec: Codec) -> None:
                 results = exchange_all(codec, values)
                 flags = [result.is_finite for result in results]
                 assert flags == [True, False, True], f"{bad} at {index} of {shape} on worker 1: is_finite {flags}"
+                requests: list[Request] = []
+                exchange_all(codec, [values[1], values[0], values[2]], requests=requests)
+                told = getattr(requests[-1], "is_finite", None)
+                assert told is not True, f"{bad} at {index} of {shape}: the last request says that it is finite"
 
 
 def zeros_stay_zeros(codec: Codec) -> None:

@@ -1,6 +1,7 @@
 """The exchanges of N workers, run in lockstep by one thread: a codec's full exchange without a group."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def exchange_all(
     asked, results = _advance(running, [None] * size)
     while asked:
         if requests is not None:
-            requests.append(type(asked[0])(asked[0].payload.clone()))
+            requests.append(replace(asked[0], payload=asked[0].payload.clone()))
         asked, results = _advance(running, _answer(asked))
     return results
 

@@ -30,7 +30,8 @@ def build_shared(run: Run, splits: Splits, group: Group, model: Model) -> tuple[
         The model; its construction if it has no memory yet; and why that is not so, if a layout shares it.
     """
     layout = run.layout
-    if layout.tensor * layout.pipeline == 1 and not layout.shards_parameters:
+    is_shared = layout.pipeline > 1 or layout.shards_parameters
+    if layout.tensor > 1 or not is_shared:  # a tensor axis is compared with the whole model
         return build_model(run, splits, group, model), None, ""
     module, construction, reason = _try_to_defer(run, splits, group, model)
     said = group.gather_documents([construction.digest if construction is not None else "", reason], name="model")

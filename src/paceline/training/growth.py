@@ -1,9 +1,9 @@
-"""Progressive training: a model that becomes deeper during training.
+"""Progressive training: a model that becomes deeper, or wider, during training.
 
 Gong et al. 2019, "Efficient training of BERT by progressively stacking": the first steps train a shallow model, which
 is cheaper in proportion to its layers; the deeper model starts from the trained layers.
-Without growth steps it is plain training. It sends nothing: every worker grows in the same way. During growth,
-the old and the new model are both in memory.
+How it becomes wider is in `widening`. Without growth steps it is plain training. It sends nothing: every worker grows
+in the same way. During growth, the old and the new model are both in memory.
 """
 
 from itertools import pairwise
@@ -13,15 +13,16 @@ import torch
 from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 
+from paceline.compression import NoCodec
 from paceline.errors import SettingsError
 from paceline.registry import Settings
-from paceline.sync import Rule
+from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
-from paceline.training.model import LayerStack
+from paceline.training.model import LayerStack, Model, ModelSize, size_of
 
 
 class Growth(Settings):
-    """Steps at which a model becomes deeper, and the initial values of its new layers."""
+    """Steps at which a model becomes deeper or wider, and the initial values of its new layers."""
 
     steps: tuple[int, ...] = ()
     """Steps before which the model grows; empty for no growth."""
@@ -31,8 +32,11 @@ class Growth(Settings):
     that the model's output stays the same."""
     depths: tuple[int, ...] = ()
     """Number of layers from each of the steps on; by default twice as many each time."""
+    widths: tuple[int, ...] = ()
+    """Width from each of the steps on, each a multiple of the one before; the number of layers then stays. The model's
+    output does not change (Net2Net, Chen et al. 2016)."""
 
-    @field_validator("steps", "depths")
+    @field_validator("steps", "depths", "widths")
     @classmethod
     def _must_ascend(cls, numbers: tuple[int, ...]) -> tuple[int, ...]:
         if any(later <= earlier for earlier, later in pairwise((0, *numbers))):
@@ -45,7 +49,23 @@ class Growth(Settings):
             raise ValueError(
                 f"there must be a depth for each step, but got {len(self.depths)} depths for {len(self.steps)} steps"
             )
+        if self.widths and len(self.widths) != len(self.steps):
+            raise ValueError(
+                f"there must be a width for each step, but got {len(self.widths)} widths for {len(self.steps)} steps"
+            )
+        if self.widths and self.depths:
+            raise ValueError(
+                f"a run must grow in depth or in width, but got depths {self.depths} and widths {self.widths}; leave "
+                "one of them out"
+            )
         return self
+
+    def size_at(self, step: int, first: ModelSize) -> ModelSize:
+        """Return the size in `step` of a model that began with `first`."""
+        num_growths = sum(start <= step for start in self.steps)
+        if self.widths:
+            return first._replace(width=self.widths[num_growths - 1]) if num_growths else first
+        return first if first.num_layers is None else first._replace(num_layers=self.depth_at(step, first.num_layers))
 
     def depth_at(self, step: int, first: int) -> int:
         """Return the number of layers in `step`, of a model that began with `first`."""
@@ -114,17 +134,31 @@ def grow_optimizer(
             new_optimizer.state[parameter] = {key: _copy(value) for key, value in state.items()}
 
 
-def check_growth(growth: Growth, depth: LayerStack | None, sync: Rule, layout: Layout) -> None:
+def check_growth(growth: Growth, model: Model, sync: Rule, layout: Layout) -> None:
     """Refuse settings with which a model cannot grow.
 
     Raises:
         ValueError: A setting does not allow growth; the message says which would.
     """
-    if depth is None:
-        raise ValueError("growth must be of a model that knows its depth, such as transformer_lm; leave it out")
-    depths = [depth.num_layers, *(growth.depth_at(step, depth.num_layers) for step in growth.steps)]
-    if any(later <= earlier for earlier, later in pairwise(depths)):
-        raise ValueError(f"growth.depths must ascend from the model's {depths[0]} layers, but got {depths[1:]}")
+    what = "width" if growth.widths else "depth"
+    size = size_of(model)
+    first = size.width if growth.widths else size.num_layers
+    if first is None:
+        raise ValueError(f"growth must be of a model that knows its {what}, such as transformer_lm; leave it out")
+    sizes = [size, *(growth.size_at(step, size) for step in growth.steps)]
+    depths, widths = [one.num_layers or 0 for one in sizes], [one.width or 0 for one in sizes]
+    if not growth.widths and any(later <= earlier for earlier, later in pairwise(depths)):
+        raise ValueError(f"growth.depths must ascend from the model's {first} layers, but got {depths[1:]}")
+    if growth.widths and any(later <= earlier or later % earlier for earlier, later in pairwise(widths)):
+        raise ValueError(
+            f"growth.widths must each be a larger multiple of the one before, from the model's {first} on, but got "
+            f"{widths[1:]}: norms stay the same only if every unit has as many copies"
+        )
+    if growth.widths and isinstance(sync, EveryStep) and not isinstance(sync.codec, NoCodec):
+        raise ValueError(
+            f"growth.widths must come without a codec, whose residuals have the old shapes, but got "
+            f"{sync.codec.name}; leave one of them out"
+        )
     if not sync.keeps_replicas_equal or not sync.runs_optimizer:
         raise ValueError(
             f"growth must come with a sync that keeps replicas equal, but got {sync.name}; take every_step"

@@ -6,6 +6,7 @@ from torch import Size
 
 from paceline.schedules.learning_rate import DecaySchedule
 from paceline.sync.diloco import DiLoCo
+from paceline.sync.idle import find_idleness
 from paceline.training.run import Run
 
 _LEAST_ROUNDS = 25
@@ -35,22 +36,10 @@ def list_idle(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int
 
 
 def _list_idle_rule(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int) -> Iterator[str]:
-    rule = run.sync
-    traffic = rule.traffic(shapes, num_workers)
-    period = max((each.period for each in traffic), default=1)
-    if traffic and all(each.count(num_steps) < 1 for each in traffic):
-        yield (
-            f"sync {rule.name} exchanges nothing in {num_steps} steps, since its period is {period}, so that each "
-            "worker trains alone; lower --sync.period"
-        )
-    elif late := [each.first_step for each in traffic if each.first_step >= num_steps]:
-        field = "synchronous_steps" if "synchronous_steps" in type(rule).model_fields else "dense_steps"
-        yield (
-            f"sync {rule.name} is every_step without a codec for the whole run of {num_steps} steps, since it begins "
-            f"with step {min(late)}; lower --sync.{field}"
-        )
-    elif isinstance(rule, DiLoCo):
-        yield from _list_idle_momentum(rule, num_steps)
+    if (idleness := find_idleness(run.sync, num_steps, shapes, num_workers)) is not None:
+        yield f"{idleness.reason}; lower --sync.{idleness.field}"
+    elif isinstance(run.sync, DiLoCo):
+        yield from _list_idle_momentum(run.sync, num_steps)
 
 
 def _list_idle_momentum(rule: DiLoCo, num_steps: int) -> Iterator[str]:

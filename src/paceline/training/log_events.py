@@ -2,12 +2,14 @@
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
     BucketExchanged,
+    BucketSizeChosen,
     CheckpointSaved,
+    CodecChanged,
     ConsensusMeasured,
     Event,
     Failed,
@@ -20,8 +22,10 @@ from paceline.monitor.events import (
 from paceline.monitor.log import EventLog
 from paceline.monitor.user_code import find_user_line
 from paceline.replica.step_result import StepResult
-from paceline.training.session import Session
+from paceline.training.session import Session, find_delays
 
+_NUM_DELAYS = 100
+"""Measurements of staleness in a training, between those at boundaries."""
 _MOST_DISTANCE = 0.2
 """Distance from the consensus, to its norm, that needs no warning."""
 _DRIFT = 3.0
@@ -58,16 +62,37 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
         pipeline = session.replica.shard.pipeline
         if pipeline is not None and pipeline.times is not None:
             session.training.log.write(pipeline.times.to_event(), step=session.training.step)
+    if (choice := result.times.bucket_choice) is not None:
+        session.log_event(BucketSizeChosen(bucket_bytes=choice.bucket_bytes, reason=choice.reason))
+    for change in session.replica.state.take_codec_changes():
+        session.log_event(
+            CodecChanged(codec=change.codec, before=change.before, codec_of=change.codec_of, reason=change.reason)
+        )
     if result.newly_unused:
         session.log_event(UnusedParameters(names=result.newly_unused))
+    training = session.training
+    is_due = training.step - training.delays_step >= max(1, training.num_steps // _NUM_DELAYS)
+    if is_due and session.replica.sync.is_asynchronous:
+        log_delays(session)
 
 
 def log_delays(session: Session) -> None:
-    """Log the staleness of pushes to servers."""
-    delays = session.replica.state.count_delays() if session.replica.group.rank == 0 else None
-    if delays is not None:
-        ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
-        session.log_event(StalenessMeasured(delays=list(ages), counts=list(counts), num_dropped=delays.num_dropped))
+    """Log the staleness of gradients, where there is any, on rank 0."""
+    training, delays = session.training, find_delays(session)
+    if delays is None:
+        return
+    new = delays.since(training.delays)
+    training.delays, training.delays_step = delays, training.step
+    ages, counts = zip(*sorted(delays.counts.items()), strict=True) if delays.counts else ((), ())
+    session.log_event(
+        StalenessMeasured(
+            delays=list(ages),
+            counts=list(counts),
+            num_dropped=delays.num_dropped,
+            mean=sum(delay * count for delay, count in new.items()) / sum(new.values()) if new else None,
+            largest=max(new, default=None),
+        )
+    )
 
 
 def log_distance(session: Session) -> None:
@@ -94,11 +119,13 @@ def log_distance(session: Session) -> None:
         )
 
 
-def log_saved(session: Session, saved: list[SavedCheckpoint]) -> None:
+def log_saved(session: Session, saved: list[SavedCheckpoint], lost_ranks: Sequence[int] = ()) -> None:
     """Log the checkpoints that are complete now."""
-    for checkpoint in saved:
+    for one in saved:
         session.log_event(
-            CheckpointSaved(path=str(checkpoint.path), num_bytes=checkpoint.num_bytes, duration_s=checkpoint.duration_s)
+            CheckpointSaved(
+                path=str(one.path), num_bytes=one.num_bytes, duration_s=one.duration_s, lost_ranks=list(lost_ranks)
+            )
         )
 
 

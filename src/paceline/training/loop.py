@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
-from paceline.errors import CommunicationError, DataError, NonFiniteError, SettingsError
+from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
     BatchChanged,
     Evaluated,
@@ -24,10 +23,6 @@ from paceline.monitor.events import (
     Warned,
 )
 from paceline.monitor.log import EventLog
-from paceline.parallel.local import local
-from paceline.replica.named_tensors import capture_objects
-from paceline.replica.shared_saving import start_saving
-from paceline.replica.state import describe
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
@@ -36,9 +31,12 @@ from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
+from paceline.training.model import ModelSize, resize, size_of
 from paceline.training.run import Run
+from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
-from paceline.training.training import Training, count_parameters, prepare, start_training
+from paceline.training.training import count_parameters, prepare, start_training
+from paceline.training.widening import widen_module, widen_optimizer
 
 
 def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
@@ -53,7 +51,11 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     try:
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
-            return _run_steps(session) and _finish(session)
+            try:
+                return _run_steps(session) and _finish(session)
+            except CommunicationError as error:
+                save_what_lives(session, error)
+                raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         log_failure(log, error, step=training.step if training else -1)
         raise
@@ -92,13 +94,19 @@ def _run_steps(session: Session) -> bool:
     session.step_began_s = time.perf_counter()
     if session.replica.dispatcher is not None:
         return _run_at_own_pace(session, session.replica.dispatcher)
+    return _run_together(session)
+
+
+def _run_together(session: Session) -> bool:
+    """Run steps that all workers take."""
+    training = session.training
     maybe_grow(session)
     for batch in session.loader:
         with session.probe.watching(session.replica, batch):
             result = train_step(session, batch, training.step)
         if result is None:
             continue
-        training.step += 1
+        training.step = session.loader.step
         log_step(session, result, batch.interval.num_samples)
         for event in session.load_balancer.end_step(training.step, result.times):
             session.log_event(event)
@@ -129,6 +137,8 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
             log_step(session, result, batch.interval.num_samples)
             session.step_began_s = time.perf_counter()
+        if dispatcher.lost:
+            raise CommunicationError(dispatcher.lost)
         position = group.gather_documents(loader.position, name="position")[0]
         loader.move_to(position)
         training.num_samples = position - began_at
@@ -236,34 +246,36 @@ def log_batch_change(session: Session) -> None:
 
 
 def maybe_grow(session: Session) -> None:
-    """Replace the replica by one of a deeper model, if the next step is a growth step. All workers call it.
+    """Replace the replica by one of a deeper or wider model, if the next step is a growth step. All workers call it.
 
     Raises:
-        SettingsError: The model is already deeper than it should be, since the run that saved it grew earlier.
+        SettingsError: The model is already larger than it should be, since the run that saved it grew earlier.
     """
     training, run, old = session.training, session.training.run, session.replica
-    depth = training.model.layer_stack
-    if depth is None or not run.growth.steps:
+    present, size = size_of(training.model), run.growth.size_at(training.step, size_of(run.model))
+    if not run.growth.steps or size == present:
         return
-    first = run.model.layer_stack
-    assert first is not None
-    num_layers = run.growth.depth_at(training.step, first.num_layers)
-    if num_layers == depth.num_layers:
-        return
-    if num_layers < depth.num_layers:
+    if any(after is not None and after < (before or 0) for before, after in zip(present, size, strict=True)):
         raise SettingsError(
-            f"a model must not become shallower, but it has {depth.num_layers} layers and growth gives it {num_layers} "
-            f"at step {training.step}; resume with the growth that the run was started with"
+            f"a model must not become shallower or narrower, but it has {_describe(present)} and growth gives it "
+            f"{_describe(size)} at step {training.step}; resume with the growth that the run was started with"
         )
+    depth, width = training.model.layer_stack, training.model.unit_width
     state, feedback = old.state.document(), old.state.feedback()
     old.close()
-    training.model = training.model.with_depth(num_layers)
+    training.model = resize(training.model, size)
     module = build_model(run, training.splits, old.shard.world, training.model)
     training.num_parameters = count_parameters(module)
     training.module, training.optimizer = prepare(run, module, training.splits, old.shard.world)
     new = build_replica(training, old.shard.world)
-    grow_module(old.module, new.module, depth, run.growth.method)
-    grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
+    if size.num_layers != present.num_layers:
+        assert depth is not None
+        grow_module(old.module, new.module, depth, run.growth.method)
+        grow_optimizer((old.module, old.optimizer), (new.module, new.optimizer), depth, run.growth.method)
+    if size.width != present.width:
+        assert width is not None
+        widen_module(old.module, new.module, width, seed=run.seed + training.step)
+        widen_optimizer((old.module, old.optimizer), (new.module, new.optimizer))
     new.state.load_document(state)
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
@@ -272,8 +284,17 @@ def maybe_grow(session: Session) -> None:
     if session.noise is not None:
         session.noise.use(new.module)
     session.log_event(
-        ModelGrown(num_layers=num_layers, num_parameters=training.num_parameters, method=run.growth.method)
+        ModelGrown(
+            num_layers=size.num_layers,
+            width=size.width,
+            num_parameters=training.num_parameters,
+            method="widen" if run.growth.widths else run.growth.method,
+        )
     )
+
+
+def _describe(size: ModelSize) -> str:
+    return f"{size.num_layers} layers" + (f" of width {size.width}" if size.width is not None else "")
 
 
 def next_boundary(session: Session, step: int) -> int:
@@ -281,16 +302,6 @@ def next_boundary(session: Session, step: int) -> int:
     training, run = session.training, session.training.run
     intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
     return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
-
-
-def is_evaluation_due(training: Training) -> bool:
-    """Return whether the parameters after the present step are to be evaluated, and are not yet."""
-    run, step = training.run, training.step
-    if training.splits.held_out is None or step == training.evaluated_step:
-        return False
-    if step == training.num_steps:
-        return training.best.is_used
-    return run.evaluate_interval > 0 and step % run.evaluate_interval == 0
 
 
 def do_after_step(session: Session, *, stop: bool) -> bool:
@@ -336,43 +347,6 @@ def _end_if_agreed(session: Session) -> bool:
     training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
     session.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
     return True
-
-
-def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False) -> str:
-    """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it."""
-    training, replica = session.training, session.replica
-    replica.flush()
-    for name, parameter in replica.module.named_parameters():
-        if not torch.isfinite(local(parameter)).all():
-            raise NonFiniteError(
-                f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
-                "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
-            )
-    world = replica.shard.world
-    tensors, document = describe(replica)
-    more, objects = capture_objects({"rates": session.rates})
-    tensors |= more if world.rank == 0 else {}
-    document |= objects | {
-        "step": training.step,
-        "recipe": training.recipe,
-        "run": training.run.model_dump(mode="json"),
-        "spec": asdict(training.splits.train.spec),
-        "loader": session.loader.state_dict(),
-        "best": training.best.state(),
-        "is_evaluation_due": is_evaluation_due(training),
-        "num_layers": depth.num_layers if (depth := training.model.layer_stack) is not None else None,
-        "noise": session.noise.state() if session.noise is not None else None,
-    }
-    path = ""
-    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
-    if session.saver is not None:
-        log_saved(session, session.saver.finished())
-        if wait and (saved := session.saver.wait()):
-            log_saved(session, [saved])
-            path = str(saved.path)
-    if wait:
-        world.barrier(name="checkpoint")
-    return path
 
 
 def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from math import prod
 
 import torch
+from torch import nn
 
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
 from paceline.data.division import check_shares
 from paceline.data.order import apportion
 from paceline.errors import SettingsError
-from paceline.memory import Estimate, divide, estimate_step
+from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
+from paceline.training.model import resize, size_of
 from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
 from paceline.training.run import Run
 
@@ -42,6 +44,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     needed = whole
     if not run.layout.is_plain:
         needed = divide(whole, run.layout, run.num_micro_batches, _kept_by_pipeline(run, num_workers))
+    if run.memory.offloads_parameters:
+        needed = _move_parameters(needed, outline(run.model, splits))
     return needed if run.ema is None else _add_averages(needed, run, splits)
 
 
@@ -121,13 +125,13 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
     if run.memory.recompute not in ("none", "full", "selective") or run.memory.offload != "none":
         return False
-    shapes = [tuple(parameter.shape) for parameter in outline(run.model, splits).parameters()]
-    depth = run.growth.depth_at(run.count_steps(splits), 1) if run.growth.steps else 1
+    grown = run.growth.size_at(run.count_steps(splits) if run.growth.steps else 0, size_of(run.model))
+    shapes = [tuple(parameter.shape) for parameter in outline(resize(run.model, grown), splits).parameters()]
     sample = max(tensor.numel() for tensor in list_tensors(splits.train.read_first()))
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     positions = sample * -(-run.global_batch // (num_workers if run.fixed_shares is None else 1))
     outputs = sum(shape[0] if shape else 1 for shape in shapes)
-    num_bytes = 4 * _COPIES * depth * (sum(prod(shape) for shape in shapes) + positions * outputs)
+    num_bytes = 4 * _COPIES * (sum(prod(shape) for shape in shapes) + positions * outputs)
     return _MARGIN * num_bytes <= available
 
 
@@ -161,7 +165,7 @@ def _list_changes(run: Run, num_ranks: int, device: torch.device, least: float) 
         for recompute in ("selective", "full"):
             yield "recompute", f"--memory.recompute {recompute}", _with_memory(run, recompute=recompute)
     if device.type != "cpu" and run.memory.offload == "none":
-        for offload in ("optimizer", "activations", "both"):
+        for offload in ("optimizer", "activations", "both", *(["parameters"] if run.layout.is_plain else [])):
             yield "offload", f"--memory.offload {offload}", _with_memory(run, offload=offload)
     if run.optimizer.name != "adafactor":
         lean = Adafactor()
@@ -171,6 +175,18 @@ def _list_changes(run: Run, num_ranks: int, device: torch.device, least: float) 
         yield "layout", f"--layout.sharded {num_ranks}", run.model_copy(update={"layout": layout})
     leanest = _with_memory(run, recompute="full").model_copy(update={"num_micro_batches": most})
     yield "both", f"--num_micro_batches {most} --memory.recompute full", leanest
+
+
+def _move_parameters(needed: Estimate, module: nn.Module) -> Estimate:
+    """Return an estimate whose parameters, and what follows from them, are in CPU memory.
+
+    On the device are one operation's: a copy of a parameter, and a copy of its gradient.
+    """
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    moved: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "communication")
+    host_bytes = needed.host_bytes + sum(needed.bytes_of[category] for category in moved)
+    there: dict[Category, int] = {"parameters": largest, "gradients": largest, "optimizer": 0, "communication": 0}
+    return Estimate({**needed.bytes_of, **there}, host_bytes)
 
 
 def _with_memory(run: Run, **changes: str) -> Run:

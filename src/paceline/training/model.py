@@ -21,6 +21,22 @@ class LayerStack(NamedTuple):
     """Endings of the names of each branch's last parameters: with zeros there, a layer returns its input."""
 
 
+class UnitWidth(NamedTuple):
+    """Width of a model that can be built with any multiple of it, and then holds as many copies of each unit."""
+
+    width: int
+    divided: tuple[str, ...]
+    """Names of vectors whose value is divided among the copies of a unit, since what reads them (a head that is tied
+    to an embedding) does not divide it. Linear and convolution weights always do."""
+
+
+class ModelSize(NamedTuple):
+    """Size of a model that grows; None where it has none of its own."""
+
+    num_layers: int | None
+    width: int | None
+
+
 class Model(Family):
     """Settings of a model. In a `Run`, a plain module-level function that returns a module will do instead."""
 
@@ -38,6 +54,29 @@ class Model(Family):
     def with_depth(self, num_layers: int) -> Self:
         """Return the same settings for another number of layers; only where there is a `layer_stack`."""
         raise AssertionError(f"model {self.name} has no depth")
+
+    @property
+    def unit_width(self) -> UnitWidth | None:
+        """Width of the model, if it can become wider during training; else None."""
+        return None
+
+    def with_width(self, width: int) -> Self:
+        """Return the same settings for a multiple of the width; only where there is a `unit_width`."""
+        raise AssertionError(f"model {self.name} has no width")
+
+
+def size_of(model: Model) -> ModelSize:
+    """Return the size of a model."""
+    depth, width = model.layer_stack, model.unit_width
+    return ModelSize(depth.num_layers if depth is not None else None, width.width if width is not None else None)
+
+
+def resize(model: Model, size: ModelSize) -> Model:
+    """Return the settings of a model in another size; None leaves it."""
+    present = size_of(model)
+    if size.num_layers not in (None, present.num_layers):
+        model = model.with_depth(size.num_layers)
+    return model if size.width in (None, present.width) else model.with_width(size.width)
 
 
 @register("function")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.comm.join import default_device
 from paceline.data import Loader
 from paceline.data.base import Spec, Splits
 from paceline.data.batch import Batch, map_tensors
@@ -24,6 +25,7 @@ from paceline.memory import (
     ActivationOffload,
     Choice,
     OffloadedOptimizer,
+    ParameterOffload,
     StepDescription,
     copy_without_contents,
     find_recomputable,
@@ -39,7 +41,7 @@ from paceline.parallel.parallelize import check_model
 from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
-from paceline.training.model import Model
+from paceline.training.model import Model, resize, size_of
 from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
@@ -66,10 +68,18 @@ def save_activations(run: Run, module: nn.Module, splits: Splits, num_workers: i
     Raises:
         SettingsError: The settings do not suit the model or the device, or the budget is too small.
     """
-    check_device(run, device)
+    computing = default_device() if run.memory.offloads_parameters else device
+    check_device(run, computing)
+    if run.memory.offloads_parameters and device.type != "cpu":
+        raise SettingsError(
+            f"workers must join on the CPU for memory.offload parameters, but they are on {device}; say "
+            "--memory.offload parameters beside --resume too"
+        )
     recompute(module, choose_blocks(run, splits, num_workers, device, module))
     if run.memory.offloads_activations:
         ActivationOffload(module)
+    if run.memory.offloads_parameters:
+        ParameterOffload(module, computing)
 
 
 def save_optimizer(run: Run, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -144,8 +154,8 @@ def describe_step(
         num_samples = max(1, -(-max(shares) // run.num_micro_batches))
     sample = splits.train.read_first()
     model = run.model
-    if run.growth.steps and model.layer_stack is not None:
-        model = model.with_depth(run.growth.depth_at(run.count_steps(splits), model.layer_stack.num_layers))
+    if run.growth.steps:
+        model = resize(model, run.growth.size_at(run.count_steps(splits), size_of(model)))
         module = None
     original = outline(model, splits) if module is None else module
 

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
@@ -85,7 +85,7 @@ class Run(Settings):
     sharded_codec: Codec | None = None
     """Codec of the gradient sums over the sharded axis; the codec of `sync` is for those between replicas."""
     tensor_plan: dict[str, str] | None = None
-    """Styles in which modules are split over the tensor axis, by patterns of their names; by default by their types."""
+    """Styles in which modules are split over the tensor axis, by patterns of their names; by default found."""
     pipeline: PipelineSettings = PipelineSettings()
     """Pipeline settings: how layers are split into stages, and the order in which stages run micro-batches."""
     memory: Memory = Memory()
@@ -122,9 +122,9 @@ class Run(Settings):
     """Evaluations without improvement, by the measure of `keep_best` or the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too; 0 for none."""
-    bucket_bytes: Annotated[int, Field(ge=1)] | Literal["tuned"] | None = None
-    """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own,
-    without codec 16 MiB on CPUs, 25 MiB on GPUs; tuned: measured in the first steps."""
+    bucket_bytes: int | None = Field(default=None, ge=1)
+    """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own if it
+    has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the network."""
     landing: Landing = "update"
     """Moment at which the optimizer applies gradients: at the update, each bucket at its arrival while others are still
     in transit, or in the next forward pass, just before each is needed."""
@@ -245,12 +245,22 @@ class Run(Settings):
                 f"noise_scale_interval must be that of batch_schedule, {wanted}, but got {self.noise_scale_interval}; "
                 "give one of them"
             )
+        if self.memory.offloads_parameters and not self.layout.is_plain:
+            raise ValueError(
+                f"memory.offload parameters must come with a layout of data alone, but got {self.layout}; the other "
+                "axes divide parameters already"
+            )
+        if self.memory.offloads_parameters and self.compiler != NO_COMPILER:
+            raise ValueError(
+                f"memory.offload parameters must come without a compiler, but got {self.compiler}, whose code knows "
+                "where parameters are; leave one of them out"
+            )
         if self.noise_interval:
             check_noise(self.sync, self.layout)
         if self.growth.steps and self.ema is not None:
             raise ValueError(f"ema must be none for a model that grows, but got {self.ema}; leave one of them out")
         if self.growth.steps:
-            check_growth(self.growth, self.model.layer_stack, self.sync, self.layout)
+            check_growth(self.growth, self.model, self.sync, self.layout)
         return self
 
     def open_data(self) -> Splits:

@@ -18,6 +18,7 @@ from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
+from paceline.sync.synchroniser import Delays
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
@@ -165,7 +166,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
     run = training.run
     # A norm is reported only if it is bounded.
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
-    return Replica(
+    replica = Replica(
         training.module,
         training.optimizer,
         group=group,
@@ -180,6 +181,8 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         seed=run.seed,
         world=world,
     )
+    replica.state.warns_of_idleness = False  # the run has said so before its first step
+    return replica
 
 
 def make_rates(training: Training, replica: Replica, before: Rates | None = None) -> Rates:
@@ -250,9 +253,15 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     training.best.load(document.get("best", {}))
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
-    training.step = document["step"]
+    training.step = training.delays_step = document["step"]
+    training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+
+
+def find_delays(session: Session) -> Delays | None:
+    """Return the delays of gradients, on rank 0; None elsewhere, or if workers step together."""
+    return session.replica.state.count_delays() if session.replica.group.rank == 0 else None
 
 
 def _log_start(session: Session) -> None:

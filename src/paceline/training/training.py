@@ -1,6 +1,6 @@
 """State of a training that stays while workers come and go: settings, model, log, checkpoints, and progress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,12 +14,13 @@ from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.parallelize import parallelize
+from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
 from paceline.training.building import build_shared, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.initial import load_slices
-from paceline.training.model import Model
+from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
 
@@ -55,6 +56,10 @@ class Training:
     """Latest evaluation since this start."""
     evaluated_step: int = 0
     """Step of the latest evaluation, or that of the resume if none was due there any more."""
+    delays: Delays = field(default_factory=lambda: Delays({}, 0))
+    """Delays of gradients as logged last, on rank 0."""
+    delays_step: int = 0
+    """Step of that log."""
     least_distance: float | None = None
     """Least distance of workers from their consensus since this start."""
     has_drifted: bool = False
@@ -152,9 +157,9 @@ def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None
 
 
 def _find_model(run: Run, checkpoint: Checkpoint | None, group: Group) -> Model:
-    """Return the run's model with the number of layers in rank 0's `checkpoint`."""
+    """Return the run's model in the size of rank 0's `checkpoint`."""
     if not run.growth.steps:
         return run.model
-    saved = checkpoint.read_document().get("num_layers") if checkpoint is not None else None
-    num_layers = group.gather_documents(saved, name="saved depth")[0]
-    return run.model.with_depth(num_layers) if num_layers else run.model
+    document = checkpoint.read_document() if checkpoint is not None else {}
+    saved = [document.get("num_layers"), document.get("width")]
+    return resize(run.model, ModelSize(*group.gather_documents(saved, name="saved size")[0]))

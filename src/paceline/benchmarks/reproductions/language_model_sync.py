@@ -79,7 +79,9 @@ class LanguageModelSync(Reproduction):
     """Text that is read."""
     learning_rate: float = Field(default=7e-4, gt=0)
     """Learning rate; at the recipe's own, three times as high, AdamW diverges with stale gradients."""
-    asynchronous: ASGD = ASGD(num_servers=4, pushes_per_step=4, correct_momentum=True)
+    asynchronous: ASGD = ASGD(
+        num_servers=4, pushes_per_step=4, correct_momentum=True, least_momentum=0.0, warmup_steps=0
+    )
     """Asynchronous rule; with a server beside each worker no link carries more than in an all-reduce."""
     codec: Codec = Int8()
     """The compression."""

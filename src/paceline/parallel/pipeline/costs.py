@@ -4,11 +4,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import SettingsError
@@ -18,6 +21,41 @@ from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.topology.partition import partition
 
 _NUM_REPEATS = 3
+_FLOPS_OF_BYTE = 4.0
+"""Flops in the time in which a byte moves. Cores do 3 to 10; accelerators more, but their kernels fuse."""
+
+
+class _ByteCounter(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations read and write; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            moved = tree_leaves((args, kwargs, output))
+            self.num_bytes += sum(one.numel() * one.element_size() for one in moved if isinstance(one, Tensor))
+        return output
+
+
+def _mkldnn_rnn_flops(input: Size, *weights_and_state: Any, **_: Any) -> int:
+    """Return the flops of one direction of an RNN's layer on CPUs, whose matrices are its first two weights."""
+    return _rnn_flops(input, weights_and_state[:2])
+
+
+def _cudnn_rnn_flops(input: Size, weights: Sequence[Size], *_: Any, **__: Any) -> int:
+    """Return the flops of a whole RNN on a GPU."""
+    return _rnn_flops(input, weights)
+
+
+def _rnn_flops(input: Size, weights: Sequence[Size]) -> int:
+    return 2 * prod(input[:-1]) * sum(prod(weight) for weight in weights if len(weight) > 1)
+
+
+RNN_FLOPS = {torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops, torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops}
+"""Flops of the kernels of a whole recurrence, which torch's counter has no formula for."""
 
 
 def cut(
@@ -50,17 +88,18 @@ def cut(
 
 
 def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:
-    """Return each layer's flops of one forward, or, if all are 0, its number of parameters."""
-    flops: list[float] = []
+    """Return each layer's cost of one forward in flops, where moving a byte counts as some flops.
+
+    Flops alone make what only moves memory (norms, activations, embeddings, kernels that no formula is known of) free.
+    """
+    costs: list[float] = []
     value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
         for layer in layers:
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=RNN_FLOPS) as flops, _ByteCounter() as moved:
                 value = layer.run(value)
-            flops.append(float(counter.get_total_flops()))
-    if any(flops):
-        return flops
-    return [float(sum(tensor.numel() for tensor in find_owned(model, [layer]))) for layer in layers]
+            costs.append(flops.get_total_flops() + _FLOPS_OF_BYTE * moved.num_bytes)
+    return costs
 
 
 def measure(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Tensor, ...]) -> list[float]:

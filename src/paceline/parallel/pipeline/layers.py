@@ -79,25 +79,41 @@ def find_owned(module: nn.Module, layers: Sequence[PipelineLayer]) -> set[Tensor
     return owned
 
 
-def keep_only(module: nn.Module, owned: Collection[Tensor]) -> None:
+def list_paths(layers: Sequence[PipelineLayer]) -> set[str]:
+    """Return the names of the modules that `layers` use, and of all around them."""
+    paths: set[str] = set()
+    for name in {name for layer in layers for name in layer.owns}:
+        words = name.split(".")
+        paths.update(".".join(words[:length]) for length in range(1, len(words) + 1))
+    return paths
+
+
+def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[str] = (), name: str = "") -> None:
     """Remove all parameters and buffers from `module` except `owned`, whose names do not change.
 
     A submodule without remaining tensors becomes an `AbsentModule`.
+
+    Args:
+        module: Module to remove them from.
+        owned: Parameters and buffers to keep.
+        opened: Names of modules that remain, since something without tensors in them is used.
+        name: Name of `module` among them.
     """
     kept = {id(tensor) for tensor in owned}
     holders: list[dict[str, Any]] = [module._parameters, module._buffers]
     for holder in holders:
-        for name, tensor in holder.items():
+        for leaf, tensor in holder.items():
             if tensor is not None and id(tensor) not in kept:
-                holder[name] = None
-    for name, child in list(module._modules.items()):  # under all its names, if it has several
+                holder[leaf] = None
+    for leaf, child in list(module._modules.items()):  # under all its names, if it has several
         if child is None:
             continue
         tensors = [*child.parameters(), *child.buffers()]
-        if tensors and not any(id(tensor) in kept for tensor in tensors):
-            setattr(module, name, AbsentModule())
+        place = f"{name}.{leaf}" if name else leaf
+        if tensors and place not in opened and not any(id(tensor) in kept for tensor in tensors):
+            setattr(module, leaf, AbsentModule())
         else:
-            keep_only(child, owned)
+            keep_only(child, owned, opened, place)
 
 
 class AbsentModule(nn.Module):

@@ -21,8 +21,8 @@ class PipelineSettings(Settings):
     stages_per_rank: int | None = Field(default=None, ge=1)
     """Stages that each rank holds; by default 2 if the order needs several, else 1."""
     cuts: Literal["estimated", "measured"] | tuple[str, ...] = "estimated"
-    """First layers of stages: balanced by flops (estimated: the same at each start) or by time (measured); or the
-    names of the first layers of all stages but the first."""
+    """First layers of stages: balanced by flops and bytes (estimated: the same at each start) or by time (measured); or
+    the names of the first layers of all stages but the first."""
     sequence: tuple[str, ...] = ()
     """Children of the model in the order of execution, each applied to the output of the one before; ``layers.*`` are
     all children of ``layers``. Not needed for `torch.nn.Sequential`, nor for a model that has `pipeline_layers`."""

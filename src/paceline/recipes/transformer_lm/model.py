@@ -21,7 +21,7 @@ from paceline.parallel.context import ContextParallelModule
 from paceline.parallel.pipeline import PipelineLayer
 from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.registry import register
-from paceline.training.model import LayerStack, Model
+from paceline.training.model import LayerStack, Model, UnitWidth
 
 INITIAL_STD = 0.02
 HIDDEN_STEP = 8
@@ -75,6 +75,15 @@ class TransformerLM(Model):
     def with_depth(self, num_layers: int) -> Self:
         """Return the same settings for another number of layers."""
         return self.model_copy(update={"num_layers": num_layers})
+
+    @property
+    def unit_width(self) -> UnitWidth:
+        """Width of a token's vector; the tied head reads copies of units without dividing."""
+        return UnitWidth(self.width, ("norm.weight",))
+
+    def with_width(self, width: int) -> Self:
+        """Return the same settings for a multiple of the width: with more heads, each of as many dims."""
+        return self.model_copy(update={"width": width, "num_heads": self.num_heads * width // self.width})
 
 
 class Transformer(ContextParallelModule):

@@ -1,5 +1,6 @@
 """Asynchronous SGD: a server steps with each gradient, or with the mean of several, on arrival."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -28,12 +29,20 @@ class ASGD(ServedRule):
     before it pushes. Weight decay and momentum are the servers'. With several pushes to a step, pushes that wait for
     others when workers stop, evaluate or save are applied then.
 
-    The following settings compensate for delays; none of them changes a push without delay.
+    The following settings compensate for delays and for the small batch of a push; with one worker none of them changes
+    anything, but a `rate_factor` that is given. By default rates and momentum are lowered, and rates rise slowly, as
+    measured best; ``ASGD(rate_factor=1, correct_momentum=False, warmup_steps=0)`` is the paper's rule.
     """
 
     pushes_per_step: int = Field(default=1, ge=1)
     """Number of pushes, of any workers, whose mean servers take one step with (n-softsync of Zhang et al. 2016). With
     the number of workers a step has the samples of a synchronous one, and learning rates are the same."""
+    rate_factor: float | None = Field(default=None, gt=0)
+    """Factor of the learning rate. None: the root of the part of a synchronous step's samples that a step has, at most
+    1."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps' worth of a synchronous step's samples over which the rate rises linearly, beside the schedule's own
+    warm-up; none with one worker. None: a tenth of the run, at most 30."""
     scale_rate: bool = False
     """Whether the learning rate of a push is divided by 1 + its delay (Zhang et al. 2016, Staleness-aware ASGD). With
     several pushes to a step they are averaged with these factors as weights, and the rate is multiplied by their
@@ -43,10 +52,12 @@ class ASGD(ServedRule):
     are the parameters of the gradient. The servers keep them for each worker. 0 for none."""
     compensation_decay: float | None = Field(default=None, ge=0, lt=1)
     """Decay of a running mean of g g, by whose root lambda is divided (DC-ASGD-a); None for a constant lambda."""
-    correct_momentum: bool = False
+    correct_momentum: bool | None = None
     """Whether the servers' momentum (the first of Adam's betas) is lowered by what asynchrony adds (Mitliagkas et al.
-    2016): an average delay of d acts like momentum d / (1 + d), which is 1 - 1/n with n equal workers. Never below
-    0."""
+    2016): an average delay of d acts like momentum d / (1 + d), which is 1 - 1/n with n equal workers. None: for
+    optimizers with betas only, since those with plain momentum move less with less of it."""
+    least_momentum: float = Field(default=0.5, ge=0, lt=1)
+    """Momentum below which it is not lowered; 0 as in the paper."""
 
     @model_validator(mode="after")
     def _check_compensation(self) -> Self:
@@ -73,19 +84,35 @@ class ASGD(ServedRule):
         self, num_workers: int, optimizer: torch.optim.Optimizer, *, number: int = 0
     ) -> ServerUpdate:
         """Return the update that applies pushes on arrival."""
-        if self.correct_momentum and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
+        corrects = self.correct_momentum
+        if corrects and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
             raise SettingsError(
                 f"the optimizer must have momentum with correct_momentum, but got {type(optimizer).__name__}; "
                 "take SGD or AdamW, or turn correct_momentum off"
             )
-        return _AsynchronousUpdate(self)
+        if corrects is None:
+            corrects = all("betas" in group for group in optimizer.param_groups)
+        rate_factor = self.rate_factor
+        if rate_factor is None:
+            rate_factor = math.sqrt(min(1.0, self.pushes_per_step / num_workers))
+        steps = _MOST_WARMUP if self.warmup_steps is None else self.warmup_steps
+        num_rising = steps * num_workers // self.pushes_per_step if num_workers > 1 else 0
+        return _AsynchronousUpdate(self.model_copy(update={"correct_momentum": corrects}), rate_factor, num_rising)
+
+    def fit_length(self, num_steps: int) -> Self:
+        """Return the rule with the warm-up chosen."""
+        if self.warmup_steps is not None:
+            return self
+        return self.model_copy(update={"warmup_steps": min(_MOST_WARMUP, num_steps // 10)})
 
 
-_MOMENTUM: dict[str, Callable[[Any, float], Any]] = {
-    "momentum": lambda momentum, by: max(0.0, momentum - by),
-    "betas": lambda betas, by: (max(0.0, betas[0] - by), *betas[1:]),
+_MOMENTUM: dict[str, Callable[[Any, Callable[[float], float]], Any]] = {
+    "momentum": lambda momentum, lower: lower(momentum),
+    "betas": lambda betas, lower: (lower(betas[0]), *betas[1:]),
 }
-"""Function that lowers the momentum, by its name in an optimizer's settings."""
+"""Function that changes the momentum by another, by its name in an optimizer's settings."""
+_MOST_WARMUP = 30
+"""Warm-up by default, at most, in steps' worth of samples."""
 _EPSILON = 1e-7
 _SQUARES = "mean_square"
 """Name of mean squares of gradients in checkpoints."""
@@ -94,11 +121,14 @@ _MEMORY = 0.99
 
 
 @contextmanager
-def _less_momentum(optimizer: torch.optim.Optimizer, by: float) -> Iterator[None]:
+def _less_momentum(optimizer: torch.optim.Optimizer, by: float, least: float) -> Iterator[None]:
+    def lower(momentum: float) -> float:
+        return min(momentum, max(least, momentum - by))
+
     groups = optimizer.param_groups
     settings = [{name: group[name] for name in _MOMENTUM.keys() & group.keys()} for group in groups]
     for group, found in zip(groups, settings, strict=True):
-        group.update({name: _MOMENTUM[name](value, by) for name, value in found.items()})
+        group.update({name: _MOMENTUM[name](value, lower) for name, value in found.items()})
     try:
         yield
     finally:
@@ -136,9 +166,17 @@ class _PendingPushes:
 
 
 class _AsynchronousUpdate(ServerUpdate):
-    def __init__(self, rule: ASGD) -> None:
+    """Applies pushes on arrival.
+
+    Args:
+        rule: Settings, with nothing left open.
+        rate_factor: Factor of the learning rate.
+        num_rising: Number of the server's first steps over which the rate rises.
+    """
+
+    def __init__(self, rule: ASGD, rate_factor: float, num_rising: int) -> None:
         super().__init__(FreeClocks())
-        self._rule = rule
+        self._rule, self._rate_factor, self._num_rising = rule, rate_factor, num_rising
         self._sum = _PendingPushes()
         self._mean_squares: list[Tensor] = []
         self._mean_delay = 0.0
@@ -189,8 +227,9 @@ class _AsynchronousUpdate(ServerUpdate):
 
     def _step(self, shard: Shard, values: Sequence[Tensor], used: Sequence[bool], rates: Sequence[float]) -> None:
         implicit = self._mean_delay / (1 + self._mean_delay) if self._rule.correct_momentum else 0.0
-        with _less_momentum(shard.optimizer, implicit):
-            shard.step(values, used, rates)
+        risen = min(1.0, (shard.version + 1) / self._num_rising) if self._num_rising else 1.0
+        with _less_momentum(shard.optimizer, implicit, self._rule.least_momentum):
+            shard.step(values, used, [rate * self._rate_factor * risen for rate in rates])
 
     def _compensate(self, shard: Shard, push: Push, delay: int) -> None:
         decay = self._rule.compensation_decay

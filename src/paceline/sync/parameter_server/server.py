@@ -100,6 +100,7 @@ class Server(RpcService):
         with self._changed:
             if error is not None:
                 self.lost[caller] = error
+                self.server_update.lose(caller)
             self._tickets.pop(caller, None)
             self._leave(caller)
 

@@ -60,6 +60,9 @@ class ServerUpdate(ABC):
     def settle(self, shard: "Shard") -> None:
         """Do everything that became due when a worker's clock moved, or it left."""
 
+    def lose(self, worker: int) -> None:
+        """Take note of a worker that is lost, before its clock is removed."""
+
     def state(self, shard: "Shard") -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return its state: tensors by ``<kind>/<block>``, and numbers."""
         return {}, {}

@@ -42,35 +42,50 @@ class SSP(ServedRule):
         """Return the update that adds pushes."""
         if self.staleness == 0:
             return StepAggregation(Quorum(), lambda shard, mean: _add(shard, mean.values, 1.0))
-        return _AddUpdates(self.staleness)
+        return _AddUpdates(self.staleness, num_workers)
 
 
 class _AddUpdates(ServerUpdate):
-    """Adds each update on arrival."""
+    """Adds each update on arrival.
+
+    A step is complete when all workers have pushed it. Those that some have not pushed, since they were away before an
+    evaluation or a checkpoint, say nothing of the weight of a step.
+
+    Args:
+        staleness: Largest lead in steps.
+        num_workers: Number of workers.
+    """
 
     clocks: BoundedClocks
 
-    def __init__(self, staleness: int) -> None:
+    def __init__(self, staleness: int, num_workers: int) -> None:
         super().__init__(BoundedClocks(staleness))
-        self._weights: dict[int, float] = {}
-        """Weight that was pushed of each incomplete step."""
+        self._num_workers = num_workers
+        self._weights: dict[int, dict[int, float]] = {}
+        """Weight that each worker has pushed, by step that is not settled."""
         self._step_weight = 0.0
         """Weight of the last complete step; 0 before there is one."""
 
     def push(self, shard: Shard, push: Push) -> bool:
         """Add the update."""
         clock = self.clocks.clocks[push.worker]
-        self._weights[clock] = self._weights.get(clock, 0.0) + push.weight
+        self._weights.setdefault(clock, {})[push.worker] = push.weight
         if push.weight > 0:
             shard.delays[shard.version - push.version] += 1
-            step_weight = self._step_weight or push.weight * len(self.clocks.clocks)
+            step_weight = self._step_weight or push.weight * self._num_workers
             _add(shard, push.values, push.unit / step_weight)
         return True
 
     def settle(self, shard: Shard) -> None:
         """Record the weight of steps that became complete."""
         for clock in sorted(clock for clock in self._weights if clock < self.clocks.slowest):
-            self._step_weight = self._weights.pop(clock) or self._step_weight
+            pushed = self._weights.pop(clock)
+            if len(pushed) >= self._num_workers:
+                self._step_weight = sum(pushed.values()) or self._step_weight
+
+    def lose(self, worker: int) -> None:
+        """Expect one worker fewer in a step."""
+        self._num_workers -= 1
 
     def state(self, shard: Shard) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the weight of a step."""

@@ -5,11 +5,13 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.comm.group import Group
 from paceline.comm.rpc import RpcEndpoint, RpcHeader
 from paceline.compression.codec import RESIDUALS, FeedbackDroppedWarning
 from paceline.sync.parameter_server.blocks import copy_all
@@ -19,7 +21,15 @@ from paceline.sync.parameter_server.server import RequestKind
 from paceline.sync.parameter_server.settings import ServerSettings
 from paceline.sync.parameter_server.state import join_blocks, pack_state, unpack_state
 from paceline.sync.sample_dispatcher import DispatcherClient
-from paceline.sync.synchroniser import Delays, LocalStep, SampleDispatcher, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import (
+    Delays,
+    HandedOver,
+    LocalStep,
+    SampleDispatcher,
+    Synchroniser,
+    SyncResult,
+    WorkerContext,
+)
 
 
 class ServedWorker(Synchroniser):
@@ -162,6 +172,14 @@ class ServedWorker(Synchroniser):
             tensors[f"document/{number}"] = pack_state({}, document)
         documents = {name: t for name, t in tensors.items() if name.startswith("document/")}
         return join_blocks(tensors, [block for link in self._links for block in link.blocks]) | documents
+
+    def hand_over(self, alone: Group) -> HandedOver | None:
+        """Leave; the first worker waits until all others have left, and then reads and saves the servers alone."""
+        assert self._dispatcher is not None
+        self._go_away()
+        found = self._dispatcher.hand_over()
+        self._context = replace(self._context, group=alone)
+        return found
 
     def state(self) -> dict[str, Tensor]:
         """Return the codec's residuals of pushes, as ``<block>/<site>``."""

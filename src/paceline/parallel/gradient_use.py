@@ -1,0 +1,93 @@
+"""Which sharded parameters a step used, and whether the sum of their gradients was finite."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.comm.group import Group
+from paceline.parallel.reduce_scatter import CodedReduceScatter
+
+
+class UseOfStep(NamedTuple):
+    """Use of a step, the same on every rank of the group."""
+
+    unused: list[str]
+    """Parameters that no rank used."""
+    num_non_finite: int
+    """Ranks that got a gradient that was not finite through a codec."""
+    num_overflown: int
+    """Ranks whose sum of finite gradients is too large."""
+
+
+class GradientUse:
+    """Notes which parameters of a sharded module have gradients in backward.
+
+    Ranks that share parameters sum zeros for those that none of them used, so that a gradient of zeros does not tell;
+    weight decay and momentum would move what stays as it is in all other layouts.
+
+    On the wire: an all-reduce of 4 bytes for each parameter a step, and another among replicas.
+
+    Args:
+        module: Module of this rank, with the names of its parameters.
+        parts: Modules that `shard_module` returned: itself, or the stages of a pipeline.
+        group: Ranks that share the parameters.
+        reduce_scatter: Codec that sums the gradients, if there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        group: Group,
+        reduce_scatter: CodedReduceScatter | None = None,
+    ) -> None:
+        self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        self._places = {name: place for place, name in enumerate(self._names.values())}
+        self._group = group
+        self._reduce_scatter = reduce_scatter
+        self._used: set[str] = set()
+        self._hooked: set[str] = set()
+        for block in {block for part in parts for block in part.modules() if isinstance(block, FSDPModule)}:
+            block.register_forward_pre_hook(self._watch)
+
+    def exchange(self, replicas: Group, others: Group | None = None) -> UseOfStep:
+        """Return the use of the step, and begin anew; every rank calls it once a step.
+
+        Args:
+            replicas: Ranks over which the step sums the gradients of this rank's shard.
+            others: Ranks with other parts of its matrices, which must know too of what is not finite.
+        """
+        flags = torch.zeros(len(self._places) + 2)
+        flags[[self._places[name] for name in self._used]] = 1.0
+        flags = flags.to(self._group.device)
+        if self._reduce_scatter is not None:
+            flags[-2:] = self._reduce_scatter.take_flags()
+        for group in (self._group, replicas):
+            if group.size > 1:
+                group.all_reduce(flags, name="use of parameters").wait()
+        if others is not None and others.size > 1:
+            others.all_reduce(flags[-2:], name="finite gradients").wait()
+        counts = flags.tolist()
+        self._used = set()
+        unused = [name for name, place in self._places.items() if not counts[place]]
+        return UseOfStep(unused, int(counts[-2]), int(counts[-1]))
+
+    def _watch(self, module: nn.Module, inputs: Any) -> None:
+        """Watch the gathered parameters of a block, which torch makes in its first forward and then keeps."""
+        if not isinstance(module, FSDPModule) or not torch.is_grad_enabled():
+            return
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for held in group.fsdp_params:
+                name = self._names.get(id(held.sharded_param))
+                if name is not None and name not in self._hooked:
+                    self._hooked.add(name)
+                    held.unsharded_param.register_post_accumulate_grad_hook(self._make_hook(name))
+
+    def _make_hook(self, name: str) -> Any:
+        def note(_: Tensor) -> None:
+            self._used.add(name)
+
+        return note

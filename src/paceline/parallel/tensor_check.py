@@ -1,0 +1,258 @@
+"""Proof on a sample that a model split over the tensor axis computes what the whole one did, before it trains."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+from paceline.data.batch import call, list_tensors, map_tensors
+from paceline.errors import SettingsError
+from paceline.parallel.local import local
+from paceline.parallel.model_shard import summed_gradient
+from paceline.parallel.tensor_plan import TensorPlan, place
+from paceline.parallel.tensor_proof import COUNTS, explaining_sample, relative_error, tolerance
+from paceline.parallel.tensor_styles import slice_of
+
+_NOISE = 0.1
+_FLOOR = 1e-3
+"""Part of the mean gradient below which a gradient is rounding, such as that of the bias of attention's keys."""
+
+Runs = Sequence[tuple[nn.Module, Any, bool]]
+"""Modules with their inputs, and whether another stage sends these: a model with a sample, or a pipeline's stages that
+this rank holds."""
+
+
+class SplitCheck:
+    """Comparison of split modules with whole ones: outputs and all gradients for one sample.
+
+    Made while modules are whole; `compare` runs after the split. Each costs one forward and one backward pass of a
+    sample, in evaluation mode, whatever the global batch; of the whole gradients a rank keeps its own part only. Random
+    streams, training modes, buffers and parameters are in the end what they were.
+
+    Args:
+        module: The model, or what a rank of a pipeline holds of it.
+        runs: Runs of the model and of its stages.
+        plan: Plan of the whole model.
+        position: Index of this rank on the tensor axis.
+        size: Number of ranks along the tensor axis.
+
+    Raises:
+        SettingsError: The model does not run on the sample.
+    """
+
+    def __init__(self, module: nn.Module, runs: Runs, plan: TensorPlan, *, position: int, size: int) -> None:
+        self._module = module
+        self._runs = runs
+        self._plan = plan
+        self._size = size
+        self._position = position
+        self._gradients: dict[str, Tensor] = {}
+        self._outputs: list[Tensor] = []
+        placements = place(module, plan.of_stage(module).styles)
+        with ExitStack() as stack, torch.enable_grad():
+            for name, parameter in module.named_parameters():
+
+                def keep(parameter: Tensor, name: str = name) -> None:
+                    assert parameter.grad is not None
+                    own = slice_of(placements[id(parameter)], parameter.grad, position, size)
+                    self._gradients[name] = own.clone()
+                    parameter.grad = None
+
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(keep).remove)
+            stack.enter_context(explaining_sample(module))
+            self._outputs, self._seen = self._run()
+
+    def compare(self, world: Group) -> None:
+        """Raise `SettingsError` on all ranks if the split modules compute something else on one."""
+        said = world.gather_documents(self._find_difference(), name="comparison of the split model")
+        if found := [about for about in said if about]:
+            raise SettingsError(found[0])
+
+    def _find_difference(self) -> str | None:
+        """Return what is wrong, as a sentence, or None."""
+        calls: list[str] = []
+        try:
+            with torch.enable_grad():
+                outputs, seen = self._run(calls)
+            with torch.no_grad():  # torch's encoders then take other paths
+                evaluated, _ = self._run([])
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            return self._describe(
+                calls[-1] if calls else "", f"fails on a rank's part with {type(error).__name__}: {error}"
+            )
+        finally:
+            found = {name: summed_gradient(parameter) for name, parameter in self._module.named_parameters()}
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        for one, other in ((outputs, self._outputs), (evaluated, self._outputs)):
+            worst = max((self._error(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+            if worst:
+                name = next((n for n, value in self._pair_up(seen) if self._error(*value)), "")
+                return self._describe(name, f"returns values that differ by {worst:.1e} of their size")
+        return self._compare_gradients(found)
+
+    def _compare_gradients(self, found: Mapping[str, Tensor | None]) -> str | None:
+        squares = [float(gradient.double().square().sum()) for gradient in self._gradients.values()]
+        numbers = sum(gradient.numel() for gradient in self._gradients.values())
+        mean = (sum(squares) / max(numbers, 1)) ** 0.5
+        for name, gradient in self._gradients.items():  # in the order of backward: errors go on to what is before
+            got = found[name]
+            own = torch.zeros_like(gradient) if got is None else local(got)
+            floor = _FLOOR * mean * gradient.numel() ** 0.5
+            error = relative_error(own, gradient, floor) if own.shape == gradient.shape else float("inf")
+            if error > tolerance(gradient.dtype):
+                owner = name.rpartition(".")[0]
+                return self._describe(
+                    owner, f"has a gradient of {name} that differs by {error:.1e} of its size", "partial"
+                )
+        return None
+
+    def _run(self, calls: list[str] | None = None) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
+        """Return outputs, and what each module returned, in the order of their ends; gradients if they are enabled.
+
+        Args:
+            calls: List for the names of the modules that are running.
+        """
+        seen: list[tuple[str, Tensor]] = []
+        outputs: list[Tensor] = []
+        running = [] if calls is None else calls
+        with ExitStack() as stack:
+            for name, part in self._module.named_modules():
+
+                def enter(module: nn.Module, args: Any, name: str = name) -> None:
+                    running.append(name)
+
+                def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                    running.pop()
+                    seen.extend((name, one.detach()) for one in _floats(output)[:1])
+
+                stack.callback(part.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(part.register_forward_hook(leave).remove)
+            for number, (module, inputs, is_sent) in enumerate(self._runs):
+                torch.manual_seed(number)
+                given = map_tensors(self._cut, inputs) if calls is not None and is_sent else inputs
+                for output in (found := _floats(call(module, given))):
+                    outputs.append(output.detach())
+                self._backward(found, len(outputs) - len(found))
+        return outputs, seen
+
+    def _backward(self, outputs: Sequence[Tensor], first: int) -> None:
+        """Run backward from a sum of all outputs with fixed weights, which are those of all tokens."""
+        terms = []
+        for number, output in enumerate(outputs):
+            if output.requires_grad:
+                shape = self._outputs[first + number].shape if self._outputs else output.shape
+                weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+                weights = weights if shape == output.shape else self._cut(weights)
+                terms.append((output * weights.to(output)).sum().double() / shape.numel() ** 0.5)
+        if terms:
+            torch.stack(terms).sum().backward()
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of activations between blocks."""
+        is_cut = self._plan.cuts_tokens and whole.is_floating_point() and whole.dim() > 1
+        return whole.chunk(self._size, -2)[self._position] if is_cut else whole
+
+    def _error(self, one: Tensor, other: Tensor) -> float:
+        """Return the relative error of a tensor if it is too large, else 0."""
+        other = other if one.shape == other.shape else self._cut(other)
+        if one.shape != other.shape:
+            return float("inf")
+        error = relative_error(one, other)
+        return error if error > tolerance(other.dtype) else 0.0
+
+    def _pair_up(self, seen: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """Yield the modules that return a tensor of the same shape, whole and split, in the order of their ends."""
+        expected: dict[str, list[Tensor]] = {}
+        for name, value in self._seen:
+            expected.setdefault(name, []).append(value)
+        for name, value in seen:
+            whole = expected[name].pop(0) if expected.get(name) else None
+            if whole is not None and value.shape in (whole.shape, self._cut(whole).shape):
+                yield name, (value, whole)
+
+    def _describe(self, name: str, what: str, remedy: str = "") -> str:
+        """Return the refusal of a plan."""
+        part = self._module.get_submodule(name)
+        around = name.rpartition(".")[0]
+        while around and len(self._styles_around(around)) < 2:
+            around = around.rpartition(".")[0]
+        styles = self._styles_around(around)
+        shown = ", ".join(f'"{one}": "{style}"' for one, style in list(styles.items())[:6])
+        advice = (
+            f"name {name} with style 'partial' if it works on this rank's heads or columns only"
+            if remedy
+            else "a matrix that joins queries, keys and values is 'columns:3', one of gate and value 'columns:2'; "
+            "columns whose outputs something needs in full are 'gathered_columns', with 'sliced_rows' after them; or "
+            f"leave {around or 'these modules'} out of the tensor plan"
+        )
+        if uneven := self._find_uneven_heads(name):
+            advice = f"{uneven}; {advice}"
+        return (
+            f"a split model must compute what the whole one does, but {name or 'the model'} "
+            f"({type(part).__name__}) {what} under the tensor plan {{{shown}}}; {advice}"
+        )
+
+    def _find_uneven_heads(self, name: str) -> str:
+        """Return which number of heads around a module is no multiple of the axis, as a sentence."""
+        words = name.split(".")
+        for end in range(len(words), -1, -1):
+            part = self._module.get_submodule(".".join(words[:end]))
+            counts = vars(part) | vars(vars(part).get("config", torch.nn.Identity()))
+            for key in COUNTS:
+                number = counts.get(key)
+                if "head" in key and type(number) is int and number % self._size:
+                    return f"{key}({number}) must be a multiple of tensor({self._size}) to share heads out"
+        return ""
+
+    def _styles_around(self, name: str) -> dict[str, str]:
+        prefix = f"{name}." if name else ""
+        return {one: style for one, style in self._plan.styles.items() if one == name or one.startswith(prefix)}
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """While active, a module runs as in evaluation; afterwards its modes and all random streams are what they were."""
+    modes = {part: part.training for part in module.modules()}
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        module.eval()
+        try:
+            yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+
+
+@contextmanager
+def without_constants(module: nn.Module) -> Iterator[None]:
+    """While active, parameters of equal elements hold noise, in the whole model and in its parts.
+
+    A bias of zeros that is added too often would not be seen, nor would anything before a matrix of zeros.
+    """
+    constants: dict[str, float] = {}
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        if not parameter.numel() or not parameter.is_floating_point():
+            continue
+        low, high = torch.aminmax(parameter.detach())
+        if bool(low == high):
+            constants[name] = float(low)
+            generator = torch.Generator().manual_seed(number)
+            scale = _NOISE if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
+            parameter.detach().add_(noise.to(parameter))
+    try:
+        yield
+    finally:
+        parameters = dict(module.named_parameters())
+        for name, constant in constants.items():
+            if name in parameters:
+                local(parameters[name]).detach().fill_(constant)
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [one for one in list_tensors(output) if one.is_floating_point()]

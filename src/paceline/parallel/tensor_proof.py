@@ -1,0 +1,257 @@
+"""Proof, on one process, that the ranks' parts of a block would add up to it: each is run in turn, on a sample."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import call
+from paceline.errors import SettingsError
+from paceline.parallel.tensor_styles import COLUMNS, Style, is_linear, is_transposed, own_part
+
+COUNTS = (
+    *("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "n_local_heads"),
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads"),
+    *("embed_dim", "embedding_dim", "hidden_size", "hidden_dim", "split_size", "all_head_size", "inner_dim", "d_model"),
+    *("d_inner", "dim", "width", "n_embd", "kv_dim", "q_dim", "intermediate_size"),
+)
+"""Names of attributes that count heads or features, of which a rank may have to see its own number."""
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments of transformers' blocks that a second run would append to."""
+
+Attributes = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Linear maps on one input, the next map after them, and the smallest block around all.
+
+    Args:
+        columns: Names of the first maps; those of the alternatives to try if these fail come in other pairs.
+        rows: Name of the map after them.
+        block: Name of the block.
+        trace: Run in which they were found.
+    """
+
+    columns: tuple[str, ...]
+    rows: str
+    block: str
+    trace: "Trace"
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What blocks that are built alike have in common."""
+        block = self.trace.modules[self.block]
+        names = tuple(name.removeprefix(self.block) for name in (*self.columns, self.rows))
+        shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
+        return (type(block), names, shapes, repr(block))
+
+
+class Trace:
+    """The first call of each module in a run of the model, and the linear maps in the order of their calls."""
+
+    def __init__(self, module: nn.Module, inputs: Any) -> None:
+        self.modules = dict(module.named_modules())
+        self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.linear: list[tuple[str, Tensor]] = []
+        self._repeated: set[str] = set()
+        with ExitStack() as stack:
+            for name, part in self.modules.items():
+                stack.callback(part.register_forward_pre_hook(self._record(name), with_kwargs=True).remove)
+            stack.enter_context(explaining_sample(module))
+            with torch.enable_grad():  # else torch's encoder layers take a path around their children
+                call(module, inputs)
+        self.linear = [(name, given) for name, given in self.linear if name not in self._repeated]
+
+    def _record(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if name in self.calls:
+                self._repeated.add(name)
+                return
+            self.calls[name] = (args, {key: None if key in _CACHES else value for key, value in kwargs.items()})
+            if is_linear(module) and args and isinstance(args[0], Tensor):
+                self.linear.append((name, args[0]))
+
+        return hook
+
+    def find_block(self, names: Iterable[str]) -> str:
+        """Return the name of the smallest module around some that is called itself, and once."""
+        paths = [name.split(".")[:-1] for name in names]
+        common = []
+        for words in zip(*paths, strict=False):
+            if len(set(words)) > 1:
+                break
+            common.append(words[0])
+        while common and (".".join(common) not in self.calls or ".".join(common) in self._repeated):
+            common.pop()
+        return ".".join(common)
+
+
+def list_pairs(trace: Trace) -> list[Pair]:
+    """Return candidates in the order of the run; each map is in several."""
+    groups: list[tuple[list[str], Tensor]] = []
+    for name, given in trace.linear:
+        if groups and groups[-1][1].data_ptr() == given.data_ptr() and groups[-1][1].shape == given.shape:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], given))
+    pairs = []
+    for index in range(1, len(groups)):
+        rows = groups[index][0]
+        if len(rows) > 1:
+            continue
+        for first in (index - 1, index - 2):  # attention to another sequence has two inputs
+            if first >= 0:
+                columns = tuple(name for names, _ in groups[first:index] for name in names)
+                pairs.append(Pair(columns, rows[0], trace.find_block([*columns, rows[0]]), trace))
+    return pairs
+
+
+def list_attributes(pair: Pair, size: int) -> Iterator[dict[str, Mapping[str, Any]]]:
+    """Yield the attributes that a block's modules may have to see divided: none, one, two or three of their names."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, module in pair.trace.modules.items():
+        is_inside = not pair.block or name == pair.block or name.startswith(f"{pair.block}.")
+        if is_inside and not is_linear(module):
+            for key, value in vars(module).items():
+                if key in COUNTS and type(value) is int and value > 1 and value % size == 0:
+                    counts.setdefault(key, {})[name] = value // size
+    for number in range(4):
+        for keys in combinations(counts, number):
+            chosen: dict[str, dict[str, Any]] = {}
+            for key in keys:
+                for name, value in counts[key].items():
+                    chosen.setdefault(name, {})[key] = value
+            yield dict(chosen)
+
+
+def prove(pair: Pair, styles: Mapping[str, Style], attributes: Attributes, size: int) -> list[str] | None:
+    """Return None if the ranks' parts do not add up, else the modules whose whole weights see a part of activations."""
+    held = {id(p) for name in styles for p in pair.trace.modules[name].parameters()}
+    block = pair.trace.modules[pair.block]
+    others = {name: p for name, p in block.named_parameters() if id(p) not in held and p.requires_grad}
+    results = []
+    try:
+        whole, gradients = _run(pair, others.values())
+        for place in range(size):
+            with _on_rank(pair.trace.modules, styles, attributes, place, size):
+                results.append(_run(pair, others.values()))
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # shapes that do not fit: no proof
+        return None
+    if any(result.shape != whole.shape for result, _ in results) or not is_close(sum(r for r, _ in results), whole):
+        return None
+    partial: set[str] = set()
+    for index, name in enumerate(others):
+        parts = [given[index] for _, given in results]
+        expected = gradients[index]
+        if expected is None and all(part is None for part in parts):
+            continue
+        if expected is None or any(part is None for part in parts) or not is_close(sum(parts), expected):  # type: ignore[arg-type]
+            return None
+        partial.add(".".join(word for word in (pair.block, name.rpartition(".")[0]) if word))
+    return sorted(partial)
+
+
+class _ReachedError(Exception):
+    """End of a run at the map that adds up: all after it is as in one process."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
+def _run(pair: Pair, others: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
+    """Return what the last map of a pair returns, and the gradients of the weights between the maps."""
+    modules = pair.trace.modules
+    args, kwargs = pair.trace.calls[pair.block]
+    parameters = list(others)
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> NoReturn:
+        raise _ReachedError(output)
+
+    def detach(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(one.detach() if isinstance(one, Tensor) else one for one in args)
+
+    with ExitStack() as stack, torch.enable_grad():
+        stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
+        for name in pair.columns:
+            stack.callback(modules[name].register_forward_pre_hook(detach).remove)
+        try:
+            modules[pair.block](*args, **kwargs)
+        except _ReachedError as reached:
+            output = reached.output
+        else:
+            raise RuntimeError("the block did not run its last map")
+        if not output.requires_grad or not parameters:
+            return output.detach(), [None] * len(parameters)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        gradients = torch.autograd.grad(output, parameters, weights, allow_unused=True)
+        return output.detach(), list(gradients)
+
+
+@contextmanager
+def _on_rank(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, Style], attributes: Attributes, place: int, size: int
+) -> Iterator[None]:
+    """While active, some modules have only one rank's part of their parameters, and see its attributes."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(holder: dict[str, Any], key: str, value: Any) -> None:
+        kept.append((holder, key, holder[key]))
+        holder[key] = value
+
+    try:
+        for name, style in styles.items():
+            module = modules[name]
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    part = own_part(style, module, key, parameter.detach(), place, size)
+                    part = torch.zeros_like(part) if style == "rows" and key == "bias" and place else part
+                    put(module._parameters, key, nn.Parameter(part, requires_grad=False))
+            if is_transposed(module) and style in COLUMNS:
+                put(vars(module), "nf", vars(module)["nf"] // size)
+        for name, seen in attributes.items():
+            for key, value in seen.items():
+                put(vars(modules[name]), key, value)
+        yield
+    finally:
+        for holder, key, value in reversed(kept):
+            holder[key] = value
+
+
+@contextmanager
+def explaining_sample(module: nn.Module) -> Iterator[None]:
+    """While active, an error of the whole model is told as one of its sample."""
+    try:
+        yield
+    except (TypeError, RuntimeError, ValueError, IndexError) as error:
+        raise SettingsError(
+            "a model must run on the sample for a tensor axis, which is planned and checked with it, but this "
+            f"{type(module).__name__} raised {type(error).__name__}: {error}; give parallelize(sample=...) what its "
+            "forward takes: a tensor, a tuple, or a mapping of arguments"
+        ) from error
+
+
+def is_close(one: Tensor | int, other: Tensor) -> bool:
+    """Return whether two tensors are equal up to the order of summation."""
+    return bool(relative_error(torch.as_tensor(one), other) <= tolerance(other.dtype))
+
+
+def relative_error(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of a difference, as a part of the norm of the `other`, or of `floor` if that is larger."""
+    difference = float((one.double() - other.double()).norm())
+    size = max(float(other.double().norm()), floor)
+    if math.isnan(difference):  # masked scores of minus infinity give equal NaN
+        return 0.0 if torch.equal(one.isnan(), other.isnan()) else math.inf
+    return difference / size if size else (math.inf if difference else 0.0)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the largest relative error that another order of summation explains."""
+    return min(3 * math.sqrt(torch.finfo(dtype).eps), 0.1) if dtype.is_floating_point else 0.0

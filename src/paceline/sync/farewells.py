@@ -1,0 +1,49 @@
+"""The end of workers that go at their own pace, once one of them is lost: who is lost, and who has left by itself."""
+
+import threading
+import time
+
+_LONGEST_WAIT_S = 15.0
+"""Time that the first worker gives the others to finish their step: launchers kill those that outlive a lost one."""
+
+
+class Farewells:
+    """Workers that are gone, as the first worker knows them.
+
+    Args:
+        num_workers: Number of workers, the first included.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_others = num_workers - 1
+        self._changed = threading.Condition()
+        self._left: set[int] = set()
+        self._lost: list[int] = []
+
+    @property
+    def first_lost(self) -> int | None:
+        """Rank that was lost first; None while none is."""
+        return self._lost[0] if self._lost else None
+
+    def lose(self, rank: int) -> None:
+        """Record that a worker is lost, unless it has left before."""
+        with self._changed:
+            if rank not in self._left and rank not in self._lost:
+                self._lost.append(rank)
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Record that a worker has stopped, since another is lost."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def wait(self) -> list[int]:
+        """Wait until all others are gone, and return the lost ranks, with those that did not stop in time."""
+        deadline_s = time.monotonic() + _LONGEST_WAIT_S
+        with self._changed:
+            while len(self._left) + len(self._lost) < self._num_others:
+                if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    break
+            late = set(range(1, self._num_others + 1)) - self._left
+            return sorted(late | set(self._lost))

@@ -1,0 +1,102 @@
+"""Saving a training: at a step of all its workers, or what is left when one of them is lost."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from paceline.errors import CommunicationError, NonFiniteError, PacelineError
+from paceline.parallel.local import local
+from paceline.replica.named_tensors import capture_objects
+from paceline.replica.shared_saving import start_saving
+from paceline.replica.state import describe
+from paceline.replica.survivors import can_stand_alone, stand_alone
+from paceline.training.log_events import log_saved
+from paceline.training.model import size_of
+from paceline.training.session import Session
+from paceline.training.training import Training
+
+
+def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost_ranks: Sequence[int] = ()) -> str:
+    """Start a checkpoint of the state after `training.step` updates, and with `wait` finish it.
+
+    Args:
+        session: Session of workers that are at the same step, or of the one that stands for all.
+        wait: Whether to wait until it is on disk.
+        is_best: Whether the model is the best so far.
+        lost_ranks: Ranks whose last work is not in it.
+    """
+    training, replica = session.training, session.replica
+    replica.flush()
+    for name, parameter in replica.module.named_parameters():
+        if not torch.isfinite(local(parameter)).all():
+            raise NonFiniteError(
+                f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
+                "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
+            )
+    world = replica.shard.world
+    tensors, document = describe(replica)
+    more, objects = capture_objects({"rates": session.rates})
+    tensors |= more if world.rank == 0 else {}
+    document |= objects | {
+        "step": training.step,
+        "recipe": training.recipe,
+        "run": training.run.model_dump(mode="json"),
+        "spec": asdict(training.splits.train.spec),
+        "loader": session.loader.state_dict(),
+        "best": training.best.state(),
+        "is_evaluation_due": is_evaluation_due(training),
+        **size_of(training.model)._asdict(),
+        "noise": session.noise.state() if session.noise is not None else None,
+        "lost_ranks": list(lost_ranks),
+    }
+    path = ""
+    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
+    if session.saver is not None:
+        log_saved(session, session.saver.finished())
+        if wait and (saved := session.saver.wait()):
+            log_saved(session, [saved], lost_ranks)
+            path = str(saved.path)
+    if wait:
+        world.barrier(name="checkpoint")
+    return path
+
+
+def save_what_lives(session: Session, error: CommunicationError) -> None:
+    """Save what servers and living workers have learnt, if a worker that goes at its own pace is lost.
+
+    Each living worker calls it when it has stopped. The checkpoint is one of the first worker alone, and names the
+    ranks that are lost: samples that they had not finished will be used again. If the first worker or a server is lost,
+    nothing is saved.
+
+    Args:
+        session: Session of the workers.
+        error: Error that stopped this one.
+    """
+    training, loader = session.training, session.loader
+    if not can_stand_alone(session.replica):
+        return
+    loader.in_hand = None  # its step did not end
+    try:
+        found = stand_alone(session.replica)
+        if found is None:
+            return
+        if found.num_steps:
+            loader.set_progress(found.num_steps)
+            training.step = min(found.num_steps.values())
+        else:
+            training.step = loader.order.step_of(loader.position, training.run.global_batch)
+        save_checkpoint(session, wait=True, lost_ranks=found.lost_ranks)
+    except PacelineError as other:
+        if str(other) != str(error):
+            error.add_note(f"Nothing of what living workers know could be saved: {other}")
+
+
+def is_evaluation_due(training: Training) -> bool:
+    """Return whether the parameters after the present step are to be evaluated, and are not yet."""
+    run, step = training.run, training.step
+    if training.splits.held_out is None or step == training.evaluated_step:
+        return False
+    if step == training.num_steps:
+        return training.best.is_used
+    return run.evaluate_interval > 0 and step % run.evaluate_interval == 0
