@@ -13,7 +13,7 @@ from training_models import make_batch, make_module, make_replica
 def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
     def worker(group):
         replica = make_replica(make_module(), group, bucket_bytes=200)
-        probe = MemoryProbe(is_on=group.rank == 0)
+        probe = MemoryProbe(replica.shard, is_together=True)
         inputs, targets = make_batch()
         batch = Batch((inputs, targets), len(inputs), Interval(0, len(inputs)), True)
         found = []

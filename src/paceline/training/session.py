@@ -157,7 +157,7 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     saver = open_saver(training.store, replica.shard)
-    probe = MemoryProbe(is_on=group.rank == 0)
+    probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
     return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
 
 
