@@ -20,10 +20,10 @@ def test_layouts_divide():
             "temporary": 80,
         }
     )
-    tensor = divide(whole, Layout(tensor=2, pipeline=2), num_micro_batches=4, kept=0.5).bytes_of
+    tensor = divide(whole, Layout(tensor=2, pipeline=2), num_micro_batches=4).bytes_of
     assert tensor["parameters"] == tensor["gradients"] == 200
     assert tensor["optimizer"] == 400
-    assert tensor["activations"] == 1000  # half of the layers, of half of the samples, halved over the tensor axis
+    assert tensor["activations"] == 2000  # half of the layers, halved over the tensor axis
     by_stage = [divide(whole, Layout(sharded=4, zero_stage=stage)).bytes_of for stage in (1, 2, 3)]
     assert [part["optimizer"] for part in by_stage] == [400, 400, 400]
     assert [part["gradients"] for part in by_stage] == [800, 200, 200]

@@ -48,7 +48,7 @@ class StorageTracker(TorchDispatchMode):
         """Begin to count what operations of this thread make."""
         self._thread = threading.get_ident()
         _resizes.add(self)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -106,8 +106,11 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def resize(self, storage: UntypedStorage, num_bytes: int) -> None:
-        """Note that a storage has another size now; one that nobody labelled holds gathered parameters."""
-        if storage.device.type != self._device or threading.get_ident() != self._thread:
+        """Note that a storage has another size now; one that nobody labelled holds gathered parameters.
+
+        Tensors of a rehearsal, on whatever device, have storages on the meta device.
+        """
+        if storage.device.type not in (self._device, "meta") or threading.get_ident() != self._thread:
             return
         key = storage._cdata
         if key not in self._known:

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
@@ -81,9 +82,10 @@ class Mesh:
         """Torch's mesh of all five axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
         if self._device_mesh is None:
             self._open_default_group()
-            self._device_mesh = init_device_mesh(
-                self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
-            )
+            with _disable_current_modes():  # ranks are numbers in a rehearsal without contents too
+                self._device_mesh = init_device_mesh(
+                    self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
+                )
         return self._device_mesh
 
     def process_group(self, axis: Axis) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
@@ -73,11 +74,7 @@ def parallelize(
             "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
     mesh = Mesh(world, axes)
-    check_same_model(module, world)
-    if construction is None or layout.tensor > 1:  # whose plan is tried on values
-        _finish(construction, module, None, world)
-        broadcast_module(module, world)
-        construction = None
+    construction = _begin_alike(module, layout, world, construction)
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
@@ -92,10 +89,7 @@ def parallelize(
         driver = _make_pipeline(module, mesh, layout, pipeline or PipelineSettings(), inputs)
         module = driver.module
     if plan is not None:
-        runs: Runs = [(module, sample, False)]
-        if driver is not None:
-            runs = [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
-        tensor_split = _split_checked(module, mesh, plan, runs)
+        tensor_split = _split_checked(module, mesh, plan, _list_runs(module, sample, driver, boundaries))
     if layout.context > 1:
         _split_context(module, mesh, sample, plan)
     if layout.shards_parameters:
@@ -114,6 +108,18 @@ def parallelize(
             reduce_scatter=reduce_scatter,
         )
     )
+
+
+def _begin_alike(
+    module: nn.Module, layout: Layout, world: Group, construction: Construction | None
+) -> Construction | None:
+    """Give every rank rank 0's values, unless the construction that is returned gives each its part later."""
+    check_same_model(module, world)
+    if construction is not None and layout.tensor == 1:
+        return construction
+    _finish(construction, module, None, world)  # a tensor plan is tried on values
+    broadcast_module(module, world)
+    return None
 
 
 def _make_pipeline(module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any) -> Pipeline:
@@ -139,8 +145,20 @@ def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan 
         check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
 
 
+def _list_runs(module: nn.Module, sample: Any, driver: Pipeline | None, boundaries: Mapping[str, Any]) -> Runs:
+    """Return what a comparison of this rank's part with the whole model runs: all of it, or its stages."""
+    if driver is None:
+        return [(module, sample, False)]
+    return [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+
+
 def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
-    """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
+    """Split a module over the tensor axis, and refuse the plan if it computes something else then.
+
+    In a rehearsal, whose parameters have no contents, there is nothing to compare.
+    """
+    if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+        return split(module, mesh, plan)
     with undisturbed(module), without_constants(module):
         check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
         tensor_split = split(module, mesh, plan)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -9,14 +10,20 @@ from torch import nn
 
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
-from paceline.data.division import check_shares
-from paceline.data.order import apportion
 from paceline.errors import SettingsError
 from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
+from paceline.training.layout_rehearsal import estimate_layout
 from paceline.training.model import resize, size_of
-from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
+from paceline.training.rehearsal import (
+    RehearsalError,
+    check_device,
+    choose_blocks,
+    describe_step,
+    guarded,
+    outline,
+)
 from paceline.training.run import Run
 
 _MARGIN = 4
@@ -30,8 +37,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
-    see `estimate_step`. With a layout that shares the model, the step of a whole model is divided as `divide` says,
-    which is rougher.
+    see `estimate_step`. With a layout that shares the model each rank's own step is, and the one that needs the most
+    counts (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying, a whole
+    model's step is divided as `divide` says, which is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -39,36 +47,19 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
+    if not run.layout.is_plain and not run.memory.offloads_activations:
+        try:
+            return guarded(lambda: estimate_layout(run, splits, num_ranks, choices))
+        except RehearsalError:  # or it says below why
+            pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
     needed = whole
     if not run.layout.is_plain:
-        needed = divide(whole, run.layout, run.num_micro_batches, _kept_by_pipeline(run, num_workers))
+        needed = divide(whole, run.layout, run.num_micro_batches)
     if run.memory.offloads_parameters:
         needed = _move_parameters(needed, outline(run.model, splits))
     return needed if run.ema is None else _add_averages(needed, run, splits)
-
-
-def _kept_by_pipeline(run: Run, num_workers: int) -> float:
-    """Return the part of a pipeline's activations that its first rank holds at the same time, by the run's order.
-
-    Torch's orders with several stages a rank run twice as many forwards ahead as there are later ranks, and one round
-    for each further stage.
-    """
-    num_ranks, pipeline = run.layout.pipeline, run.pipeline
-    if num_ranks == 1:
-        return 1.0
-    shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
-    num_samples = max(1, -(-max(shares) // run.num_micro_batches))
-    num_micro_batches = pipeline.count_micro_batches(num_samples, num_ranks)
-    if pipeline.order in ("layer_wise", "gpipe"):
-        return 1.0
-    num_stages = pipeline.num_local_stages
-    if pipeline.order in ("1f1b", "zbv"):
-        ahead = num_ranks * num_stages
-    else:
-        ahead = 2 * (num_ranks - 1) + (num_stages - 1) * num_ranks + 1
-    return min(1.0, ahead / (num_micro_batches * num_stages))
 
 
 def check_fit(run: Run, splits: Splits, num_ranks: int, device: torch.device, available: int) -> Estimate | None:
@@ -119,7 +110,7 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
     layout = run.layout
     num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
     held = needed.bytes_of["optimizer"] + -(-num_bytes // num_holders)
-    return Estimate({**needed.bytes_of, "optimizer": held}, needed.host_bytes)
+    return replace(needed, bytes_of={**needed.bytes_of, "optimizer": held})
 
 
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:
@@ -186,7 +177,7 @@ def _move_parameters(needed: Estimate, module: nn.Module) -> Estimate:
     moved: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "communication")
     host_bytes = needed.host_bytes + sum(needed.bytes_of[category] for category in moved)
     there: dict[Category, int] = {"parameters": largest, "gradients": largest, "optimizer": 0, "communication": 0}
-    return Estimate({**needed.bytes_of, **there}, host_bytes)
+    return replace(needed, bytes_of={**needed.bytes_of, **there}, host_bytes=host_bytes)
 
 
 def _with_memory(run: Run, **changes: str) -> Run:
