@@ -89,6 +89,45 @@ def test_values_and_the_generator_are_those_of_the_whole_construction(build: Cal
         assert module.embedding.weight.is_embedding
 
 
+class Seeding(nn.Module):
+    """A model that goes back in its random numbers, seeds them, and draws some for other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = torch.get_rng_state()
+        self.first = nn.Linear(64, 64)
+        between = torch.get_rng_state()
+        self.second = nn.Linear(64, 64)
+        torch.set_rng_state(before)
+        self.like_first = nn.Linear(64, 64)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.seeded = nn.Linear(64, 64)
+        self.third = nn.Linear(64, 64)
+        OUTSIDE.normal_()
+        self.after_others = nn.Linear(64, 64)
+        torch.set_rng_state(between)
+        self.like_second = nn.Linear(64, 64)
+
+
+OUTSIDE = torch.zeros(100)
+
+
+def test_code_may_keep_and_set_the_generators_state() -> None:
+    torch.manual_seed(5)
+    whole, drawn = Seeding(), torch.rand(3)
+    outside = OUTSIDE.clone()
+    assert torch.equal(whole.first.weight, whole.like_first.weight)
+    assert torch.equal(whole.second.weight, whole.like_second.weight)
+    torch.manual_seed(5)
+    module, construction = defer(Seeding)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(OUTSIDE, outside)
+    construction.finish(module, torch.device("cpu"))
+    for name, tensor in whole.named_parameters():
+        assert torch.equal(module.get_parameter(name), tensor), name
+
+
 def test_slices_are_made_in_their_own_memory() -> None:
     build = functools.partial(make_model, width=128)
     whole = build()

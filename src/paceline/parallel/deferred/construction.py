@@ -110,8 +110,10 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
         module = _build(recording, build)
-        return module, _check(recording, module)
-    except UndeferrableError:
+        construction = _check(recording, module)
+        recording.settle()
+        return module, construction
+    except BaseException:
         torch.default_generator.set_state(state)
         raise
     finally:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _NUM_WORDS, _MIDDLE, _WORD_BITS, _LOWER_BITS, _TWIST = 624, 397, 32, 31, 0x9908B0DF
 _DEGREE = _NUM_WORDS * _WORD_BITS - _LOWER_BITS
-_LEFT, _NEXT, _KEY = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
+_LEFT, _NEXT, KEY = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
 """Places in the state that torch returns: words left in the block, the next word, and the block."""
 _MAX_DRAWN = 4096
 """Blocks that are drawn rather than jumped over."""
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 256
 def skip(state: Tensor, num_words: int) -> Tensor:
     """Return the state of torch's CPU generator after `num_words` more words of 32 bits."""
     content = state.numpy().copy()
-    left, position, key = content[_LEFT].view(np.int32), content[_NEXT].view(np.uint64), content[_KEY].view(np.uint64)
+    left, position, key = content[_LEFT].view(np.int32), content[_NEXT].view(np.uint64), content[KEY].view(np.uint64)
     target = _NUM_WORDS + 1 - int(left[0]) + num_words
     num_blocks = max(0, target - 1) // _NUM_WORDS
     key[:] = _advance(key.astype(np.uint32), num_blocks)

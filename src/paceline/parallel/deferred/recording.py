@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.errors import PacelineError
-from paceline.parallel.deferred.generator import cost, skip
+from paceline.parallel.deferred.generator import cost
+from paceline.parallel.deferred.stream import Moment, RandomStream
 
 _MAX_CONSTANT_BYTES = 64 * 2**20
 """Bytes of tensors with values that may be kept; a model that reads more of them gains nothing from being deferred."""
-_MIN_SKIPPED = 4096
-"""Elements from which random numbers are skipped rather than drawn."""
 _FILLS: Mapping[Any, str] = {
     torch.ops.aten.uniform_.default: "uniform_",
     torch.ops.aten.normal_.default: "normal_",
@@ -91,19 +90,19 @@ class _Operation:
     """Places among the results of tensors in new storages."""
     written: frozenset[int]
     """Storages that it writes to or makes."""
-    state: Tensor | None = None
-    """State of the random generator before it, if it draws."""
+    moment: Moment | None = None
+    """Moment of the random stream before it, if it draws."""
 
     @property
     def reads(self) -> set[int]:
         """Storages that it needs."""
         return {leaf.storage for leaf in self.leaves if isinstance(leaf, Reference)}
 
-    def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
+    def run(self, storages: dict[int, torch.UntypedStorage], stream: RandomStream) -> None:
         """Run on storages with values, and add those that it makes."""
         leaves = [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        results, _ = tree_flatten(_drawing(self.state, lambda: self.function(*args, **kwargs)))
+        results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
         for place, reference in self.made:
             result = results[place]
             assert (result.shape, result.stride(), result.storage_offset()) == reference.geometry, (
@@ -115,7 +114,8 @@ class _Operation:
 class Recording(TorchDispatchMode):
     """Context in which tensors are made without memory, and what would give them values is recorded.
 
-    Random numbers are skipped: the generator ends where it would have. A value that the code asks for is computed.
+    Random numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code
+    asks for is computed.
 
     Raises:
         UndeferrableError: An operation cannot be recorded; others raise whatever torch's `FakeTensorMode` raises.
@@ -129,6 +129,7 @@ class Recording(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no other storage takes the place that identifies one
         self._constant_bytes = 0
+        self._stream = RandomStream()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,6 +142,8 @@ class Recording(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
         if not any(map(self._knows, tensors)) and (tensors or not has_device):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._stream.settle()
             return func(*args, **kwargs)  # of tensors that have values anyway
         if func.overloadpacket in _REPLACING:
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
@@ -185,12 +188,16 @@ class Recording(TorchDispatchMode):
         part = torch.empty(end - first, dtype=reference.dtype)
         for operation in chain:
             args, kwargs = tree_unflatten(list(operation.leaves), operation.structure)
-            state = operation.state
-            if state is not None:
+            moment, num_drawn = operation.moment, 0
+            if moment is not None:
                 words = cost(getattr(Tensor, _FILLS[operation.function]), reference.dtype, 0)
                 assert words is not None
-                state = skip(state, words[0] * first)
-            _drawing(state, lambda a=args, k=kwargs, s=operation: s.function(part, *a[1:], **k))  # type: ignore[misc]
+                moment, num_drawn = Moment(moment.base, moment.num_words + words[0] * first), words[0] * len(part)
+
+            def run(a: Any = args, k: Any = kwargs, o: _Operation = operation) -> Any:
+                return o.function(part, *a[1:], **k)
+
+            _drawing(self._stream, moment, run, num_drawn)
         part = part[begin - first : begin - first + num_elements]
         return part.clone() if len(part) < end - first else part
 
@@ -206,7 +213,7 @@ class Recording(TorchDispatchMode):
             found.update(str(operation.function).encode())
             for leaf in operation.leaves:
                 found.update(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(rename(leaf)).encode())
-            found.update(b"" if operation.state is None else operation.state.numpy().tobytes())
+            found.update(b"" if operation.moment is None else operation.moment.digest())
         found.update(repr([rename(reference) for reference in references]).encode())
         for tensor in values:
             found.update(_bytes_of(tensor.detach()))
@@ -214,7 +221,7 @@ class Recording(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_device: bool) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        state = torch.default_generator.get_state() if is_random else None
+        moment = self._stream.now() if is_random else None
         leaves, structure = tree_flatten((args, kwargs))
         recorded = [self._as_leaf(leaf) for leaf in leaves]
         with self._fake:
@@ -237,30 +244,35 @@ class Recording(TorchDispatchMode):
             args_, kwargs_ = tree_unflatten(recorded, structure)
             recorded, structure = tree_flatten((args_, {**kwargs_, "dtype": made[0][1].dtype}))
         operation = _Operation(
-            func, recorded, structure, made, written | {reference.storage for _, reference in made}, state
+            func, recorded, structure, made, written | {reference.storage for _, reference in made}, moment
         )
-        if state is not None:
-            self._draw(operation, state)
+        if moment is not None:
+            self._draw(operation, moment)
         for key in operation.written:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
         return result
 
-    def _draw(self, operation: _Operation, state: Tensor) -> None:
+    def _draw(self, operation: _Operation, moment: Moment) -> None:
         """Move the generator on as the operation would."""
         target = operation.leaves[0] if operation.leaves else None
-        if operation.function in _FILLS and isinstance(target, Reference) and target.num_elements >= _MIN_SKIPPED:
+        if operation.function in _FILLS and isinstance(target, Reference) and target.num_elements >= _GROUP:
             draw = getattr(Tensor, _FILLS[operation.function])
             words = cost(draw, target.dtype, target.num_elements % _GROUP) if _is_contiguous(target) else None
             if words is not None:
-                torch.default_generator.set_state(skip(state, words[0] * target.num_elements + words[1]))
+                self._stream.advance(moment, words[0] * target.num_elements + words[1])
                 return
         storages = self._replay(operation.reads)
         args, kwargs = tree_unflatten(
             [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in operation.leaves],
             operation.structure,
         )
+        self._stream.settle()
         operation.function(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Leave torch's generator in the state in which the construction would."""
+        self._stream.settle()
 
     def _replay(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
         """Return storages with values, in the memory that the operations which gave them these need."""
@@ -275,7 +287,7 @@ class Recording(TorchDispatchMode):
             operation = self._operations[number]
             for key in operation.reads - storages.keys():  # of which nothing before is of use
                 storages[key] = torch.UntypedStorage(self._sizes[key])
-            operation.run(storages)
+            operation.run(storages, self._stream)
             for key in touched[place] - wanted:
                 if last_use[key] == place:
                     del storages[key]
@@ -353,17 +365,27 @@ class Recording(TorchDispatchMode):
         return leaf.detach().clone()
 
 
-def _drawing(state: Tensor | None, run: Callable[[], Any]) -> Any:
-    """Run with the random generator in a state, which is afterwards what it was."""
-    if state is None:
+def _drawing(stream: RandomStream, moment: Moment | None, run: Callable[[], Any], num_words: int = 0) -> Any:
+    """Run with the random generator at a moment; afterwards it is where it was.
+
+    Args:
+        stream: Stream of the moment.
+        moment: Moment; None for what draws nothing.
+        run: Function to run.
+        num_words: Number of words that it draws, if that is known.
+    """
+    if moment is None:
         with torch.no_grad():
             return run()
     generator = torch.default_generator
     kept = generator.get_state()
-    generator.set_state(state)
+    generator.set_state(stream.find(moment))
     try:
         with torch.no_grad():
-            return run()
+            result = run()
+        if num_words:
+            stream.note(Moment(moment.base, moment.num_words + num_words), generator.get_state())
+        return result
     finally:
         generator.set_state(kept)
 
@@ -375,10 +397,11 @@ def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
     words = cost(fill, dtype, 0)
     if words is None or words[1]:
         return False
-    state = torch.default_generator.get_state()
+    stream = RandomStream()
+    moment = Moment(torch.default_generator.get_state())
     whole, part = torch.empty(64 * _GROUP, dtype=dtype), torch.empty(17 * _GROUP, dtype=dtype)
-    _drawing(state, lambda: fill(whole))
-    _drawing(skip(state, words[0] * 5 * _GROUP), lambda: fill(part))
+    _drawing(stream, moment, lambda: fill(whole))
+    _drawing(stream, Moment(moment.base, words[0] * 5 * _GROUP), lambda: fill(part))
     return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
 
 
