@@ -11,8 +11,9 @@ import paceline
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.errors import StorageError
 from paceline.memory import StorageTracker
+from paceline.memory.absent_group import absent_world
 from paceline.parallel.local import local
-from paceline.replica import shared_saving
+from paceline.replica import hashing, shared_saving
 from paceline.replica.gathering import Slice
 from paceline.replica.state import capture
 from paceline.testing.processes import run_processes
@@ -153,3 +154,20 @@ def test_a_slice_of_joined_matrices_is_split_into_one_of_each() -> None:
     assert [begin for _, begin in parts] == [(2, 0), (6, 0), (10, 0)]
     for part, begin in parts:
         assert torch.equal(part, whole[begin[0] : begin[0] + 2])
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_hashed"), [({"sharded": 2}, 0), ({"sharded": 2, "data": 2}, 1), ({"data": 2}, 1)]
+)
+def test_what_no_other_rank_holds_is_not_hashed_before_a_save(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], num_hashed: int
+) -> None:
+    hashed: list[int] = []
+    monkeypatch.setattr(hashing, "hash_tensor", lambda tensor: hashed.append(tensor.numel()) or 0)
+    with absent_world(0, layout.get("sharded", 1) * layout.get("data", 1)) as group:
+        module = paceline.parallelize(nn.Linear(8, 16), Layout(**layout), group=group)
+        replica = paceline.Replica(module, torch.optim.SGD(module.parameters(), lr=0.1), group=group)
+        hashed.clear()
+        replica.compare()
+        assert hashed.count(local(module.weight).numel()) == num_hashed
+        replica.close()
