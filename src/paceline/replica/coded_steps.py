@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
-from paceline.errors import SettingsError
+from paceline.errors import NonFiniteError, SettingsError
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
@@ -181,9 +181,18 @@ class StepCoding(BucketLanding):
         buckets = [bucket.flat for bucket in self.gradients.buckets]
         _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
-            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+            self._clip()
         if not self._steps_by_bucket:
             self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
+
+    def _clip(self) -> None:
+        """Clip this worker's gradients; a norm that is not finite leaves NaN, which is told on all when it arrives."""
+        try:
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+        except NonFiniteError:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
 
     @torch.no_grad()
     def _step_alone(self, buckets: list[FlatBucket], names: list[str]) -> dict[str, Tensor]:
