@@ -38,7 +38,7 @@ class MeasuredLoss:
 
 _SAME = MeasuredLoss(1.0, "the same sums")
 _VIT = "docs/LOG.md, 2026-11-23: simulation of a ViT, AdamW, 500 steps, 8 workers of one sample, the worst of four"
-_SMALL = "docs/benchmarks/step-length-4-workers.json, step-length-8-workers.json:"
+_SMALL = "docs/LOG.md, length of coded steps with 4 and 8 workers:"
 _INT8 = MeasuredLoss(1.0, "docs/benchmarks/convergence-codecs.json: 0.999, 600 steps, 4 workers, 3 seeds")
 _HALF = MeasuredLoss(1.0, "as int8, which rounds more coarsely")
 _SGD = "docs/LOG.md: MNIST, SGD, 150 steps, 3 seeds"
