@@ -41,8 +41,7 @@ class DenseReducer(GradientReducer):
         """Divide, which a divisor of exactly 1 saves; on CPUs look for what is not finite."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
-        is_seen = bucket.buffer.device.type == "cpu" and not bucket.numerators.sum().isfinite()
-        bucket.has_overflown = is_seen and not is_finite(bucket.numerators)
+        bucket.has_overflown = bucket.buffer.device.type == "cpu" and not is_finite(bucket.numerators)
 
     def commit(self, unused: Collection[str]) -> None:
         """Do nothing: there is no state."""
