@@ -42,12 +42,12 @@ def choose_coding(
     It is the step where the codec suits steps, the optimizer is adaptive, and no other setting forbids it.
 
     Raises:
-        SettingsError: Steps are asked for, but another setting forbids it; the message names it.
+        SettingsError: Steps, or codec auto, are asked for, but another setting forbids it; the message names it.
     """
     if not isinstance(rule, EveryStep):
         return rule
-    if isinstance(rule.codec, AutoCodec) and landing != "update":
-        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    if isinstance(rule.codec, AutoCodec):
+        _check_auto(parameters, landing)
     reason = refuse_steps(parameters, precision, landing, layout)
     if rule.codec_of == "step" and reason:
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
@@ -55,6 +55,16 @@ def choose_coding(
         return rule
     codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+def _check_auto(parameters: Mapping[str, Tensor], landing: Landing) -> None:
+    if landing != "update":
+        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise SettingsError(
+                f"parameters must be real for codec auto, but {name} is {parameter.dtype}; leave the codec out"
+            )
 
 
 def refuse_steps(parameters: Mapping[str, Tensor], precision: str, landing: Landing, layout: Layout) -> str:
