@@ -63,8 +63,8 @@ class RunsToCompare:
 
     @cached_property
     def ways(self) -> dict[str, Overrides]:
-        """The ways, the reference first. The run must be made before: it may register more."""
-        interval = max(1, self._num_steps // _NUM_EVALUATIONS)
+        """The ways, the reference first."""
+        interval = max(1, self._num_steps // _NUM_EVALUATIONS)  # needs the run, whose file may register more ways
         chosen = COMPARISONS[self.what](self.names, host_size=None if self.link is None else 1)
         is_fine = 0 < self.run.evaluate_interval <= interval or any(
             path == "evaluate_interval" for path, _ in self.given
