@@ -107,7 +107,8 @@ class TimeToLossBenchmark(Benchmark):
     period: int = Field(default=16, ge=2)
     """Period of torch's PostLocalSGD."""
     rules: dict[str, Rule] = Field(default_factory=dict)
-    """Rules of sides with settings that are not their defaults, by the side's name."""
+    """Rules of sides with settings that are not their defaults, by the side's name:
+    `{"diloco int8": {"name": "diloco", "codec": "int8", "period": 8}}`."""
     target_losses: tuple[Annotated[float, Field(gt=0)], ...] = (2.8, 2.6, 2.4)
     """Held out; nats a byte. At random it is 5.5."""
     judge_interval: int = Field(default=2, ge=1)
