@@ -174,6 +174,12 @@ def test_a_side_is_a_rule_and_its_codec_by_name():
     assert [benchmark._rule(side) for side in benchmark.sides] == [StreamingDiLoCo(codec="int8"), EveryStep()]
 
 
+@pytest.mark.parametrize("name", ["diloco", "ddp"], ids=["of no side", "of torch's"])
+def test_a_rule_that_no_side_uses_is_refused(name):
+    with pytest.raises(ValidationError, match=f"rules must be of sides, and not of torch's, but got {name} beside"):
+        TimeToLossBenchmark(sides=["diloco int8", "ddp"], rules={name: "local_sgd"})
+
+
 def test_sides_begin_alike_and_see_the_same_data():
     def run(group, rule):
         splits = TINY.open()

@@ -106,8 +106,9 @@ class TimeToLossBenchmark(Benchmark):
     and data."""
     period: int = Field(default=16, ge=2)
     """Period of torch's PostLocalSGD."""
-    rules: dict[str, Rule] = Field(default={})
-    """Rules of sides with settings that are not their defaults, by the side's name."""
+    rules: dict[str, Rule] = Field(default_factory=dict)
+    """Rules of sides with settings that are not their defaults, by the side's name:
+    `{"diloco int8": {"name": "diloco", "codec": "int8", "period": 8}}`."""
     target_losses: tuple[Annotated[float, Field(gt=0)], ...] = (2.8, 2.6, 2.4)
     """Held out; nats a byte. At random it is 5.5."""
     judge_interval: int = Field(default=2, ge=1)
@@ -129,6 +130,15 @@ class TimeToLossBenchmark(Benchmark):
             if side not in _TORCHS:
                 _rule_of(side)
         return sides
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if unused := [name for name in self.rules if name not in self.sides or name in _TORCHS]:
+            raise ValueError(
+                f"rules must be of sides, and not of torch's, but got {', '.join(unused)} beside sides "
+                f"{', '.join(self.sides)}; give each under the name of its side"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
@@ -184,9 +194,7 @@ class TimeToLossBenchmark(Benchmark):
             rule=rule.model_dump(mode="json") if (rule := self._rule(name)) else None,
             period=self._period(name),
             num_steps=num_steps,
-            judge_interval=(self._period(name) if name.split()[0] in _MEETING else self.judge_interval)
-            if judged
-            else 0,
+            judge_interval=self._judge_interval(name) if judged else 0,
             start=start,
             start_steps=self.start_steps,
         )
@@ -203,6 +211,9 @@ class TimeToLossBenchmark(Benchmark):
     def _period(self, name: str) -> int:
         period: int = getattr(self._rule(name), "period", self.period if name == "post_local_sgd" else 1)
         return period
+
+    def _judge_interval(self, name: str) -> int:
+        return self._period(name) if name.split()[0] in _MEETING else self.judge_interval
 
     def _find_steps(self, curve: Curve) -> dict[float, int]:
         """Return the step in which each target was reached, of those that were."""
