@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from stepping import flatten, make_linear, make_samples, make_sgd, run_step, train
+from stepping import ForeignAdamW, flatten, make_linear, make_samples, make_sgd, run_step, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm import LocalGroup
@@ -356,6 +356,19 @@ def test_steps_keep_their_length_where_hooks_may_bound_parameters_and_without_ad
 ):
     changes = train_elements("none", make_optimizer, [0, 1], add_hook=add_hook)
     torch.testing.assert_close(changes, torch.full((2, 6, 2), length))
+
+
+@pytest.mark.parametrize(
+    ("flags", "factor", "num_told"),
+    [({}, 1.0, 1), ({"decoupled_weight_decay": True}, 2**0.5, 0)],
+    ids=["unknown", "told"],
+)
+def test_steps_of_an_optimizer_of_somebody_else_are_lengthened_only_where_its_decay_is_known(
+    flags, factor, num_told, recwarn
+):
+    changes = train_elements("none", lambda m: ForeignAdamW(m.parameters(), 0.01, **flags), [0, 1])
+    torch.testing.assert_close(changes[0, 1:], torch.full((5, 2), 0.005 * factor))
+    assert ["ForeignAdamW keep their own length" in str(each.message) for each in recwarn] == [True] * num_told
 
 
 def test_the_length_of_steps_goes_on_from_a_saved_state():

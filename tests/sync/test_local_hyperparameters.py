@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stepping import flatten, make_linear, run_step, train
+from stepping import ForeignAdamW, flatten, make_linear, run_step, train
 
 from paceline.comm import LocalGroup
 from paceline.replica.replica import Replica
@@ -56,6 +56,19 @@ def test_rates_of_optimizers_without_betas_are_scaled_too():
 
     changed = train(4, LocalSGD(period=3), 7, uneven, make_optimizer(0.01))
     assert torch.equal(changed, train(4, LocalSGD(period=3, **AS_GIVEN), 7, uneven, make_optimizer(0.01 * 4**0.25)))
+
+
+@pytest.mark.parametrize(("flags", "factor"), [({}, 1.0), ({"decoupled_weight_decay": True}, 4**0.25)])
+def test_rates_of_an_optimizer_of_somebody_else_are_scaled_only_where_its_decay_is_known(flags, factor, recwarn):
+    def make_optimizer(lr, weight_decay):
+        return lambda module: ForeignAdamW(module.parameters(), lr, weight_decay, **flags)
+
+    changed = train(4, LocalSGD(period=3, local_beta1=None), 7, uneven, make_optimizer(0.05, 0.5))
+    told = [str(each.message) for each in recwarn]
+    given = train(4, LocalSGD(period=3, **AS_GIVEN), 7, uneven, make_optimizer(0.05 * factor, 0.5 / factor))
+    assert torch.equal(changed, given)
+    assert [each.split(" keep")[0] for each in told] == ([] if flags else ["steps of stepping.ForeignAdamW"])
+    assert all('group["decoupled_weight_decay"] = True' in each.replace("'", '"') for each in told)
 
 
 def test_workers_of_one_host_do_not_step_alone():

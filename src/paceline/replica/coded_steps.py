@@ -23,7 +23,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_length import StepLength
 from paceline.replica.step_result import BucketTimes
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local_hyperparameters import LocalHyperparameters
+from paceline.sync.local_hyperparameters import LocalHyperparameters, may_lengthen
 from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
@@ -88,8 +88,8 @@ class StepCoding(BucketLanding):
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
     parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
-    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters. The
-    bound of clipping is larger by the same factor, as a worker's own gradient is.
+    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters or the
+    optimizer's way of decay is unknown. The bound of clipping is larger by the same factor, as a worker's own gradient is.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
@@ -113,13 +113,14 @@ class StepCoding(BucketLanding):
         self._is_begun = False
         self._group_of: dict[int, int] = {}
         self._changes: dict[str, Tensor] = {}
-        self._scales = rule.step_length == "synchronous" and is_adaptive(optimizer)
+        self._wants_length = rule.step_length == "synchronous"
         self._length: StepLength | None = None
         self._factor = 1.0
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
         """Return the reducer of buckets, and begin to measure the length of steps among its workers."""
-        self._length = StepLength(group, self._parameters, seed) if self._scales else None
+        is_longer = self._wants_length and may_lengthen(self._optimizer, group.rank)
+        self._length = StepLength(group, self._parameters, seed) if is_longer else None
         return super().start_reducer(group, seed, step=step)
 
     @property

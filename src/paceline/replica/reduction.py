@@ -14,7 +14,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
-from paceline.optim.torch_rules import is_adaptive
+from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, summed_gradient
 from paceline.replica.codec_chooser import CodecChooser, measure_step
@@ -365,9 +365,8 @@ class GradientReduction:
             return None
         step, bucket_bytes = self._optimizer_step, self._bucket_bytes
         refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
-        kind = type(self._optimizer)
-        if not kind.__module__.startswith(("torch.optim.", "paceline.optim.")):
-            refused = refused or f"with {kind.__name__}, which may have a state without a mean"
+        if not is_known(self._optimizer):
+            refused = refused or f"with {type(self._optimizer).__name__}, which may have a state without a mean"
         return CodecChooser(
             rule,
             [local(parameter).shape for parameter in self._parameters.values()],
