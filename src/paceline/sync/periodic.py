@@ -234,7 +234,7 @@ class PeriodicSynchroniser(Synchroniser):
             self._outer_parameters = self._make_outer_parameters()
             self._outer_parameters.load_state(shared)
         if self._outer is not None:
-            self._outer.load_state(shared)
+            self._outer.load_state(shared, warns=self._context.group.rank == 0)
         self._schedule.load_state(shared)
         self._feedback.load_state(saved)
 
