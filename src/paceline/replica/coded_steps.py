@@ -88,8 +88,9 @@ class StepCoding(BucketLanding):
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
     parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
-    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters or the
-    optimizer's way of decay is unknown. The bound of clipping is larger by the same factor, as a worker's own gradient is.
+    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters or
+    the optimizer's way of decay is unknown. The bound of clipping is larger by the same factor, as a worker's own
+    gradient is.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.

@@ -67,7 +67,7 @@ class GradientReduction:
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._optimizer_step = optimizer_step
-        self.chooser = self._start_chooser(rule)
+        self.chooser = self._start_chooser()
         """Chooser of the codec; None if it is fixed."""
         if self.chooser is not None:
             self._rule = self.chooser.rule
@@ -120,6 +120,8 @@ class GradientReduction:
 
     def resume(self, step: int, choice: dict[str, Any] | None) -> None:
         """Prepare for `step` as a saved replica would, with the saved `choice` of a codec."""
+        if choice is not None:
+            self.chooser = self.chooser or self._start_chooser(is_chosen=True)
         if self.chooser is not None and choice is not None:
             self.chooser.load_state_dict(choice)
             carried = Codec.model_validate(choice["carried"]) if choice["carried"] is not None else None
@@ -358,10 +360,12 @@ class GradientReduction:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _start_chooser(self, rule: Rule) -> CodecChooser | None:
+    def _start_chooser(self, *, is_chosen: bool = False) -> CodecChooser | None:
+        """Return the chooser of codec auto; None on one host, unless it must leave what `is_chosen` already."""
+        rule, may_choose = self._rule, len(self._all.host_ranks) < self._all.size  # no codec is faster than memory
         if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec):
             return None
-        if len(self._all.host_ranks) == self._all.size:  # no codec is faster than memory
+        if self._all.size == 1 or not (may_choose or is_chosen):
             return None
         step, bucket_bytes = self._optimizer_step, self._bucket_bytes
         refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
@@ -377,6 +381,7 @@ class GradientReduction:
             steps_overlap=step.clip_norm is None,
             bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
             device=self._all.device,
+            may_choose=may_choose,
         )
 
     def _start_landing(self, step: int) -> BucketLanding | None:
