@@ -429,3 +429,21 @@ def test_a_worker_clips_its_own_gradient_at_a_bound_that_allows_for_its_noise():
 
     train_elements("none", lambda m: Seeing(m.parameters(), lr=0.01), [0, 1], clip_norm=0.5, num_steps=3)
     assert sorted(seen) == pytest.approx([0.5] * 2 + [0.5 * 2**0.5] * 4, rel=1e-5)
+
+
+def test_the_length_of_steps_is_measured_on_gradients_that_have_been_clipped():
+    """As docs/communication.md says: gradients of 1 are 0.5 for each optimizer, and of the mean each has half."""
+
+    def work(group):
+        module = OneElementEach()
+        replica = Replica(
+            module, make_adam(module), group=group, sync=EveryStep(codec="none", codec_of="step"), clip_norm=0.5
+        )
+        replica.backward(replica(group.rank), weight=1.0)
+        replica.update()
+        measured = replica.state_dict()["document"]["landing"]
+        replica.close()
+        return measured
+
+    for measured in LocalGroup.run(2, work):
+        assert (measured["noisy"] / measured["mean"], measured["noisy"]) == pytest.approx((2.0, 0.25), rel=1e-5)
