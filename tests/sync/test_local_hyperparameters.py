@@ -5,6 +5,7 @@ import torch
 from stepping import ForeignAdamW, flatten, make_linear, run_step, train
 
 from paceline.comm import LocalGroup
+from paceline.optim import LAMB
 from paceline.replica.replica import Replica
 from paceline.sync import AdaptiveLocalSGD, DiLoCo, EveryStep, HierarchicalLocalSGD, LocalSGD, StreamingDiLoCo
 from paceline.sync.local_hyperparameters import LocalHyperparameters
@@ -133,3 +134,20 @@ def test_decoupled_weight_decay_is_no_part_of_what_makes_steps_longer(make, deca
         optimizer.step()
     torch.testing.assert_close(2.0 * (1 - weight.detach()), torch.full((3,), decay))
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_decay_inside_a_trust_ratio_is_no_part_of_what_makes_steps_longer():
+    """One element has a gradient, the other decays only; the ratio has |w| / |u| with decay in u, which is small."""
+
+    def change(**factors):
+        module = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.ones_(module.weight)
+        module.weight.grad = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+        optimizer = LAMB(learning_rate=0.01, weight_decay=1e-3).build(module)
+        with LocalHyperparameters(optimizer, **factors).applied():
+            optimizer.step()
+        return factors.get("step_factor", 1.0) * (1 - module.weight.detach().flatten())
+
+    longer, given = change(rate_factor=3.0, step_factor=2.0), change()
+    torch.testing.assert_close(longer / given, torch.tensor([6.0, 1.0], dtype=torch.float64), rtol=2e-3, atol=0)
+    assert given[1] > 1e-6
