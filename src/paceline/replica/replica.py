@@ -462,21 +462,20 @@ class Replica:
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Send the weight of this worker's samples of the step, and launch their gradients."""
         assert self.state.weight_unit is not None
-        weight, numerator, stop = self.shard.reduce_step_scalars(
-            weight, numerator, bool(self.membership.stop_requested_by)
-        )
-        self._scalars = StepScalars(self._reduction.reduce_group, weight, numerator, stop)
+        wants_stop = bool(self.membership.stop_requested_by)
+        total, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, wants_stop)
+        self._scalars = StepScalars(self._reduction.reduce_group, total, numerator, stop)
         if self._stop_votes is not None:
-            self._stop_votes.begin(self.num_updates, weight, numerator, stop)
+            self._stop_votes.begin(self.num_updates, total, numerator, stop)
         divisor = partial(self._scalars.divisor, self.state.weight_unit)
-        self._reduction.arm(divisor, weight / self.state.weight_unit, self.num_updates, self.loss_scale or 1.0)
+        self._reduction.arm(divisor, total / self.state.weight_unit, self.num_updates, self.loss_scale or 1.0)
 
     def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
         """Step the optimizer, with the rule's work before and after, and drop the gradients."""
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0
-        step = LocalStep(self.num_updates, weight_since_sync, total, bool(self.membership.stop_requested_by))
+        step = LocalStep(self.num_updates, float(weight_since_sync), total, bool(self.membership.stop_requested_by))
 
         def push(is_overflown: bool) -> None:
             if sync is not None:
