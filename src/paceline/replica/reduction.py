@@ -3,7 +3,6 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
 from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.every_step import EveryStep
+from paceline.sync.reducer import Divisor
 from paceline.sync.rule import Rule
 
 GPU_BUCKET_BYTES = 25 * 2**20
@@ -119,7 +119,7 @@ class GradientReduction:
     def sum_first_weights(self, weight: float) -> float:
         """Return the sum of the reduce group's weights in the first step."""
         mine = self._shard.reduce_step_scalars(weight, torch.zeros(()), False)[0]
-        first = torch.tensor([mine], dtype=torch.float64, device=self.reduce_group.device)
+        first = torch.tensor([float(mine)], dtype=torch.float64, device=self.reduce_group.device)
         self.reduce_group.all_reduce(first, name="first weights").wait()
         return float(first) or 1.0
 
@@ -154,7 +154,7 @@ class GradientReduction:
             )
         return totals
 
-    def arm(self, divisor: Callable[[], float], share: float, step: int, loss_scale: float) -> None:
+    def arm(self, divisor: Divisor, share: float | Tensor, step: int, loss_scale: float) -> None:
         """Exchange gradients during the next backward pass.
 
         Args:
