@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from paceline.comm.group import Group
@@ -34,6 +35,7 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
+    gather_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -49,6 +51,8 @@ def parallelize(
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
         sample: Model inputs of at least one sample, with which a pipeline measures layers.
+        gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
+            default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -85,7 +89,7 @@ def parallelize(
             list_tensors(sample)[0].shape[1], context=layout.context, tensor=layout.tensor if cuts_tokens else 1
         )
     if layout.shards_parameters:
-        _shard_stages(module, driver, mesh, layout)
+        _shard_stages(module, driver, mesh, layout, gather_dtype)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
     return _note(
@@ -151,10 +155,12 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
         )
 
 
-def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+def _shard_stages(
+    module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout, gather_dtype: torch.dtype | None
+) -> None:
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard_module(module, mesh, zero_stage=zero_stage)
+        shard_module(module, mesh, zero_stage=zero_stage, gather_dtype=gather_dtype)
         return
     # The output of a stage is sent on, or goes into the loss.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
@@ -162,4 +168,4 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)
+            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names, gather_dtype=gather_dtype)
