@@ -84,6 +84,8 @@ class Streams:
     def __init__(self):
         self._thread = threading.local()
         self._written = {}
+        self.is_busy = False
+        """Whether all events are still to come, as far as they say; they tell one second for each kernel."""
         self.num_waits = 0
         """Times that the host waited for an event while later work was queued on the event's computing stream."""
 
@@ -140,6 +142,12 @@ class _Event:
 
     def record(self, stream=None):
         self.seen = dict((stream or self._streams.current_stream()).seen)
+
+    def query(self):
+        return not self._streams.is_busy
+
+    def elapsed_time(self, other):
+        return 1e3 * (sum(other.seen.values()) - sum(self.seen.values()))
 
     def synchronize(self):
         if self._streams.has_later_work(self):

@@ -3,6 +3,7 @@
 A wait that comes back while later work is queued leaves the GPU busy; one for all that is queued leaves it idle.
 """
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -16,12 +17,17 @@ from paceline.comm import LocalGroup
 from paceline.comm.streams import BACKENDS, HostCopy, SideStream
 from paceline.compression import BF16, DGC, FP16, Int8, OneBit, PowerSGD, RandomK, TopK
 from paceline.compression.codec import all_of
+from paceline.data import Batch, Interval, Loader
+from paceline.data.read_steps import _copy_stream
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.replica import Replica
+from paceline.replica.step_result import StepTimes
 from paceline.replica.step_scalars import _scalar_stream
 from paceline.sync import EveryStep
 from paceline.testing.rule_contract import make_batch, make_module
 from paceline.topology.layout import Layout
+from paceline.training.load_balancing import LoadBalancer
+from paceline.training.objective import MaskedLM, NextToken
 
 NUM_STEPS = 3
 CODECS = [FP16, BF16, Int8, OneBit, TopK, RandomK, DGC, PowerSGD]
@@ -33,9 +39,11 @@ def streams(monkeypatch):
     made = Streams()
     monkeypatch.setitem(BACKENDS, DEVICE.type, made)
     monkeypatch.setattr(threading.Thread, "run", run_on_device)
-    _scalar_stream.cache_clear()
+    for stream in (_scalar_stream, _copy_stream):
+        stream.cache_clear()
     yield made
-    _scalar_stream.cache_clear()
+    for stream in (_scalar_stream, _copy_stream):
+        stream.cache_clear()
 
 
 def train(group, streams, rule, shard=None, **settings):
@@ -150,6 +158,61 @@ def test_a_copy_is_of_the_moment_and_not_of_what_is_queued_after_it(streams):
             return copy.tolist(), copy.tolist(), syncs, streams.num_waits
 
     assert run_on_stand_in(work) == ([1, 1], [1, 1], [], 1)
+
+
+def test_samples_are_copied_on_a_stream_of_their_own():
+    dataset = torch.utils.data.TensorDataset(torch.arange(16.0))
+
+    def work(group):
+        group.device = DEVICE
+        with recorded_syncs() as syncs:
+            batches = [
+                (batch, batch.inputs[0] + 1) for batch in Loader(dataset, 4, group=group, num_steps=4, shuffle=False)
+            ]
+        return batches, [total.tolist() for _, total in batches], syncs
+
+    batches, totals, syncs = LocalGroup.run(1, work, timeout_s=20)[0]
+    assert totals == [[4 * step + 1.0 + place for place in range(4)] for step in range(4)]
+    assert syncs == []
+    assert all(batch.on_host.inputs[0].device.type == "cpu" for batch, _ in batches)
+
+
+@pytest.mark.parametrize("objective", [NextToken(), MaskedLM()], ids=lambda objective: objective.name)
+def test_tokens_are_counted_without_waiting(objective):
+    def work():
+        tokens = torch.tensor([[1, 2, -100], [3, -100, -100]])
+        batch = Batch((tokens.clamp(min=0), tokens), 2, Interval(0, 2)).to(DEVICE)
+        table = torch.randn(4, 4, device=DEVICE)
+        with recorded_syncs() as syncs:
+            whole = objective.loss(lambda inputs: F.embedding(inputs, table), batch)
+            half = objective.loss(lambda inputs: F.embedding(inputs, table), batch.part(_first(batch.both), 1))
+        assert dataclasses.replace(batch, data=batch.data[1]).on_host.data.device == DEVICE  # not what was copied
+        return whole.weight, half.weight, syncs
+
+    assert run_on_stand_in(work) == (3, 2, [])
+
+
+def _first(both):
+    return tuple(tuple(tensor[:1] for tensor in data) for data in both)
+
+
+def test_speeds_are_read_when_the_device_has_measured_them(streams):
+    def work(group):
+        group.device = DEVICE
+        loader = Loader(torch.utils.data.TensorDataset(torch.zeros(8)), 4, group=group)
+        balancer = LoadBalancer(loader, group, interval=2, is_following=False)
+        times, told = StepTimes(), []
+        for number in range(1, 9):
+            streams.is_busy = number % 2 == 0  # at the end of an interval the last step still runs
+            with balancer.computing(2):
+                torch.zeros(1, device=DEVICE)
+            with recorded_syncs() as syncs:
+                told += balancer.end_step(number, times)
+            assert [what for what in syncs if "event" in what] == []
+        return told, balancer._last is not None
+
+    streams.has_later_work = lambda _: False  # each wait for an event would be one for all
+    assert LocalGroup.run(2, work, timeout_s=20) == [([], True)] * 2
 
 
 def test_flags_of_both_kinds_combine():

@@ -58,6 +58,12 @@ def wait_in_queue(device: torch.device, event: Any) -> None:
         BACKENDS[device.type].current_stream(device).wait_event(event)
 
 
+def keep_for_stream(tensor: Tensor) -> None:
+    """Let the allocator reuse a tensor's memory only after what is queued, when it is freed, on the caller's stream."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class HostCopy:
     """A copy in host memory of a small tensor on a GPU, under way.
 

@@ -276,13 +276,13 @@ class Replica:
 
         def numerator(output: Tensor, data: Any) -> Tensor:
             num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample does not count
-            made = loss(output, replace(batch, data=data, num_samples=num_samples))
+            made = loss(output, batch.part(data, num_samples))
             self._weight += made.weight
             self._loss = self._loss + made.mean.detach().double() * made.weight
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
         with self.autocast(), self._counting(batch.num_samples > 0):
-            self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
+            self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.both, numerator, timed=timed)
         if last:
             self.shard.reduce_tied_gradients(self._parameters)
             self._send_scalars(self._weight, self._loss)
