@@ -3,6 +3,7 @@
 A wait that comes back while later work is queued leaves the GPU busy; one for all that is queued leaves it idle.
 """
 
+import copy
 import dataclasses
 import threading
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from paceline.compression import BF16, DGC, FP16, Int8, OneBit, PowerSGD, Random
 from paceline.compression.codec import all_of
 from paceline.data import Batch, Interval, Loader
 from paceline.data.read_steps import _copy_stream
+from paceline.memory import ActivationOffload
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepTimes
@@ -152,10 +154,10 @@ def test_the_stand_in_sees_streams_that_do_not_wait():
 
 def test_a_copy_is_of_the_moment_and_not_of_what_is_queued_after_it(streams):
     def work():
-        copy = HostCopy(torch.ones(2, device=DEVICE))
+        sent = HostCopy(torch.ones(2, device=DEVICE))
         torch.ones(3, device=DEVICE)
         with recorded_syncs() as syncs:
-            return copy.tolist(), copy.tolist(), syncs, streams.num_waits
+            return sent.tolist(), sent.tolist(), syncs, streams.num_waits
 
     assert run_on_stand_in(work) == ([1, 1], [1, 1], [], 1)
 
@@ -213,6 +215,22 @@ def test_speeds_are_read_when_the_device_has_measured_them(streams):
 
     streams.has_later_work = lambda _: False  # each wait for an event would be one for all
     assert LocalGroup.run(2, work, timeout_s=20) == [([], True)] * 2
+
+
+def test_activations_leave_and_come_back_on_a_stream_of_their_own():
+    def work():
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).to(DEVICE)
+        saving = copy.deepcopy(plain)
+        offload = ActivationOffload(saving, smallest_bytes=1)
+        x = torch.randn(5, 8, device=DEVICE)
+        with recorded_syncs() as syncs:
+            for module in (plain, saving):
+                module(x).square().sum().backward()
+        pairs = zip(plain.parameters(), saving.parameters(), strict=True)
+        return offload.num_sent, syncs, [torch.equal(one.grad.cpu(), other.grad.cpu()) for one, other in pairs]
+
+    assert run_on_stand_in(work) == (4, [], [True] * 8)
 
 
 def test_flags_of_both_kinds_combine():
