@@ -148,7 +148,7 @@ class CodedReduceScatter:
         output.zero_()
         for part, place in block.cut(output, rank).items():
             place.copy_(totals[part])
-        output.masked_fill_(received[:, -1].any(), torch.nan)
+        output.masked_fill_((received[:, -1] != 0).any(), torch.nan)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._group.size) if rank != self._group.rank]

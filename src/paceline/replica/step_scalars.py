@@ -77,8 +77,11 @@ class StepScalars:
         with self._lock:
             if self._totals is None:
                 self._work.wait()
-                values = self._values.tolist() if self._copy is None else self._copy.tolist()
-                self._work.check()  # or they would be those of an operation that was aborted
+                if self._copy is None:
+                    values = self._values.tolist()
+                else:
+                    values = self._copy.tolist()
+                    self._work.check()  # or they would be those of an operation that was aborted
                 weight, loss, num_non_finite, num_stops, weight_since_sync = values
                 self._totals = StepTotals(weight, weight_since_sync, loss, int(num_non_finite), num_stops > 0)
             return self._totals
