@@ -19,6 +19,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.pacing import SLICE_BYTES, find_limit
+from paceline.comm.watchdog import Watchdog
 from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
@@ -37,7 +38,8 @@ class TorchGroup(Group):
         rank: Rank of this process.
         size: Number of ranks.
         device: Device of the tensors: gloo for a CPU, NCCL for a CUDA device.
-        timeout_s: Longest time of an operation before `PeerTimeoutError`.
+        timeout_s: Longest time of an operation before `PeerTimeoutError`. On GPUs, where the host does not wait for
+            operations, a `Watchdog` looks.
         epoch: Number of the membership that the group belongs to.
         names: Number of each rank in errors.
     """
@@ -66,6 +68,9 @@ class TorchGroup(Group):
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._watchdog: Watchdog | None = None
+        if device.type != "cpu":
+            self._watchdog = Watchdog(timeout_s, self._board.describe_others, self._backend.abort)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum by the backend's own all-reduce."""
@@ -135,6 +140,8 @@ class TorchGroup(Group):
         for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
+        if self._watchdog is not None:
+            self._watchdog.close()
         for channel in (self._senders, self._paced):
             if channel is not None:
                 channel.close()
@@ -179,6 +186,8 @@ class TorchGroup(Group):
         limit = find_limit() if self.device.type == "cpu" else None
         if limit is None:
             work = self._start(where, lambda: operation(tensor))
+            if self._watchdog is not None:
+                self._watchdog.watch(work.operation, where, self._sequence)
             work.note_times()
             return work
         length = max(1, int(SLICE_BYTES / sent) // tensor.element_size()) if is_cut and sent else max(1, tensor.numel())
@@ -221,8 +230,15 @@ class TorchGroup(Group):
                 works[0].operation.wait()
         except RuntimeError as error:
             failed = left[0] if left else works[-1]
+            self.check()
             raise self._explain(error, failed.where, failed.sequence, began_s) from error
+        self.check()
         self._board.wait_in(0)
+
+    def check(self) -> None:
+        """Raise the error of an operation that the watchdog has aborted, if there is one."""
+        if self._watchdog is not None:
+            self._watchdog.check()
 
     def _wait_for_sends(self, left: "list[_TorchWork]") -> None:
         """Wait for sends in a thread that can be abandoned, and check that the receivers live; ends those `left`.
@@ -291,6 +307,9 @@ class _TorchWork(Work):
 
     def wait(self) -> None:
         self._group._wait([self])
+
+    def check(self) -> None:
+        self._group.check()
 
     def note_times(self) -> None:
         """Note the times of a collective that has just begun, on a CPU: on a GPU it may still be queued."""

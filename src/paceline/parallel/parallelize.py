@@ -36,6 +36,7 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
+    gather_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -54,6 +55,8 @@ def parallelize(
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
         sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
             and a model split over a tensor axis is compared with the whole one.
+        gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
+            default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -93,7 +96,7 @@ def parallelize(
     if layout.context > 1:
         _split_context(module, mesh, sample, plan)
     if layout.shards_parameters:
-        _shard_stages(module, driver, mesh, layout)
+        _shard_stages(module, driver, mesh, layout, gather_dtype)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
     replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
     return _note(
@@ -191,13 +194,15 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
         )
 
 
-def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+def _shard_stages(
+    module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout, gather_dtype: torch.dtype | None
+) -> None:
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard_module(module, mesh, zero_stage=zero_stage)
+        shard_module(module, mesh, zero_stage=zero_stage, gather_dtype=gather_dtype)
         return
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)
+            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names, gather_dtype=gather_dtype)

@@ -102,7 +102,7 @@ class Pipeline:
             data: Tensors of the same number of samples, in any nesting, of which the loss gets those of a micro-batch.
             loss: Function from the output and the data of one micro-batch to the value that backward starts from: a
                 sum.
-            timed: Whether to fill `times`. On a GPU every operation is then waited for.
+            timed: Whether to fill `times`. On a GPU the host then waits once before the step and once after it.
 
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
@@ -119,7 +119,8 @@ class Pipeline:
             return loss(output, select(data, chunk, num_samples))
 
         self._loss = loss_of
-        self._clock.is_running = timed
+        if timed:
+            self._clock.start()
         with self._explaining("a step"):
             made.schedule.step(
                 *(inputs if self.place == self._place_of(0) else ()),
@@ -127,7 +128,7 @@ class Pipeline:
                 losses=losses,
                 return_outputs=False,
             )
-        self._loss, self._clock.is_running = None, False
+        self._loss = None
         if timed:
             self.times = self._collect(made.num_micro_batches)
         return [one.detach() for one in losses or []]
@@ -226,7 +227,7 @@ class Pipeline:
         counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
         mine = torch.tensor([len(inputs[0])], device=self._device)
         self._peers.all_gather(counts, mine, name="samples of a pipeline").wait()
-        return [int(count) for count in counts]
+        return [number for (number,) in counts.tolist()]
 
     def _make_stage(self, stage: Stage, takes: Description, gives: Description) -> TimedStage:
         return TimedStage(
@@ -248,7 +249,6 @@ class Pipeline:
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 
     def _collect(self, num_micro_batches: int) -> PipelineTimes:
-        spans, self._clock.spans = self._clock.spans, []
         settings = self.settings
         return PipelineTimes(
             order=settings.order,
@@ -256,7 +256,7 @@ class Pipeline:
             num_micro_batches=num_micro_batches,
             stages_per_rank=settings.num_local_stages,
             formula=settings.behaviour.bubble(self.num_ranks, settings.num_local_stages, num_micro_batches),
-            spans=spans,
+            spans=self._clock.stop(),
         )
 
     @contextmanager

@@ -26,7 +26,9 @@ class ForwardPass:
     """One forward pass of micro-batches through the stages of all ranks; one object per pass.
 
     Each message has a header, so that no rank need know shapes beforehand. Stage by stage, each runs all micro-batches
-    one after the other; messages cannot deadlock.
+    one after the other; messages cannot deadlock. Where ranks have several stages each, two ranks may send to each
+    other, and on NCCL what is queued first must end first: a stage then sends once it has received all of its inputs,
+    so that both ranks queue their messages stage by stage.
     """
 
     def __init__(self, stages: Sequence[Stage], num_stages: int, order: Order, group: dist.ProcessGroup) -> None:
@@ -50,6 +52,7 @@ class ForwardPass:
     def _run(self, chunks: Sequence[Value]) -> list[Value]:
         outputs: list[Value] = []
         for stage in self._stages:
+            late: list[tuple[Value, bool, int, int]] = []
             for i, chunk in enumerate(chunks):
                 value, has_gradient = (chunk, False) if stage.index == 0 else self._take(stage.index, i)
                 output = stage(*value) if isinstance(value, tuple) else stage(value)
@@ -57,8 +60,12 @@ class ForwardPass:
                 self.descriptions[stage.index] = (_describe(value, has_gradient), _describe(output, gives))
                 if stage.index == self._num_stages - 1:
                     outputs.append(output)
-                else:
+                elif self._num_stages == dist.get_world_size(self._group):
                     self._give(output, gives, stage.index + 1, i)
+                else:
+                    late.append((output, gives, stage.index + 1, i))
+            for given in late:
+                self._give(*given)
         for work, _ in self._sends:
             work.wait()
         return outputs
