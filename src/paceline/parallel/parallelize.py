@@ -9,15 +9,16 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
-from paceline.data.batch import list_tensors
+from paceline.data.batch import describe, list_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.context import check_attention, check_length, split_attention
-from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module
+from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
+from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
+from paceline.parallel.pipeline.traced import is_listed
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
@@ -48,7 +49,8 @@ def parallelize(
         tensor_plan: Styles of modules on the tensor axis, by patterns of their names; by default chosen by their types.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample, with which a pipeline measures layers.
+        sample: Model inputs of at least one sample, as its forward takes them (a mapping by name), with which a
+            pipeline finds and measures layers.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -69,15 +71,20 @@ def parallelize(
         make_plan(module, tensor_plan, layout.tensor)  # while the names of the whole model exist
     driver: Pipeline | None = None
     tensor_split: TensorSplit | None = None
+    splits_whole = layout.context > 1 and is_foreign(module)
+    if splits_whole:
+        _check_tokens(sample, layout)
+        split_attention(module, mesh, sample)
     if layout.pipeline > 1:
         if sample is None:
             raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
         peers = mesh.group("sharded") if layout.shards_parameters else None
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
+        with full_sequences(module):
+            driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample, peers)
         module = driver.module
     if layout.tensor > 1:
         tensor_split = split(module, mesh, tensor_plan)
-    if layout.context > 1:
+    if layout.context > 1 and not splits_whole:
         split_attention(module, mesh)
     if layout.context > 1 and sample is not None:
         cuts_tokens = tensor_split is not None and tensor_split.cuts_tokens
@@ -101,6 +108,22 @@ def parallelize(
     )
 
 
+def _check_tokens(sample: Any, layout: Layout) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split."""
+    if sample is None:
+        raise SettingsError(
+            "sample must be inputs of a sample for a context axis, unless modules are ContextParallelModules, but got "
+            "none; give parallelize one"
+        )
+    tensors = list_tensors(sample)
+    if any(tensor.dim() < 2 or tensor.dim() > 3 for tensor in tensors):
+        raise SettingsError(
+            f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
+            f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
+        )
+    check_length(tensors[0].shape[1], context=layout.context)
+
+
 def _note(shard: ModelShard) -> nn.Module:
     membership = shard.world.membership
     membership.shards.append(shard)
@@ -120,12 +143,12 @@ def check_model(
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
     if layout.tensor > 1:
         make_plan(module, tensor_plan, layout.tensor)
-    if layout.pipeline > 1:
+    if layout.pipeline > 1 and (pipeline.sequence or is_listed(module)):  # others are run on a sample
         layers = list_layers(module, pipeline.sequence)
         pipeline.count_stages(layout.pipeline, len(layers))
         if isinstance(pipeline.cuts, tuple):
             cut_at(pipeline.cuts, [layer.name for layer in layers])
-    if layout.context > 1:
+    if layout.context > 1 and not is_foreign(module):  # others are run on a sample
         check_attention(module, layout.context)
     if layout.shards_parameters:
         check_parameters(module)
@@ -162,4 +185,5 @@ def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)
+            with tied(module):
+                shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)

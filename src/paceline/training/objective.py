@@ -10,7 +10,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from paceline.data.base import Source
-from paceline.data.batch import Batch, call, describe
+from paceline.data.batch import NEXT_LABELS, Batch, call, describe
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.errors import SettingsError
 from paceline.functions import Function
@@ -124,8 +124,10 @@ class NextToken(Objective):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
-        is_shifted = isinstance(batch.data, Mapping)
+        next_labels = batch.data.get(NEXT_LABELS) if isinstance(batch.data, Mapping) else None
+        is_shifted = isinstance(batch.data, Mapping) and next_labels is None
         targets = batch.targets[..., 1:] if is_shifted else batch.targets
+        targets = targets if next_labels is None else next_labels
         # Counted before the model runs, so that on a GPU the host waits for the batch alone.
         num_tokens = batch.count(targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
