@@ -18,6 +18,8 @@ from paceline.errors import DataError
 
 LABELS = ("labels", "label", "targets", "target")
 """Keys under which a mapping holds targets."""
+NEXT_LABELS = "next_labels"
+"""Key under which a mapping of parts of sequences holds the label of the token after each, which may be elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Batch:
         if _is_pair(self.data):
             return self.data[0]
         label = self._label
-        return {key: value for key, value in self.data.items() if key != label} if label else self.data
+        if not label:
+            return self.data
+        return {key: value for key, value in self.data.items() if key not in (label, NEXT_LABELS)}
 
     @property
     def targets(self) -> Any:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.data.batch import select
+from paceline.data.batch import list_tensors, select
 from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import cut, undisturbed
 from paceline.parallel.pipeline.forward import Description, ForwardPass
-from paceline.parallel.pipeline.layers import PipelineLayer, find_owned, keep_only, list_layers
+from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.parallel.pipeline.stages import Stage, Value
+from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
+from paceline.parallel.pipeline.traced import check_same_layers, find_layers, list_opened
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
@@ -37,7 +38,8 @@ class Pipeline:
             removed, all others keep their names.
         mesh: Mesh of the layout.
         settings: Order of work and cuts.
-        sample: Inputs of the first layer, for about one micro-batch, with which costs are measured.
+        sample: Inputs of the model, for about one micro-batch: a tensor, several, or a mapping by name. Costs are
+            measured with them, and a model that does not list its layers is run on them to find these.
         peers: Ranks that gather parameters of stages together with this one: all run them equally often.
 
     Raises:
@@ -49,7 +51,7 @@ class Pipeline:
         module: nn.Module,
         mesh: Mesh,
         settings: PipelineSettings,
-        sample: Value,
+        sample: Any,
         peers: Group | None = None,
     ) -> None:
         self.settings = settings
@@ -63,9 +65,10 @@ class Pipeline:
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self._num_losses = 0
-        layers = list_layers(module, settings.sequence)
+        layers = find_layers(module, settings.sequence, sample)
+        check_same_layers(layers, mesh)
         self.layers_of_stages = [
-            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, _as_tuple(sample))
+            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, tuple(list_tensors(sample)))
         ]
         """Layers of each stage of the whole pipeline."""
         self.num_stages = len(self.layers_of_stages)
@@ -74,7 +77,7 @@ class Pipeline:
         self.shared = self._find_shared(module)
         """Names of the parameters and buffers that several ranks hold a copy of, with the positions of these ranks on
         the pipeline axis. Gradients of such a parameter must be summed over them."""
-        keep_only(module, find_owned(module, self._layers_at(self.place)))
+        keep_only(module, find_owned(module, self._layers_at(self.place)), list_opened(layers))
         self.module = module
         """This rank's part of the model, under the names of the whole."""
         self.stages = [
@@ -107,7 +110,7 @@ class Pipeline:
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
         """
-        inputs = _as_tuple(inputs)
+        inputs = as_tuple(inputs)
         made = self._make(inputs)
         num_samples = len(inputs[0])
         is_last = self.place == self.last_place
@@ -138,7 +141,7 @@ class Pipeline:
 
         Every rank of the pipeline calls it with the same samples. The training mode of modules does not change.
         """
-        inputs = _as_tuple(inputs)
+        inputs = as_tuple(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*self._gather_counts(inputs)), self.num_ranks)
         with self._explaining("an evaluation"):
             outputs = self._forward().run(list(zip(*(one.chunk(num_micro_batches) for one in inputs), strict=True)))
@@ -182,12 +185,10 @@ class Pipeline:
 
     def _check_gatherable(self, module: nn.Module) -> None:
         """Refuse parameters outside of all modules of their stage, or in two stages of a rank: FSDP gathers modules."""
-        modules = dict(module.named_modules())
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         holders: dict[tuple[Tensor, int], int] = {}
         for stage, layers in enumerate(self.layers_of_stages):
-            owned_modules = [modules[name] for layer in layers for name in layer.owns if name in modules]
-            inside = {parameter for owned in owned_modules for parameter in owned.parameters()}
+            inside = {parameter for held in find_modules(module, layers).values() for parameter in held.parameters()}
             for parameter in find_owned(module, layers) & names.keys():
                 is_shared = holders.setdefault((parameter, self._place_of(stage)), stage) != stage
                 if is_shared or parameter not in inside:
@@ -270,10 +271,6 @@ class Pipeline:
                 f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-
-
-def _as_tuple(value: Value) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from paceline.comm.streams import record
+from paceline.errors import SettingsError
 from paceline.monitor.events import PipelineMeasured
 
 WorkKind = Literal["forward", "backward", "inputs", "weights"]
@@ -139,7 +140,15 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run a micro-batch backward to the weights."""
         with self._clock.watch("weights", self.stage_index, bwd_chunk_id), self._without_autocast():
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            try:
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            except RuntimeError as error:
+                if "graph a second time" not in str(error):
+                    raise
+                raise SettingsError(
+                    "pipeline.order must not split backward for a model whose stage uses a parameter several times, "
+                    "which torch cannot; take 1f1b or interleaved (--pipeline.order 1f1b)"
+                ) from error
 
     def _without_autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, enabled=False)
