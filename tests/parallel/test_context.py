@@ -23,6 +23,7 @@ from paceline.parallel.context import (
 )
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.tensor import full_tensor, split
+from paceline.parallel.tensor_plan import make_plan
 from paceline.recipes.bert.model import Bert
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.testing import run_processes
@@ -81,7 +82,7 @@ def train(mesh: Mesh, settings: Model) -> dict[str, float]:
     for parameter in one.parameters():  # biases too, which begin as zeros
         nn.init.normal_(parameter, std=0.2)
     two = copy.deepcopy(one)
-    made = split(two, mesh)
+    made = split(two, mesh, make_plan(two, None, mesh.size("tensor")))
     split_attention(two, mesh)
     drawn = torch.randint(32, (3, 17), generator=torch.Generator().manual_seed(1))
     inputs, targets = drawn[:, :-1], drawn[:, 1:]

@@ -158,7 +158,7 @@ def test_parts_that_lack_all_else_make_the_output_for_other_batches(name: str) -
         mine = layers[begin : begin + 2 if begin == 0 else None]
         (run,) = join_parts(mine)
         assert isinstance(run, Part)
-        keep_only(model, find_owned(model, mine), run.trace.opened)
+        keep_only(model, find_owned(model, mine), opened=run.trace.opened)
         value = run(value)
     torch.testing.assert_close(value, wanted if isinstance(wanted, Tensor) else wanted.logits, rtol=1e-6, atol=1e-6)
 

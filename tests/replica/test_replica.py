@@ -409,6 +409,7 @@ def test_a_request_to_stop_reaches_every_rank_in_the_same_step():
     assert LocalGroup.run(3, worker) == [[False, False, True, True]] * 3
 
 
+@pytest.mark.filterwarnings("ignore::paceline.replica.worker_state.IdleRuleWarning")
 @pytest.mark.parametrize(("sync", "last"), [(DPSGD(), 19), (LocalSGD(period=100), 19), (LocalSGD(period=8), 7)])
 def test_workers_that_synchronise_seldom_or_never_vote_and_stop_after_the_same_step(sync, last):
     """A vote is told in step 10 and counted in step 19, unless workers meet before."""

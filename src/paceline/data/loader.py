@@ -174,8 +174,9 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """Steps done at the position: none by a batch that is a part of one, between samples that were used before."""
-        return self._batches.step_of(self.position)
+        """Steps done at the position; a part of one, between samples used before, counts if it is the last."""
+        step = self._batches.step_of(self.position)
+        return step + (self.position == self._ending.position and self._batches.position_of(step) < self.position)
 
     @property
     def global_batch(self) -> int:

@@ -15,7 +15,7 @@ from paceline.errors import CommunicationError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import cut, undisturbed
 from paceline.parallel.pipeline.forward import Description, ForwardPass
-from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only
+from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only, list_paths
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
@@ -77,7 +77,8 @@ class Pipeline:
         self.shared = self._find_shared(module)
         """Names of the parameters and buffers that several ranks hold a copy of, with the positions of these ranks on
         the pipeline axis. Gradients of such a parameter must be summed over them."""
-        keep_only(module, find_owned(module, self._layers_at(self.place)), list_opened(layers))
+        mine = self._layers_at(self.place)
+        keep_only(module, find_owned(module, mine), list_paths(mine), list_opened(layers))
         self.module = module
         """This rank's part of the model, under the names of the whole."""
         self.stages = [

@@ -100,7 +100,22 @@ def find_modules(module: nn.Module, layers: Sequence[PipelineLayer]) -> dict[str
     return found
 
 
-def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[str] = (), name: str = "") -> None:
+def list_paths(layers: Sequence[PipelineLayer]) -> set[str]:
+    """Return the names of the modules that `layers` use, and of all around them."""
+    paths: set[str] = set()
+    for name in {name for layer in layers for name in layer.owns}:
+        words = name.split(".")
+        paths.update(".".join(words[:length]) for length in range(1, len(words) + 1))
+    return paths
+
+
+def keep_only(
+    module: nn.Module,
+    owned: Collection[Tensor],
+    used: Collection[str] = (),
+    opened: Collection[str] = (),
+    name: str = "",
+) -> None:
     """Remove all parameters and buffers from `module` except `owned`, whose names do not change.
 
     A submodule without remaining tensors becomes an `AbsentModule`.
@@ -108,8 +123,9 @@ def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[s
     Args:
         module: Module to remove them from.
         owned: Parameters and buffers to keep.
+        used: Names of modules that remain, since something without tensors in them is used.
         opened: Names of modules that remain, since their forward runs on every rank. In place of what is removed from
-            them they keep an empty tensor's worth of NaN, of the same shape.
+            them they keep a tensor of the same shape in a few bytes, whose values are NaN.
         name: Name of `module` among them.
     """
     kept = {id(tensor) for tensor in owned}
@@ -126,10 +142,11 @@ def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[s
             continue
         tensors = [*child.parameters(), *child.buffers()]
         place = f"{name}.{leaf}" if name else leaf
-        if tensors and place not in opened and not any(id(tensor) in kept for tensor in tensors):
+        is_empty = bool(tensors) and not any(id(tensor) in kept for tensor in tensors)
+        if is_empty and place not in used and place not in opened:
             setattr(module, leaf, AbsentModule(child if opened else None))
         else:
-            keep_only(child, owned, opened, place)
+            keep_only(child, owned, used, opened, place)
 
 
 def _make_ghost(tensor: Tensor) -> Tensor:
