@@ -64,7 +64,8 @@ def parallelize(
     """
     world = group or find_group()
     axes = layout.resolve(world.size)
-    check_sharding(layout, sharded_codec, pipeline or PipelineSettings())
+    settings = pipeline or PipelineSettings()
+    check_sharding(layout, sharded_codec, settings)
     if layout.is_plain:
         return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
@@ -79,55 +80,55 @@ def parallelize(
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
         plan = _agree_on_plan(module, tensor_plan, sample, mesh)
-        if layout.pipeline > 1:
-            boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
-    driver: Pipeline | None = None
-    tensor_split: TensorSplit | None = None
-    splits_whole = layout.context > 1 and is_foreign(module)
-    if splits_whole:
+        boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
+    is_context_split = layout.context > 1 and is_foreign(module)
+    if is_context_split:
         _check_tokens(sample, layout)
         split_attention(module, mesh, sample)
-    if layout.pipeline > 1:
-        peers = mesh.group("sharded") if layout.shards_parameters else None
-        with full_sequences(module):
-            driver = Pipeline(module, mesh, pipeline or PipelineSettings(), sample, peers)
-        module = driver.module
-    if plan is not None:
-        runs: Runs = [(module, sample, False)]
-        if driver is not None:
-            runs = [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
-        with full_sequences(module):
-            tensor_split = _split_checked(module, mesh, plan, runs)
-    if layout.context > 1:
-        _split_context(module, mesh, sample, plan, is_done=splits_whole)
+    driver = _cut_into_stages(module, mesh, layout, settings, sample) if layout.pipeline > 1 else None
+    tensor_split = _split_checked(module, mesh, plan, _list_runs(module, driver, sample, boundaries)) if plan else None
+    if layout.context > 1 and not is_context_split:
+        split_attention(module, mesh)
+    _check_length(sample, mesh, plan)
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout, gather_dtype)
-    reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
-    replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
-    return _note(
-        ModelShard(
-            replicas,
-            layout,
-            mesh,
-            module=module,
-            pipeline=driver,
-            tensor_split=tensor_split,
-            reduce_scatter=reduce_scatter,
-        )
+    shard = ModelShard(
+        mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
+        layout,
+        mesh,
+        module=module,
+        pipeline=driver,
+        tensor_split=tensor_split,
+        reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
     )
+    return _note(shard)
 
 
-def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None, *, is_done: bool) -> None:
-    if not is_done:
-        split_attention(module, mesh)
-    if sample is not None:
+def _cut_into_stages(
+    module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any
+) -> Pipeline:
+    """Split a module into stages, in place, by measures of whole sequences."""
+    with full_sequences(module):
+        return Pipeline(module, mesh, settings, sample, mesh.group("sharded") if layout.shards_parameters else None)
+
+
+def _list_runs(module: nn.Module, driver: Pipeline | None, sample: Any, boundaries: Mapping[str, Any]) -> Runs:
+    """Return the runs that prove a tensor plan: of the model, or of each stage of this rank on what it gets."""
+    if driver is None:
+        return [(module, sample, False)]
+    return [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+
+
+def _check_length(sample: Any, mesh: Mesh, plan: TensorPlan | None) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split over the context axis."""
+    if sample is not None and mesh.size("context") > 1:
         num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
         check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
 
 
 def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
     """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
-    with undisturbed(module), without_constants(module):
+    with full_sequences(module), undisturbed(module), without_constants(module):
         check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
         tensor_split = split(module, mesh, plan)
         check.compare(mesh.world)

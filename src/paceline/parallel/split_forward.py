@@ -22,7 +22,7 @@ CONTEXT_ADVICE = (
     "derive it from paceline.parallel.ContextParallelModule and call self.context.attend and self.context.positions, "
     "or set Layout(context=1) (--layout.context 1)"
 )
-"""What makes a model run on parts of its sequences that does not by itself."""
+"""Advice for a model that does not run on parts of its sequences by itself."""
 
 
 class Context(Protocol):
@@ -172,8 +172,9 @@ class SplitForward:
 
     Args:
         module: Module.
-        name: Its name in the model; empty for the model, which gets its positions as an argument if it takes them.
-        uses: How it uses sequences.
+        name: Name of the module in the model; empty for the model, which gets its positions as an argument if it
+            takes them.
+        uses: Use of sequences by the module.
         positions: Names of the arguments of a model that say where its tokens are.
     """
 

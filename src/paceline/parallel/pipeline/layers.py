@@ -14,7 +14,7 @@ LAYERS_ADVICE = (
     'give the pipeline a sequence (--pipeline.sequence \'["embedding", "layers.*", "head"]\') of its children as they '
     "are executed, or give the model a method `pipeline_layers`"
 )
-"""What makes a model run as a pipeline that cannot be cut by itself."""
+"""Advice for a model that cannot be cut by itself."""
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,9 @@ class Trace:
     input_tensors: tuple[Described, ...]
     calls: list[PartCall] = field(default_factory=list)
     output_needs: frozenset[Source | str] = frozenset()
-    """What the model's output uses."""
+    """Outputs, inputs and names, as in `PartCall.needs`, that the model's output uses."""
     read: frozenset[Source | str] = frozenset()
-    """What forwards between the calls read as numbers, to choose what they do."""
+    """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
 
     def tensors_of(self, number: int) -> tuple[Described, ...]:
         """Return the tensors of the inputs, or of the output of a call."""

@@ -282,7 +282,7 @@ def list_gradients(run: Any, tensors: Sequence[Tensor], gives: bool) -> tuple[bo
 
     Args:
         run: The function.
-        tensors: What it has returned.
+        tensors: Tensors that it has returned.
         gives: Whether anything before it is trained, or it itself.
     """
     known = [gives and tensor.is_floating_point() for tensor in tensors]
