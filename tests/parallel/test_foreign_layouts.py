@@ -39,6 +39,8 @@ CASES: dict[str, tuple[int, list[tuple[str, dict[str, Any]]]]] = {
             ("bert", {"pipeline": 2, "sharded": 2, "zero_stage": 2}),
             ("gpt2", {"pipeline": 2, "context": 2}),
             ("llama", {"sharded": 2, "context": 2}),
+            ("gpt2", {"tensor": 2, "pipeline": 2}),
+            ("llama", {"tensor": 2, "pipeline": 2, "order": "interleaved"}),
         ],
     ),
 }

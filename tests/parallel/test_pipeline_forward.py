@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.parallel.pipeline.forward import ForwardPass
+from paceline.parallel.pipeline.layers import list_layers
+from paceline.parallel.pipeline.stages import Stage
 
 TAKEN, GIVEN = "take", "give"
 
@@ -26,18 +28,17 @@ def test_ranks_of_several_stages_take_before_they_give(monkeypatch, num_stages, 
     monkeypatch.setattr(dist, "get_world_size", lambda _: 3 if num_stages == 3 else 2)
     done = []
 
-    class Stage(torch.nn.Linear):
-        def __init__(self, index):
-            super().__init__(2, 2)
-            self.index = index
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(num_stages)))
+    layers = list_layers(model)
+    stages = [Stage(model, [layers[index]], index, splits_backward=False) for index in mine]
 
     def take(_, stage, micro_batch):
         done.append((TAKEN, stage, micro_batch))
-        return torch.zeros(1, 2), True
+        return torch.zeros(1, 2), (True,)
 
     monkeypatch.setattr(ForwardPass, "_take", take)
     monkeypatch.setattr(ForwardPass, "_give", lambda _, value, gives, stage, i: done.append((GIVEN, stage, i)))
-    passing = ForwardPass([Stage(index) for index in mine], num_stages, SimpleNamespace(), None)
+    passing = ForwardPass(stages, num_stages, SimpleNamespace(), None)
     outputs = passing.run([torch.zeros(1, 2)] * 2)
     assert done == expected
     assert len(outputs) == (2 if num_stages - 1 in mine else 0)
