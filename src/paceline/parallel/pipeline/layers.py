@@ -64,9 +64,10 @@ def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[Pipelin
     else:
         children = ", ".join(name for name, _ in module.named_children())
         raise SettingsError(
-            f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; give the "
-            f"pipeline a sequence (--pipeline.sequence) of its children as they are executed (it has: {children}), or "
-            "give the model a method `pipeline_layers`"
+            "a model must be a sequence of layers to run as a pipeline without a sample, but got "
+            f"{type(module).__name__}; give parallelize a sample, give the pipeline a sequence (--pipeline.sequence) "
+            f"of the model's children as they are executed (it has: {children}), or give the model a method "
+            "`pipeline_layers`"
         )
     _check(module, layers)
     return layers
