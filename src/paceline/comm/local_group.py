@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm.group import DoneWork, Group, Work
 from paceline.comm.streams import record, wait_in_queue
-from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
+from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError, SettingsError
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class LocalGroup(Group):
         with room.changed:
             operation = room.operations.setdefault(self._sequence, _Operation(name))
             if operation.name != name:
-                raise CommunicationError(
+                raise MismatchError(
                     f"operation {self._sequence} must be the same on every rank, but rank {self.names[self.rank]} runs "
                     f"{name!r} and another {operation.name!r}; every rank must run the same operations in order"
                 )

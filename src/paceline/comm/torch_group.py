@@ -20,7 +20,7 @@ from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.pacing import SLICE_BYTES, find_limit
 from paceline.comm.watchdog import Watchdog
-from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
+from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
 """Tag that no message has."""
@@ -77,24 +77,32 @@ class TorchGroup(Group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         sent = 2 * (self.size - 1) / self.size
-        return self._begin(name, lambda part: self._backend.allreduce([part], options), tensor, sent, is_cut=True)
+        return self._begin(
+            "all_reduce", name, lambda part: self._backend.allreduce([part], options), tensor, sent, is_cut=True
+        )
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
         """Broadcast by the backend."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._begin(name, lambda part: self._backend.broadcast([part], options), tensor, 1, is_cut=True)
+        return self._begin(
+            "broadcast", name, lambda part: self._backend.broadcast([part], options), tensor, 1, is_cut=True
+        )
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-gather by the backend."""
         rows = list(output.unbind(0))
-        return self._begin(name, lambda part: self._backend.allgather([rows], [part]), tensor, self.size - 1)
+        return self._begin(
+            "all_gather", name, lambda part: self._backend.allgather([rows], [part]), tensor, self.size - 1
+        )
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-to-all by the backend."""
         options = dist.AllToAllOptions()
         sent = (self.size - 1) / self.size
-        return self._begin(name, lambda part: self._backend.alltoall_base(output, part, [], [], options), tensor, sent)
+        return self._begin(
+            "all_to_all", name, lambda part: self._backend.alltoall_base(output, part, [], [], options), tensor, sent
+        )
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send by the backend."""
@@ -130,10 +138,10 @@ class TorchGroup(Group):
             self._on_cpu = self._open(store, range(self.size), torch.device("cpu"))
         return self._on_cpu
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, what: str = "") -> None:
         """Post it to the heartbeat."""
         self._sequence += 1
-        self._board.begin(self._sequence, name)
+        self._board.begin(self._sequence, name, what)
 
     def close(self, error: BaseException | None = None) -> None:
         """Post a last heartbeat; connections close now if there is an `error`, else with the process group."""
@@ -170,18 +178,26 @@ class TorchGroup(Group):
             )
 
     def _begin(
-        self, name: str, operation: Callable[[Tensor], dist.Work], tensor: Tensor, sent: float, *, is_cut: bool = False
+        self,
+        kind: str,
+        name: str,
+        operation: Callable[[Tensor], dist.Work],
+        tensor: Tensor,
+        sent: float,
+        *,
+        is_cut: bool = False,
     ) -> Work:
         """Begin a collective of `tensor`; under a limit of the bandwidth in the group's own thread, slice by slice.
 
         Args:
+            kind: Name of the collective.
             name: Name of the operation.
             operation: Function that begins it on the tensor, or on a slice of it.
             tensor: Tensor that is sent.
             sent: Bytes that a rank sends to those of the tensor.
             is_cut: Whether the operation on slices is that on the whole.
         """
-        self.begin(name)
+        self.begin(name, f"{kind} of {tensor.numel()} {tensor.dtype}")
         where = f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}"
         limit = find_limit() if self.device.type == "cpu" else None
         if limit is None:
@@ -277,10 +293,15 @@ class TorchGroup(Group):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
         if waited_s >= self.timeout_s:
             others = self._board.describe_others(sequence)
+            mismatch = self._board.find_mismatch()
             self._disconnect()  # only now, so that ranks that began later reach their own time-out
+            if mismatch:
+                return MismatchError(mismatch)
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._disconnect()
         others = self._board.describe_others(sequence)
+        if mismatch := self._board.find_mismatch():
+            return MismatchError(mismatch)
         return CommunicationError(f"{where} lost its peers: {others} (the backend says: {_first_line(error)})")
 
     def _disconnect(self) -> None:
