@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.comm.torch_group import is_lost_peer
 from paceline.data.batch import list_tensors, select
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.mismatch import explain_failure
 from paceline.parallel.pipeline.costs import cut, undisturbed
 from paceline.parallel.pipeline.forward import Description, ForwardPass
 from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only, list_paths
@@ -24,7 +26,6 @@ from paceline.parallel.pipeline.traced import check_same_layers, find_layers, li
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
-_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
 
 
 class Pipeline:
@@ -57,7 +58,7 @@ class Pipeline:
         self.settings = settings
         self.num_ranks = mesh.size("pipeline")
         self.place = mesh.coordinate("pipeline")
-        self._ranks = mesh.ranks("pipeline")
+        self._mesh = mesh
         self._group = mesh.process_group("pipeline")
         self._device = mesh.world.device
         self._clock = Clock(self._device)
@@ -110,6 +111,7 @@ class Pipeline:
 
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
+            MismatchError: Ranks of an axis ran different operations.
         """
         inputs = as_tuple(inputs)
         made = self._make(inputs)
@@ -254,7 +256,7 @@ class Pipeline:
         settings = self.settings
         return PipelineTimes(
             order=settings.order,
-            ranks=self._ranks,
+            ranks=self._mesh.ranks("pipeline"),
             num_micro_batches=num_micro_batches,
             stages_per_rank=settings.num_local_stages,
             formula=settings.behaviour.bubble(self.num_ranks, settings.num_local_stages, num_micro_batches),
@@ -266,12 +268,10 @@ class Pipeline:
         try:
             yield
         except RuntimeError as error:
-            if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+            if not is_lost_peer(error):
                 raise
-            raise CommunicationError(
-                f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            reports = f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports"
+            raise explain_failure(error, self._mesh, reports) from error
 
 
 @dataclass(frozen=True)
