@@ -22,6 +22,7 @@ from paceline.data import Batch, Interval, Loader
 from paceline.data.read_steps import _copy_stream
 from paceline.memory import ActivationOffload
 from paceline.parallel.model_shard import ModelShard
+from paceline.parallel.pipeline.traced import find_layers
 from paceline.replica.replica import Replica
 from paceline.replica.step_result import StepTimes
 from paceline.replica.step_scalars import _scalar_stream
@@ -231,6 +232,38 @@ def test_activations_leave_and_come_back_on_a_stream_of_their_own():
         return offload.num_sent, syncs, [torch.equal(one.grad.cpu(), other.grad.cpu()) for one, other in pairs]
 
     assert run_on_stand_in(work) == (4, [], [True] * 8)
+
+
+class Counting(torch.nn.Module):
+    """A model whose last part needs the shape of an input, but not its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x) / tokens.shape[1]
+        return x
+
+
+def test_parts_of_a_forward_wait_for_shapes_of_the_first_batch_only():
+    def work():
+        torch.manual_seed(0)
+        model, tokens = Counting(), torch.arange(6).reshape(2, 3)
+        expected = model(tokens)
+        first, *others = find_layers(model, (), tokens)
+        model.to(DEVICE)
+        for _ in range(2):
+            with recorded_syncs() as syncs:
+                value = first.run((tokens.to(DEVICE, non_blocking=True),))
+                for layer in others:
+                    value = layer.run(value)
+        return syncs, torch.allclose(value.cpu(), expected)
+
+    assert run_on_stand_in(work) == ([], True)
 
 
 def test_flags_of_both_kinds_combine():

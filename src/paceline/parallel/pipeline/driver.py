@@ -228,9 +228,9 @@ class Pipeline:
         """Return the number of samples of each peer."""
         if self._peers is None or self._peers.size == 1:
             return [len(inputs[0])]
-        counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
-        mine = torch.tensor([len(inputs[0])], device=self._device)
-        self._peers.all_gather(counts, mine, name="samples of a pipeline").wait()
+        counts, mine = torch.zeros(self._peers.size, 1, dtype=torch.int64), torch.tensor([len(inputs[0])])
+        # In host memory: to read it, the host need not wait for a GPU.
+        self._peers.on_cpu().all_gather(counts, mine, name="samples of a pipeline").wait()
         return [number for (number,) in counts.tolist()]
 
     def _make_stage(self, stage: Stage, takes: Description, gives: Description) -> TimedStage:

@@ -6,13 +6,14 @@ masks, positions and whatever else is computed between calls is as in the whole 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.streams import send_to
 from paceline.data.batch import call, describe, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
@@ -24,6 +25,7 @@ DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
+_MAX_SHAPES = 64
 _TOLERANCE = 1e-4
 """Largest relative difference of an output, for sums in another order; one of something else is larger."""
 
@@ -111,6 +113,8 @@ class Part:
     end: int
     fills_with: float = 0.0
     """Value of tensors of which only the shape matters."""
+    shapes: dict[tuple[Any, ...], dict[Source, list[int]]] = field(default_factory=dict, compare=False, repr=False)
+    """Shapes and dtypes of these tensors, by the shapes of those that cross the beginning."""
 
     def __call__(self, value: Any) -> Any:
         """Return what crosses the end, or the model's output."""
@@ -147,7 +151,12 @@ class _PartRun:
             return
         crossing = self._trace.find_crossing(part.begin)
         self._known = dict(zip(crossing, value[:-1], strict=True))
-        self._shapes = _decode(self._trace, part.begin, value[-1])
+        key = (part.begin, *(tensor.shape for tensor in value[:-1]))
+        if value[-1].device.type == "cpu" or key not in part.shapes:  # to read it on a GPU, the host would wait
+            if len(part.shapes) == _MAX_SHAPES:
+                part.shapes.clear()
+            part.shapes[key] = _decode(self._trace, part.begin, value[-1])
+        self._shapes = part.shapes[key]
 
     def call_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of this part, or return what it would."""
@@ -182,7 +191,7 @@ class _PartRun:
         for source in _find_shaped(self._trace, self._part.end):
             known = self._known.get(source)
             numbers += [DTYPES.index(known.dtype), *known.shape] if known is not None else self._shapes[source]
-        return (*values, torch.tensor(numbers, dtype=torch.int64, device=values[0].device))
+        return (*values, send_to(values[0].device, torch.tensor(numbers, dtype=torch.int64)))
 
     def refuse(self, what: str) -> SettingsError:
         """Return the error of a forward that is not the recorded one."""
