@@ -43,7 +43,8 @@ class DenseReducer(GradientReducer):
         """Divide, which a divisor of exactly 1 saves; on CPUs look for what is not finite."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
-        if bucket.buffer.device.type == "cpu" and not is_finite(bucket.numerators):
+        is_odd = bucket.buffer.device.type == "cpu" and not bucket.numerators.sum().isfinite()  # or the sum overflowed
+        if is_odd and not is_finite(bucket.numerators):
             bucket.findings = torch.zeros(2)
 
     def commit(self, unused: Collection[str]) -> None:
