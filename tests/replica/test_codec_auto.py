@@ -348,6 +348,12 @@ def test_auto_needs_the_landing_at_the_update():
         Replica(module, make_sgd(module), group=LocalGroup(), sync=EveryStep(codec="auto"), landing="arrival")
 
 
+def test_auto_refuses_complex_parameters_before_it_takes_a_codec_that_cannot_encode_them():
+    module = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(SettingsError, match="parameters must be real for codec auto, but weight is torch"):
+        Replica(module, make_sgd(module), group=LocalGroup(), sync=EveryStep(codec="auto"))
+
+
 def test_alone_auto_is_every_step():
     module = Sums()
     replica = Replica(module, make_sgd(module), group=LocalGroup(), sync=EveryStep(codec="auto"))

@@ -1,5 +1,6 @@
 """Coded steps: local SGD with a period of 1, with the same bits on every worker."""
 
+import math
 from functools import partial
 
 import pytest
@@ -251,19 +252,26 @@ def test_a_codec_that_carries_momentum_is_refused():
 
 
 @pytest.mark.parametrize("make_optimizer", [make_adamw, make_rmsprop, lambda m: AdamWOfSomebodyElse(m.parameters())])
-def test_what_is_not_finite_leaves_parameters_and_the_optimizer_as_they_are(make_optimizer):
+@pytest.mark.parametrize(("clip_norm", "factor"), [(None, math.nan), (1.0, math.nan), (1.0, 1e30)])
+def test_what_is_not_finite_leaves_parameters_and_optimizer_as_they_are(make_optimizer, clip_norm, factor):
+    """All workers are told at the update, also where the norm of one is too large, and the next step can be made."""
+
     def work(group):
         module = make_linear(dtype=torch.float32)
         before = flatten(module)
-        replica = Replica(module, make_optimizer(module), group=group, sync=EveryStep(codec="one_bit"))
-        hook = module.bias.register_hook(lambda gradient: gradient * float("nan") if group.rank else gradient)
+        sync = EveryStep(codec="one_bit")
+        replica = Replica(module, make_optimizer(module), group=group, sync=sync, clip_norm=clip_norm)
+        hook = module.bias.register_hook(lambda gradient: gradient * factor if group.rank else gradient)
         with pytest.raises(NonFiniteError, match=r"at step 0 .* on 1 of 2 ranks"):
             run_step(replica, 0)
+        assert torch.equal(flatten(module), before)
         kept = [torch.as_tensor(value) for state in replica.optimizer.state.values() for value in state.values()]
         assert all(bool(value.isfinite().all()) for value in kept)
         hook.remove()
+        run_step(replica, 0)
         replica.close()
-        assert torch.equal(flatten(module), before)
+        assert flatten(module).isfinite().all()
+        assert not torch.equal(flatten(module), before)
 
     LocalGroup.run(2, work)
 

@@ -24,6 +24,8 @@ from paceline.errors import CommunicationError, PeerTimeoutError
 POST_INTERVAL_S = 0.25
 _NUM_RECENT = 16
 _STORE_TIMEOUT_S = 2.0
+_NUM_LOOKS = 4
+"""Number of looks at ranks, while the posts of several stand still."""
 
 
 T = TypeVar("T")
@@ -95,13 +97,28 @@ class HeartbeatBoard:
 
     def describe_others(self, sequence: int) -> str:
         """Return a description of where each other rank is, those that hold up operation `sequence` first."""
-        before = run_within(_STORE_TIMEOUT_S, self._read)
-        time.sleep(3 * POST_INTERVAL_S)
-        after = run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
-        if before is None or after is None:
+        found = self._watch()
+        if found is None:
             return "the store does not answer: the process that holds it (that of rank 0) is gone or frozen"
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        return describe_ranks({self._names[rank]: (before[rank], after[rank]) for rank in others}, sequence)
+        return describe_ranks(found, sequence)
+
+    def _watch(self) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]] | None:
+        """Return an earlier and a later heartbeat of each other rank, by its number in errors; None without a store.
+
+        While several stand still, it looks again: on a busy machine some of them are only slow.
+        """
+        found: dict[int, tuple[Heartbeat | None, Heartbeat | None]] = {}
+        before = run_within(_STORE_TIMEOUT_S, self._read)
+        for _ in range(_NUM_LOOKS):
+            time.sleep(3 * POST_INTERVAL_S)
+            after = run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
+            if before is None or after is None:
+                return None
+            pairs = zip(self._names, before, after, strict=True)
+            found = {name: (earlier, later) for name, earlier, later in pairs if name != self._names[self._rank]}
+            if sum(_stands_still(*pair) for pair in found.values()) <= 1:
+                break
+        return found
 
     def find_mismatch(self) -> str:
         """Return the first of the last operations that ranks ran differently, as a sentence; empty if there is none."""
@@ -195,6 +212,11 @@ _UNSUSPECTED = 3
 """Urgency of a rank that is not the cause."""
 
 
+def _stands_still(before: Heartbeat | None, after: Heartbeat | None) -> bool:
+    """Return whether a rank that has not said why it stopped has posted nothing between two looks."""
+    return before is not None and after is not None and before.beat == after.beat and not after.last_words
+
+
 def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, description); the lowest urgency is the likeliest cause."""
     if after is None:
@@ -205,7 +227,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
         return _UNSUSPECTED, f"{place} lost its peers too, in {where}"
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"
-    if before is not None and before.beat == after.beat:
+    if _stands_still(before, after):
         return 0, f"{place} is dead or frozen: its last heartbeat came after it had begun {where}"
     if after.begun < sequence:
         doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"

@@ -25,6 +25,11 @@ from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError
 from paceline.programs.base import Algorithm
 
 
+def choose_algorithm(num_hosts: int) -> str:
+    """Return the name of the algorithm by which the leaders of hosts sum large tensors by default."""
+    return "ring" if num_hosts & (num_hosts - 1) else "halving_doubling"
+
+
 class HostGroup(Group):
     """Ranks that are processes of several hosts, in any order and any number on each.
 
@@ -73,7 +78,7 @@ class HostGroup(Group):
         self._small = ProgramGroup(self._everyone, "recursive_doubling")
         num_hosts = len(self._hosts)
         self._is_tuned = algorithm is None
-        self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
+        self._algorithm = algorithm or choose_algorithm(num_hosts)
         self._leaders: ProgramGroup | None = None
         """Group of the leaders; None on other ranks."""
         self._parts: list[Group] = [self._neighbours, self._small, self._everyone]

@@ -245,7 +245,7 @@ class TorchGroup(Group):
             else:
                 works[0].operation.wait()
         except RuntimeError as error:
-            failed = left[0] if left else works[-1]
+            failed = next(iter(left), works[-1])
             self.check()
             raise self._explain(error, failed.where, failed.sequence, began_s) from error
         self.check()
@@ -274,7 +274,8 @@ class TorchGroup(Group):
         waiting = self._senders.submit(wait)
         last_beats: dict[int, int] = {}
         while not waiting.ends_within(_PROBE_INTERVAL_S):
-            if not left or (destination := left[0].sent_to) is None:
+            first = next(iter(left), None)  # one look: the other thread removes what has ended
+            if first is None or (destination := first.sent_to) is None:
                 continue
             position = self._board.read(destination)
             if position is None or position.last_words or position.beat == last_beats.get(destination, 0):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
-from paceline.errors import SettingsError
+from paceline.errors import NonFiniteError, SettingsError
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
@@ -42,12 +42,12 @@ def choose_coding(
     It is the step where the codec suits steps, the optimizer is adaptive, and no other setting forbids it.
 
     Raises:
-        SettingsError: Steps are asked for, but another setting forbids it; the message names it.
+        SettingsError: Steps, or codec auto, are asked for, but another setting forbids it; the message names it.
     """
     if not isinstance(rule, EveryStep):
         return rule
-    if isinstance(rule.codec, AutoCodec) and landing != "update":
-        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    if isinstance(rule.codec, AutoCodec):
+        _check_auto(parameters, landing)
     reason = refuse_steps(parameters, precision, landing, layout)
     if rule.codec_of == "step" and reason:
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
@@ -55,6 +55,16 @@ def choose_coding(
         return rule
     codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+def _check_auto(parameters: Mapping[str, Tensor], landing: Landing) -> None:
+    if landing != "update":
+        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise SettingsError(
+                f"parameters must be real for codec auto, but {name} is {parameter.dtype}; leave the codec out"
+            )
 
 
 def refuse_steps(parameters: Mapping[str, Tensor], precision: str, landing: Landing, layout: Layout) -> str:
@@ -181,9 +191,18 @@ class StepCoding(BucketLanding):
         buckets = [bucket.flat for bucket in self.gradients.buckets]
         _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
-            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+            self._clip()
         if not self._steps_by_bucket:
             self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
+
+    def _clip(self) -> None:
+        """Clip this worker's gradients; a norm that is not finite leaves NaN, which is told on all when it arrives."""
+        try:
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+        except NonFiniteError:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
 
     @torch.no_grad()
     def _step_alone(self, buckets: list[FlatBucket], names: list[str]) -> dict[str, Tensor]:

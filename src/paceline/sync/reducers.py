@@ -16,7 +16,7 @@ from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer
 
-_BUCKET_BYTES = 16 * 2**20
+CODED_BUCKET_BYTES = 16 * 2**20
 """Size of a bucket if the codec has no own: few, since each costs some messages, however small its payloads are."""
 
 
@@ -70,7 +70,7 @@ class CodecReducer(GradientReducer):
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or _BUCKET_BYTES, codec.max_in_flight
+        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or CODED_BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
         self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0

@@ -22,6 +22,7 @@ from paceline.monitor.events import (
     StoppedEarly,
     Warned,
 )
+from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
 from paceline.parallel.mismatch import explain_failure
 from paceline.replica.step_result import StepResult
@@ -31,7 +32,7 @@ from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
-from paceline.training.model import ModelSize, resize, size_of
+from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
@@ -255,8 +256,8 @@ def maybe_grow(session: Session) -> None:
         return
     if any(after is not None and after < (before or 0) for before, after in zip(present, size, strict=True)):
         raise SettingsError(
-            f"a model must not become shallower or narrower, but it has {_describe(present)} and growth gives it "
-            f"{_describe(size)} at step {training.step}; resume with the growth that the run was started with"
+            f"a model must not become shallower or narrower, but it has {describe_size(*present)} and growth gives it "
+            f"{describe_size(*size)} at step {training.step}; resume with the growth that the run was started with"
         )
     depth, width = training.model.layer_stack, training.model.unit_width
     state, feedback = old.state.document(), old.state.feedback()
@@ -289,10 +290,6 @@ def maybe_grow(session: Session) -> None:
             method="widen" if run.growth.widths else run.growth.method,
         )
     )
-
-
-def _describe(size: ModelSize) -> str:
-    return f"{size.num_layers} layers" + (f" of width {size.width}" if size.width is not None else "")
 
 
 def next_boundary(session: Session, step: int) -> int:
