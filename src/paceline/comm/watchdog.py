@@ -13,7 +13,7 @@ from paceline.errors import PeerTimeoutError
 _POLL_S = 0.5
 
 
-class Operation(Protocol):
+class QueuedOperation(Protocol):
     """A queued operation, such as `torch.distributed.Work`."""
 
     def is_completed(self) -> bool:
@@ -22,7 +22,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class _Watched:
-    operation: Operation
+    operation: QueuedOperation
     where: str
     sequence: int
 
@@ -56,7 +56,7 @@ class Watchdog:
         self.failure: PeerTimeoutError | None = None
         """Error of the operation that was aborted."""
 
-    def watch(self, operation: Operation, where: str, sequence: int) -> None:
+    def watch(self, operation: QueuedOperation, where: str, sequence: int) -> None:
         """Watch an operation that has just been queued."""
         with self._lock:
             if not self._queue:

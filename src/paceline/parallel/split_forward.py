@@ -178,7 +178,9 @@ class SplitForward:
         positions: Names of the arguments of a model that say where its tokens are.
     """
 
-    def __init__(self, module: nn.Module, name: str, uses: Uses, positions: tuple[str, ...], shared: "_Shared") -> None:
+    def __init__(
+        self, module: nn.Module, name: str, uses: Uses, positions: tuple[str, ...], shared: "_SplitState"
+    ) -> None:
         self.context: Context | None = None
         """Context of split sequences; None while there are whole ones."""
         self.uses = uses
@@ -227,7 +229,7 @@ _here = threading.local()
 
 
 @dataclass
-class _Shared:
+class _SplitState:
     """State of all modules of one model."""
 
     num_tokens: int | None = None
@@ -289,7 +291,7 @@ def split_forwards(module: nn.Module, sample: Any) -> None:
             f"a module's attention must be always causal or never for a context axis, but {mixed[0]} has both; "
             f"{CONTEXT_ADVICE}"
         )
-    shared = _Shared()
+    shared = _SplitState()
     for name in dict.fromkeys(["", *probe.uses]):
         SplitForward(module.get_submodule(name), name, probe.uses.get(name, Uses()), names, shared)
 

@@ -78,7 +78,7 @@ class PartCall:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """Calls of a model's parts in one forward, in their order.
 
     A part is a submodule that an *opened* module calls in its own forward: a block, an embedding, a head. Opened are
@@ -113,14 +113,14 @@ class Trace:
         return sorted(one for one in needs if isinstance(one, str))
 
 
-class Recorder(TorchFunctionMode):
-    """Mode under which one forward of a model makes its `Trace`."""
+class ForwardRecorder(TorchFunctionMode):
+    """Mode under which one forward of a model makes its `ForwardTrace`."""
 
     def __init__(self, model: nn.Module, opened: frozenset[str], inputs: Any) -> None:
         super().__init__()
         self._names = {module: name for name, module in model.named_modules()}
         structure, tensors = Structure.of(inputs)
-        self.trace = Trace(opened, structure, _describe(tensors))
+        self.trace = ForwardTrace(opened, structure, _describe(tensors))
         self._needs: dict[int, frozenset[Source | str]] = {}
         self._kept: list[Any] = []  # so that no storage has the address of an earlier one
         self._reads: frozenset[Source | str] = frozenset()
@@ -170,7 +170,7 @@ class Recorder(TorchFunctionMode):
         self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs))
         return output
 
-    def finish(self, output: Tensor) -> Trace:
+    def finish(self, output: Tensor) -> ForwardTrace:
         """Return the trace of a forward that has returned `output`."""
         self.trace.output_needs, self.trace.read = self._of(output), self._reads
         return self.trace
@@ -235,10 +235,10 @@ def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallMo
         nn.Module.__call__ = call_module  # type: ignore[method-assign]
 
 
-def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> Trace:
+def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrace:
     """Run a model forward on `inputs`, and return its trace."""
     inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # no two of which share memory
-    recorder = Recorder(model, opened, inputs)
+    recorder = ForwardRecorder(model, opened, inputs)
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
     with recorder, calls_replaced(model, opened, recorder.call_part), torch.enable_grad(), keeps_nothing:
         return recorder.finish(find_output(call(model, inputs)))

@@ -19,7 +19,15 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.costs import undisturbed
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
-from paceline.parallel.pipeline.trace import INPUTS, Source, Trace, call_module, calls_replaced, find_output, record
+from paceline.parallel.pipeline.trace import (
+    INPUTS,
+    ForwardTrace,
+    Source,
+    call_module,
+    calls_replaced,
+    find_output,
+    record,
+)
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -103,12 +111,12 @@ def _find_lists(module: nn.Module, prefix: str) -> list[str]:
 class Part:
     """Part of a model's forward: its calls from `begin` to before `end`, as the function of a `PipelineLayer`.
 
-    Its value is a tuple of the tensors that cross its beginning (`Trace.find_crossing`), and, but for the first, one of
-    the shapes and dtypes of all others from before it.
+    Its value is a tuple of the tensors that cross its beginning (`ForwardTrace.find_crossing`), and, but for the first,
+    one of the shapes and dtypes of all others from before it.
     """
 
     model: nn.Module
-    trace: Trace
+    trace: ForwardTrace
     begin: int
     end: int
     fills_with: float = 0.0
@@ -211,14 +219,14 @@ class _PartRun:
         return made.fill_(self._part.fills_with) if self._part.fills_with else made
 
 
-def _find_shaped(trace: Trace, end: int) -> list[Source]:
+def _find_shaped(trace: ForwardTrace, end: int) -> list[Source]:
     """Return the tensors from before call `end` whose shapes cross it, but not their values."""
     everything = [(number, i) for number in range(INPUTS, end) for i in range(len(trace.tensors_of(number)))]
     crossing = set(trace.find_crossing(end))
     return [source for source in everything if source not in crossing]
 
 
-def _decode(trace: Trace, begin: int, encoded: Tensor) -> dict[Source, list[int]]:
+def _decode(trace: ForwardTrace, begin: int, encoded: Tensor) -> dict[Source, list[int]]:
     numbers = encoded.tolist()
     shapes, at = {}, 0
     for number, place in _find_shaped(trace, begin):
@@ -228,7 +236,7 @@ def _decode(trace: Trace, begin: int, encoded: Tensor) -> dict[Source, list[int]
     return shapes
 
 
-def _make_layers(module: nn.Module, trace: Trace) -> list[PipelineLayer]:
+def _make_layers(module: nn.Module, trace: ForwardTrace) -> list[PipelineLayer]:
     """Return a layer for each call of a block, and one for the calls before them; others are of the block before."""
     lists = {name for name in trace.opened if isinstance(module.get_submodule(name), _LISTS)}
     blocks = [i for i, made in enumerate(trace.calls) if made.name.rpartition(".")[0] in lists]
