@@ -70,7 +70,8 @@ def explain_failure(error: RuntimeError | CommunicationError, mesh: Mesh, what: 
 def _report(error: RuntimeError | CommunicationError, mesh: Mesh, *, has_timed_out: bool) -> _Report:
     is_gloo = mesh.world.device.type == "cpu"
     dump: Any = c10d._dump_fr_trace_json if is_gloo else c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-    entries = [entry for entry in json.loads(dump())["entries"] if not entry["is_p2p"]]
+    recorded = json.loads(dump()).get("entries", [])  # without any there is no such key
+    entries = [entry for entry in recorded if not entry["is_p2p"]]
     operations, waited_in, newest_ns = {}, "its first operation with others", 0
     for axis in AXES:
         if mesh.size(axis) == 1:
