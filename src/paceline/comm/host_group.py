@@ -21,7 +21,7 @@ from paceline.comm.shared_memory import (
 from paceline.comm.shared_memory.control_segment import SMALL_BYTES
 from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
 from paceline.comm.torch_group import TorchGroup
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError
 from paceline.programs.base import Algorithm
 
 
@@ -268,6 +268,9 @@ class HostGroup(Group):
                 function()
             except CommunicationError as error:
                 raise self._explain(error, sequence, name) from error
+            except MismatchError as error:
+                self._close_parts(error)  # or the other hosts would wait
+                raise
 
         return self._channel.submit(run, sequence)
 

@@ -18,8 +18,10 @@ from paceline.compression.codec import (
     CodecContext,
     Exchange,
     Exchanged,
+    Flag,
     Request,
     State,
+    all_of,
 )
 
 _TAIL = ""
@@ -65,8 +67,9 @@ def exchange_blocks(
     for left in itertools.count(num_rounds, -1):
         is_known = left == 1 and not any(_is_finite(request) is None for request in requests.values())
         if tail is not None and (is_known or not requests):
-            parts = [each.is_finite for each in done.values()] + [_is_finite(request) for request in requests.values()]
-            tail[-1] = not all(parts)
+            known = (_is_finite(request) for request in requests.values())
+            parts = [each.is_finite for each in done.values()] + [flag for flag in known if flag is not None]
+            tail[-1] = all_of(parts) ^ True
         if not requests:
             break
         answers = _answer(requests, group, name, tail if is_known else None, timed)
@@ -83,7 +86,7 @@ def exchange_blocks(
     return {block: done[block] for block in values}
 
 
-def _is_finite(request: Request) -> bool | None:
+def _is_finite(request: Request) -> Flag | None:
     """Return whether a worker's part is finite, as its last request says."""
     return None if isinstance(request, AllToAll) else request.is_finite
 

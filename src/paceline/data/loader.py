@@ -366,7 +366,7 @@ class Loader:
     def _give(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, and note that this thread has it."""
         note_given(batch)
-        return self._split(batch) if self._split is not None else batch
+        return self._split(batch.arrived()) if self._split is not None else batch.arrived()
 
     @property
     def _found_dispatcher(self) -> Dispatcher | None:

@@ -138,9 +138,9 @@ class StepCoding(BucketLanding):
         if self._length is not None and state:
             self._length.load_state_dict(state)
 
-    def arm(self, share: float, step: int) -> None:
+    def arm(self, share: float | Tensor, step: int) -> None:
         """Prepare for a backward pass that launches buckets."""
-        self._share, self._step, self._is_begun = share, step, False
+        self._share, self._step, self._is_begun = float(share), step, False
         self._steps_by_bucket = self._suits_buckets and not self._optimizer_step.has_foreign_hooks(self._optimizer)
         self.is_eager = self._steps_by_bucket and self._optimizer_step.clip_norm is None
         self.gradients.is_eager = self.is_eager

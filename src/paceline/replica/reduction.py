@@ -3,7 +3,6 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParameter
 from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
-from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducer import Divisor, GradientReducer
 from paceline.sync.rule import Rule
 
 GPU_BUCKET_BYTES = 25 * 2**20
@@ -105,7 +104,7 @@ class GradientReduction:
         """Rule of the present step, with its codec, if that is chosen while training runs."""
         return self._rule
 
-    def send_scalars(self, weight: float, numerator: Tensor, stop: bool) -> StepScalars:
+    def send_scalars(self, weight: float | Tensor, numerator: Tensor, stop: bool | Tensor) -> StepScalars:
         """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
         measured = self.chooser.values() if self.chooser is not None else ()
         return StepScalars(self.reduce_group, weight, numerator, stop, measured=measured)
@@ -188,7 +187,7 @@ class GradientReduction:
     def sum_first_weights(self, weight: float) -> float:
         """Return the sum of the reduce group's weights in the first step."""
         mine = self._shard.reduce_step_scalars(weight, torch.zeros(()), False)[0]
-        first = torch.tensor([mine], dtype=torch.float64, device=self.reduce_group.device)
+        first = torch.tensor([float(mine)], dtype=torch.float64, device=self.reduce_group.device)
         self.reduce_group.all_reduce(first, name="first weights").wait()
         return float(first) or 1.0
 
@@ -225,7 +224,7 @@ class GradientReduction:
             )
         return totals
 
-    def arm(self, divisor: Callable[[], float], share: float, step: int, loss_scale: float) -> None:
+    def arm(self, divisor: Divisor, share: float | Tensor, step: int, loss_scale: float) -> None:
         """Exchange gradients during the next backward pass.
 
         Args:

@@ -24,6 +24,7 @@ from paceline.monitor.events import (
 )
 from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
+from paceline.parallel.mismatch import explain_failure
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
@@ -183,18 +184,16 @@ def _finish(session: Session) -> bool:
 
 @contextmanager
 def _explaining(session: Session) -> Iterator[None]:
-    """Name the rank that lost others, if torch, not a group of Paceline's, connects the ranks of a layout."""
+    """Name the rank that lost others, where torch connects ranks of a layout; find ranks that ran other operations."""
     training = session.training
     try:
         yield
-    except RuntimeError as error:
-        if training.run.layout.is_plain or not is_lost_peer(error):
+    except (RuntimeError, CommunicationError) as error:
+        mesh = session.replica.shard.mesh
+        if mesh is None or not (isinstance(error, CommunicationError) or is_lost_peer(error)):
             raise
-        world = session.replica.shard.world
-        raise CommunicationError(
-            f"rank {world.rank} of {world.size} lost others of its layout after step {training.step}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        lost = f"rank {mesh.world.rank} of {mesh.world.size} lost others of its layout after step {training.step}"
+        raise explain_failure(error, mesh, lost) from error
 
 
 def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
