@@ -10,16 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
-from paceline.data.batch import list_tensors, map_tensors
+from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.context import check_attention, check_length, split_attention
+from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
 from paceline.parallel.deferred import Construction
-from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module
+from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
+from paceline.parallel.pipeline.traced import find_layers, is_listed
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
@@ -38,6 +39,7 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
+    gather_dtype: torch.dtype | None = None,
     construction: Construction | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
@@ -55,17 +57,20 @@ def parallelize(
             registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
-            and a model split over a tensor axis is compared with the whole one.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline finds and measures layers
+            with it, and a model split over a tensor axis is compared with the whole one.
+        gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
+            default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
         construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
-            Each rank then makes only its part; over a tensor axis first the whole, which is compared.
+            Each rank then makes only its part, or first the whole if that is run (`needs_values`).
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
     """
     world = group or find_group()
     axes = layout.resolve(world.size)
-    check_sharding(layout, sharded_codec, pipeline or PipelineSettings())
+    settings = pipeline or PipelineSettings()
+    check_sharding(layout, sharded_codec, settings)
     if layout.is_plain:
         _finish(construction, module, None, world)
         return _note(ModelShard(world, layout, module=module))
@@ -74,59 +79,70 @@ def parallelize(
             "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
     mesh = Mesh(world, axes)
-    construction = _begin_alike(module, layout, world, construction)
+    construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
         plan = _agree_on_plan(module, tensor_plan, sample, mesh)
-        if layout.pipeline > 1:
-            boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
-    driver: Pipeline | None = None
-    tensor_split: TensorSplit | None = None
-    if layout.pipeline > 1:
-        inputs = sample if construction is None else map_tensors(lambda tensor: tensor.to("meta"), sample)
-        driver = _make_pipeline(module, mesh, layout, pipeline or PipelineSettings(), inputs)
-        module = driver.module
-    if plan is not None:
-        tensor_split = _split_checked(module, mesh, plan, _list_runs(module, sample, driver, boundaries))
-    if layout.context > 1:
-        _split_context(module, mesh, sample, plan)
+        boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
+    is_context_split = layout.context > 1 and is_foreign(module)
+    if is_context_split:
+        _check_tokens(sample, layout)
+        split_attention(module, mesh, sample)
+    driver = _cut_into_stages(module, mesh, layout, settings, sample) if layout.pipeline > 1 else None
+    tensor_split = _split_checked(module, mesh, plan, _list_runs(module, driver, sample, boundaries)) if plan else None
+    if layout.context > 1 and not is_context_split:
+        split_attention(module, mesh)
+    _check_length(sample, mesh, plan)
     if layout.shards_parameters:
-        _shard_stages(module, driver, mesh, layout)
+        _shard_stages(module, driver, mesh, layout, gather_dtype)
     _finish(construction, module, driver, world)
-    reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
-    replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
-    return _note(
-        ModelShard(
-            replicas,
-            layout,
-            mesh,
-            module=module,
-            pipeline=driver,
-            tensor_split=tensor_split,
-            reduce_scatter=reduce_scatter,
-        )
+    shard = ModelShard(
+        mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
+        layout,
+        mesh,
+        module=module,
+        pipeline=driver,
+        tensor_split=tensor_split,
+        reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
     )
+    return _note(shard)
+
+
+def needs_values(module: nn.Module, layout: Layout, pipeline: PipelineSettings) -> bool:
+    """Return whether `parallelize` runs the whole model, to find how it is split and to compare what comes of it."""
+    finds_layers = layout.pipeline > 1 and not (pipeline.sequence or is_listed(module))
+    return layout.tensor > 1 or finds_layers or (layout.context > 1 and is_foreign(module))
 
 
 def _begin_alike(
-    module: nn.Module, layout: Layout, world: Group, construction: Construction | None
-) -> Construction | None:
-    """Give every rank rank 0's values, unless the construction that is returned gives each its part later."""
+    module: nn.Module,
+    layout: Layout,
+    settings: PipelineSettings,
+    sample: Any,
+    world: Group,
+    construction: Construction | None,
+) -> tuple[Construction | None, Any]:
+    """Give every rank rank 0's values, unless the construction that is returned gives each its part later.
+
+    Returns:
+        The construction, and the sample on the module's device.
+    """
     check_same_model(module, world)
-    if construction is not None and layout.tensor == 1:
-        return construction
-    _finish(construction, module, None, world)  # a tensor plan is tried on values
+    if construction is not None and not needs_values(module, layout, settings):
+        return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
+    _finish(construction, module, None, world)
     broadcast_module(module, world)
-    return None
+    return None, sample
 
 
-def _make_pipeline(module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any) -> Pipeline:
-    if sample is None:
-        raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
-    peers = mesh.group("sharded") if layout.shards_parameters else None
-    return Pipeline(module, mesh, settings, tuple(list_tensors(sample)), peers)
+def _cut_into_stages(
+    module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any
+) -> Pipeline:
+    """Split a module into stages, in place, by measures of whole sequences."""
+    with full_sequences(module):
+        return Pipeline(module, mesh, settings, sample, mesh.group("sharded") if layout.shards_parameters else None)
 
 
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
@@ -138,18 +154,18 @@ def _finish(construction: Construction | None, module: nn.Module, driver: Pipeli
         adopt_parameters(part)
 
 
-def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None) -> None:
-    split_attention(module, mesh)
-    if sample is not None:
-        num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
-        check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
-
-
-def _list_runs(module: nn.Module, sample: Any, driver: Pipeline | None, boundaries: Mapping[str, Any]) -> Runs:
-    """Return what a comparison of this rank's part with the whole model runs: all of it, or its stages."""
+def _list_runs(module: nn.Module, driver: Pipeline | None, sample: Any, boundaries: Mapping[str, Any]) -> Runs:
+    """Return the runs that prove a tensor plan: of the model, or of each stage of this rank on what it gets."""
     if driver is None:
         return [(module, sample, False)]
     return [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+
+
+def _check_length(sample: Any, mesh: Mesh, plan: TensorPlan | None) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split over the context axis."""
+    if sample is not None and mesh.size("context") > 1:
+        num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
+        check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
 
 
 def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
@@ -159,7 +175,7 @@ def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) 
     """
     if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return split(module, mesh, plan)
-    with undisturbed(module), without_constants(module):
+    with full_sequences(module), undisturbed(module), without_constants(module):
         check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
         tensor_split = split(module, mesh, plan)
         check.compare(mesh.world)
@@ -181,10 +197,26 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
     given = tuple(list_tensors(sample))
     value: Any = given[0] if len(given) == 1 else given
     with undisturbed(module), torch.no_grad():
-        for layer in list_layers(module, settings.sequence):
+        for layer in find_layers(module, settings.sequence, sample):
             boundaries[layer.name] = value
             value = layer.run(value)
     return boundaries
+
+
+def _check_tokens(sample: Any, layout: Layout) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split."""
+    if sample is None:
+        raise SettingsError(
+            "sample must be inputs of a sample for a context axis, unless modules are ContextParallelModules, but got "
+            "none; give parallelize one"
+        )
+    tensors = list_tensors(sample)
+    if any(tensor.dim() < 2 or tensor.dim() > 3 for tensor in tensors):
+        raise SettingsError(
+            f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
+            f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
+        )
+    check_length(tensors[0].shape[1], context=layout.context)
 
 
 def _note(shard: ModelShard) -> nn.Module:
@@ -206,12 +238,12 @@ def check_model(
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
     if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
-    if layout.pipeline > 1:
+    if layout.pipeline > 1 and (pipeline.sequence or is_listed(module)):  # others are run on a sample
         layers = list_layers(module, pipeline.sequence)
         pipeline.count_stages(layout.pipeline, len(layers))
         if isinstance(pipeline.cuts, tuple):
             cut_at(pipeline.cuts, [layer.name for layer in layers])
-    if layout.context > 1:
+    if layout.context > 1 and not is_foreign(module):  # others are run on a sample
         check_attention(module, layout.context)
     if layout.shards_parameters:
         check_parameters(module)
@@ -232,13 +264,16 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
         )
 
 
-def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+def _shard_stages(
+    module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout, gather_dtype: torch.dtype | None
+) -> None:
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard_module(module, mesh, zero_stage=zero_stage)
+        shard_module(module, mesh, zero_stage=zero_stage, gather_dtype=gather_dtype)
         return
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)
+            with tied(module):
+                shard_module(stage, mesh, zero_stage=zero_stage, blocks=names, gather_dtype=gather_dtype)

@@ -10,6 +10,7 @@ from paceline.data import Batch, Interval, Splits
 from paceline.data.batch import list_tensors
 from paceline.data.datasets import SEEDING
 from paceline.parallel.deferred import Construction, UndeferrableError, defer
+from paceline.parallel.parallelize import needs_values
 from paceline.parallel.pipeline.costs import estimate
 from paceline.parallel.pipeline.layers import list_layers
 from paceline.training.model import Model
@@ -62,6 +63,8 @@ def _try_to_defer(
         with SEEDING:
             torch.manual_seed(run.seed)
             module, construction = defer(lambda: model.build(splits.train.spec))
+        if needs_values(module, run.layout, run.pipeline):
+            raise UndeferrableError("it is run to find how it can be split")
         if run.layout.pipeline > 1 and run.pipeline.cuts == "estimated":
             _check_layers(run, module, splits)
     except UndeferrableError as error:

@@ -32,11 +32,14 @@ from paceline.sync.synchroniser import WorkerContext
 from paceline.topology.layout import Axes, Layout
 from paceline.training.rehearsal import Forward, count_samples, find_outline
 from paceline.training.run import Run
+from paceline.training.training import choose_gather_dtype
 
 _CPU = torch.device("cpu")
 
 
-def estimate_layout(run: Run, splits: Splits, num_ranks: int, choices: Mapping[str, Choice]) -> Estimate:
+def estimate_layout(
+    run: Run, splits: Splits, num_ranks: int, choices: Mapping[str, Choice], device: torch.device
+) -> Estimate:
     """Return the memory of the rank that needs the most.
 
     Each rank whose part differs is rehearsed: all stages of a pipeline and, where the optimizer alone is sharded, all
@@ -48,9 +51,10 @@ def estimate_layout(run: Run, splits: Splits, num_ranks: int, choices: Mapping[s
         splits: Training and held-out data.
         num_ranks: Number of all ranks.
         choices: Recomputation by the block's name.
+        device: Device of the training; the rehearsal itself is one on CPUs.
     """
     axes = run.layout.resolve(num_ranks)
-    found = [rehearse_rank(run, splits, rank, num_ranks, choices) for rank in list_distinct(run.layout, axes)]
+    found = [rehearse_rank(run, splits, rank, num_ranks, choices, device) for rank in list_distinct(run.layout, axes)]
     return max(found, key=lambda needed: needed.peak_bytes)
 
 
@@ -59,12 +63,21 @@ def list_distinct(layout: Layout, axes: Axes) -> list[int]:
     return axes.ranks_along(0, "pipeline", *(("sharded",) if layout.shards_optimizer else ()))
 
 
-def rehearse_rank(run: Run, splits: Splits, rank: int, num_ranks: int, choices: Mapping[str, Choice]) -> Estimate:
+def rehearse_rank(
+    run: Run,
+    splits: Splits,
+    rank: int,
+    num_ranks: int,
+    choices: Mapping[str, Choice],
+    device: torch.device = _CPU,
+) -> Estimate:
     """Return the memory of one rank in a later step; for the arguments see `estimate_layout`."""
     original, sample = find_outline(run, splits), splits.train.read_first()
     modes = FakeTensorMode(allow_non_fake_inputs=True), UnknownValues()  # type: ignore[no-untyped-call]
     with absent_world(rank, num_ranks) as world, modes[0], modes[1]:
-        rehearsal = _Rehearsal(run, splits, original, map_tensors(torch.empty_like, sample), world, choices)
+        gather_dtype = choose_gather_dtype(run.precision, device)
+        sample = map_tensors(torch.empty_like, sample)
+        rehearsal = _Rehearsal(run, splits, original, sample, world, choices, gather_dtype)
         bytes_of, shapes, num_workers = rehearsal.run()
         rehearsal.close()
     bytes_of["communication"] += count_codec(run.sync, shapes, num_workers)
@@ -77,10 +90,18 @@ class _Rehearsal:
     """One rank's steps; made and run inside of a rehearsal's modes."""
 
     def __init__(
-        self, run: Run, splits: Splits, original: nn.Module, sample: Any, world: Group, choices: Mapping[str, Choice]
+        self,
+        run: Run,
+        splits: Splits,
+        original: nn.Module,
+        sample: Any,
+        world: Group,
+        choices: Mapping[str, Choice],
+        gather_dtype: torch.dtype | None,
     ) -> None:
         self._run, self._sample, self._num_steps = run, sample, run.count_steps(splits)
         self._num_samples = count_samples(run, max(1, world.size // run.layout.ranks_of_worker))
+        inputs = Batch(sample, 1, Interval(0, 1)).inputs
         module = copy_without_contents(original)
         recompute(module, choices)
         self._module = parallelize(
@@ -89,7 +110,8 @@ class _Rehearsal:
             group=world,
             tensor_plan=run.tensor_plan,
             pipeline=_without_measuring(run.pipeline),
-            sample=Batch(sample, 1, Interval(0, 1)).inputs,
+            sample=inputs,
+            gather_dtype=gather_dtype,
         )
         self._shard = find_shard(self._module, world)
         self._optimizer = run.optimizer.build(self._module)
@@ -110,7 +132,7 @@ class _Rehearsal:
             seed=0,
         )
         if self._shard.pipeline is not None:
-            self._shard.pipeline.stand_alone(copy_without_contents(original), self._cut_tokens)
+            self._shard.pipeline.stand_alone(copy_without_contents(original), inputs, self._cut_tokens)
 
     def run(self) -> tuple[dict[Category, int], dict[str, tuple[int, ...]], int]:
         """Return bytes by purpose at the peak of the second step, shapes of gradients, and workers that sum them."""

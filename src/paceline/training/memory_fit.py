@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
-from paceline.errors import SettingsError
+from paceline.errors import PacelineError, SettingsError
 from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
@@ -49,8 +49,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     choices = choose_blocks(run, splits, num_workers, device)
     if not run.layout.is_plain and not run.memory.offloads_activations:
         try:
-            return guarded(lambda: estimate_layout(run, splits, num_ranks, choices))
-        except RehearsalError:  # or it says below why
+            return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
+        except PacelineError:  # such as a plan that is found by trying; what is wrong with a layout its ranks will tell
             pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))

@@ -23,7 +23,7 @@ class MemoryProbe:
 
     Ranks with whole models need the same, so rank 0 measures; where a layout shares the model all do, and the one that
     needs the most is reported. On CPUs the tensors of that step are counted, which makes it slightly longer; on GPUs
-    torch's allocator counts all steps up to it.
+    torch's allocator counts all steps up to it, and nothing before the first, such as building the model.
 
     Args:
         shard: Model shard of this rank.
@@ -34,11 +34,15 @@ class MemoryProbe:
         self._compares = shard.mesh is not None and is_together
         self._is_on = shard.world.rank == 0 or self._compares
         self._num_steps = 0
+        self._has_begun = False
         self._tracker: StorageTracker | None = None
 
     @contextmanager
     def watching(self, replica: Replica, batch: Batch) -> Iterator[None]:
         """Measure, inside, the training of `replica` on a micro-batch."""
+        if self._is_on and not self._has_begun and replica.group.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(replica.group.device)
+        self._has_begun = True
         is_due = self._is_on and self._num_steps == MEASURED_STEP and replica.group.device.type == "cpu"
         if not is_due:
             yield

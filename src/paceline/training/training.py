@@ -14,6 +14,7 @@ from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.parallelize import parallelize
+from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
 from paceline.training.building import build_shared, read_sample
@@ -137,10 +138,19 @@ def prepare(
         sharded_codec=run.sharded_codec,
         sample=read_sample(splits, group.device),
         construction=construction,
+        gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
     if run.compiler != NO_COMPILER:
         compile_blocks(module, run.compiler)
     return module, save_optimizer(run, run.optimizer.build(module))
+
+
+def choose_gather_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which sharded parameters are gathered: on GPUs that of a forward in bf16.
+
+    On CPUs, and in fp16, it is the parameters' own; fp16 could not hold all of them.
+    """
+    return torch.bfloat16 if precision == "bf16" and device.type != "cpu" else None
 
 
 def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None:
