@@ -145,6 +145,29 @@ def test_what_cannot_be_rehearsed_is_divided_and_says_so() -> None:
     assert estimate(run, TEXT, 2, CPU).is_rough  # its tensor plan is found by trying
 
 
+class Foreign(nn.Module):
+    """A model that says nothing of how it can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(64, 16), nn.Embedding(32, 16)
+        self.h = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for layer in self.h:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+def test_a_model_whose_layers_are_found_by_running_it_is_rehearsed() -> None:
+    model = FunctionModel(path=f"{__file__}:Foreign")
+    kept = [estimate(make_run(layout=layout, model=model), TEXT, 2, CPU) for layout in (Layout(), Layout(pipeline=2))]
+    assert not kept[1].is_rough
+    assert kept[1].bytes_of["parameters"] < 0.7 * kept[0].bytes_of["parameters"]
+
+
 def make_plain() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
 

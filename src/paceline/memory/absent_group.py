@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.group import DoneWork, Group, Work
@@ -73,6 +72,7 @@ def absent_world(rank: int, size: int) -> Iterator[AbsentGroup]:
             "torch's default process group must not exist in a process that rehearses a layout, but it does; ask for "
             "the memory of a layout before it is made"
         )
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)

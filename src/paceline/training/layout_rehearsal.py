@@ -4,6 +4,7 @@ Layouts, pipelines, buckets, clipping and optimizers are the real ones. They run
 whose other ranks do not exist.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.parallel.pipeline import PipelineSettings
 from paceline.parallel.tensor import full_tensor
+from paceline.parallel.tensor_derivation import is_derived
 from paceline.parallel.zero_redundancy import local_optimizer, shard_optimizer
 from paceline.replica.bucket_size import FIRST_SIZE
 from paceline.replica.optimizer_step import OptimizerStep, autocast
@@ -30,7 +32,7 @@ from paceline.replica.reduction import GradientReduction
 from paceline.sync import EveryStep
 from paceline.sync.synchroniser import WorkerContext
 from paceline.topology.layout import Axes, Layout
-from paceline.training.rehearsal import Forward, count_samples, find_outline
+from paceline.training.rehearsal import Forward, RehearsalError, count_samples, find_outline
 from paceline.training.run import Run
 from paceline.training.training import choose_gather_dtype
 
@@ -52,9 +54,20 @@ def estimate_layout(
         num_ranks: Number of all ranks.
         choices: Recomputation by the block's name.
         device: Device of the training; the rehearsal itself is one on CPUs.
+
+    Raises:
+        RehearsalError: The model's tensor plan is found by trying, which takes values.
     """
+    if run.layout.tensor > 1 and is_derived(find_outline(run, splits), run.tensor_plan):
+        raise RehearsalError(
+            "a tensor plan must be known for ranks to be rehearsed, but it is found by trying; give one"
+        )
     axes = run.layout.resolve(num_ranks)
-    found = [rehearse_rank(run, splits, rank, num_ranks, choices, device) for rank in list_distinct(run.layout, axes)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks will warn
+        found = [
+            rehearse_rank(run, splits, rank, num_ranks, choices, device) for rank in list_distinct(run.layout, axes)
+        ]
     return max(found, key=lambda needed: needed.peak_bytes)
 
 
