@@ -42,7 +42,7 @@ def test_on_a_gpu_the_peak_is_of_what_comes_after_the_build(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocated["peak"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: allocated.update(peak=allocated["now"]))
     replica = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda", 0)))
-    probe = MemoryProbe(is_on=True)
+    probe = MemoryProbe(SimpleNamespace(mesh=None, world=SimpleNamespace(rank=0)), is_together=True)
     found = []
     for step_bytes in (300, 200, 100):
         with probe.watching(replica, None):

@@ -32,7 +32,8 @@ class MemoryProbe:
 
     def __init__(self, shard: ModelShard, *, is_together: bool) -> None:
         self._compares = shard.mesh is not None and is_together
-        self._is_on = shard.world.rank == 0 or self._compares
+        self._rank = shard.world.rank
+        self._is_on = self._rank == 0 or self._compares
         self._num_steps = 0
         self._has_begun = False
         self._tracker: StorageTracker | None = None
@@ -79,12 +80,12 @@ class MemoryProbe:
             bytes_of: dict[str, float] = {category: float(num_bytes) for category, num_bytes in tracker.peak.items()}
             beside = max(0, _proportional_bytes() - sum(tracker.now.values()))
             return MemoryMeasured(
-                peak_bytes=tracker.peak_bytes, bytes_of=bytes_of, of_rank=replica.shard.world.rank, beside_bytes=beside
+                peak_bytes=tracker.peak_bytes, bytes_of=bytes_of, of_rank=self._rank, beside_bytes=beside
             )
         if replica.group.device.type != "cuda":
             return None
         peak_bytes = torch.cuda.max_memory_allocated(replica.group.device)
-        return MemoryMeasured(peak_bytes=peak_bytes, bytes_of={}, of_rank=replica.shard.world.rank)
+        return MemoryMeasured(peak_bytes=peak_bytes, bytes_of={}, of_rank=self._rank)
 
 
 def _proportional_bytes(rollup: Path = Path("/proc/self/smaps_rollup")) -> int:
