@@ -70,7 +70,7 @@ def loss_of_output(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def make_run(model: Any, layout: dict[str, Any], **settings: Any) -> Run:
     if "pipeline" in layout:
-        settings["pipeline"] = {"sequence": ("embedding", "layers.*", "head")}
+        settings.setdefault("pipeline", {"sequence": ("embedding", "layers.*", "head")})
     return Run(
         model=model,
         data=data,
@@ -97,13 +97,14 @@ def start_all(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
         ("initial", build, {"initial": weights}),
         ("by hand", build_by_hand, {}),
         ("by rank", build_by_rank, {}),
+        ("found", build, {"pipeline": {}}),
     ]:
         run = make_run(model, layout, **settings)
         FAMILIES.clear()
         training = start(run, folder, group)
         built = list(FAMILIES)
         whole = build_model(run, training.splits, group)
-        if settings:
+        if "initial" in settings:
             run.initial.match(whole).load_into(whole)  # type: ignore[union-attr]
         if name == "by rank":
             nn.init.zeros_(whole.layers[0].bias)  # type: ignore[index, union-attr, arg-type]
@@ -132,3 +133,5 @@ def test_ranks_start_from_the_values_of_the_whole_model(tmp_path: Path, layout: 
         assert result.value["by hand"][0] == result.value["by rank"][0] == []
         assert "builds the whole model before it keeps its part, since without memory" in result.value["by hand"][2]
         assert "since ranks construct different ones, of which rank 0's is taken" in result.value["by rank"][2]
+        assert result.value["found"][0] == []
+        assert ("since it is run to find how it can be split" in result.value["found"][2]) == ("pipeline" in layout)
