@@ -33,7 +33,7 @@ class Estimate:
     host_bytes: int = 0
     """Bytes offloaded to CPU memory, if the device is a GPU."""
     is_rough: bool = False
-    """Whether it was divided by the layout's axes, and not rehearsed rank by rank: it may be far off."""
+    """Whether the layout's axes divided it, since ranks could not be rehearsed: it may be far off."""
 
     @property
     def peak_bytes(self) -> int:
@@ -111,7 +111,7 @@ def count_synchroniser(rule: Rule, context: WorkerContext, num_steps: int) -> in
 
     Args:
         rule: Synchronisation rule of the workers.
-        context: What the rule works on, without contents, in a group that does not exist.
+        context: Objects that the rule works on, without contents, in a group that does not exist.
         num_steps: Number of steps of the run; the first exchange after them is counted.
     """
     module, group = context.module, context.group

@@ -19,7 +19,7 @@ class Construction:
     """The construction of a model that has no memory yet.
 
     Args:
-        recording: What the construction did.
+        recording: Operations of the construction.
         module: The model.
     """
 

@@ -167,7 +167,7 @@ class Pipeline:
 
         Args:
             whole: Whole model, not split.
-            sample: Its inputs, as of the constructor.
+            sample: Inputs of the model, as the constructor takes them.
             cut: Function from a tensor between stages of the whole model to that between those of the split one.
         """
         self._whole, self._peers = (whole, sample, cut), None
