@@ -37,9 +37,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
-    see `estimate_step`. With a layout that shares the model each rank's own step is, and the one that needs the most
-    counts (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying, a whole
-    model's step is divided as `divide` says, which is rougher.
+    see `estimate_step`. With a layout each rank's own step is, and the one that needs the most counts
+    (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying or with offloading, a
+    whole model's step is divided as `divide` says, which is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -47,16 +47,14 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
-    if not run.layout.is_plain and not run.memory.offloads_activations:
+    if not run.layout.is_plain and run.memory.offload == "none":
         try:
             return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
         except PacelineError:  # such as a plan that is found by trying; what is wrong with a layout its ranks will tell
             pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
-    needed = whole
-    if not run.layout.is_plain:
-        needed = divide(whole, run.layout, run.num_micro_batches)
+    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
     if run.memory.offloads_parameters:
         needed = _move_parameters(needed, outline(run.model, splits))
     return needed if run.ema is None else _add_averages(needed, run, splits)
