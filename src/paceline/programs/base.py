@@ -213,6 +213,21 @@ class Program:
         """Return the rounds, one after another."""
         return (self._make_round(index) for index in range(self.num_rounds))
 
+    def read(self) -> Self:
+        """Return the same program with all its rounds made, so that they can be no others later."""
+        made = list(self.rounds())
+        return type(self)(
+            self.collective,
+            self.name,
+            self.num_ranks,
+            self.num_chunks,
+            len(made),
+            made.__getitem__,
+            root=self.root,
+            owners=self.owners,
+            classes=self._classes,
+        )
+
     def round_classes(self) -> list[tuple[int, int]]:
         """Return (index of a round, number of rounds like it), in order: together they are all rounds.
 

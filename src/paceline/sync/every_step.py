@@ -13,16 +13,11 @@ from paceline.compression.codec import Algebra, CodecSetting
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm, Collective, Direct, list_algorithms
 from paceline.registry import register
+from paceline.sync.codec_choice import count_buckets
 from paceline.sync.reducer import GradientReducer
-from paceline.sync.reducers import CodecReducer, DenseReducer
+from paceline.sync.reducers import NEEDS, CodecReducer, DenseReducer
 from paceline.sync.rule import Rule, Traffic
 
-_NEEDS = {
-    Algebra.LINEAR: {Collective.ALL_REDUCE},
-    Algebra.REQUANTISE: {Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.ALL_GATHER},
-    Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
-}
-"""Collectives of a codec's payloads; small blocks are summed uncompressed in any case."""
 _BACKWARD = 2 / 3
 """Backward's part of a step's computing, in which gradients are ready one after another."""
 
@@ -74,7 +69,7 @@ class EveryStep(Rule):
     def _check_pair(self) -> Self:
         if not isinstance(self.codec, Codec):
             return self._check_auto()
-        needs = _NEEDS[self.codec.algebra]
+        needs = NEEDS[self.codec.algebra]
         if self.program is not None and not needs <= self.program.collectives:
             legal = [name for name, known in list_algorithms().items() if needs <= known.collectives]
             raise SettingsError(
