@@ -93,22 +93,28 @@ def parse_ranks(text: str) -> list[int]:
     """
     from paceline.errors import SettingsError
 
-    first, _, last = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        numbers = list(range(int(first), int(last or first) + 1))
+        numbers = list(range(int(first), int(last if colon else first) + 1))
     except ValueError:
         numbers = []
     if not numbers or numbers[0] < 1:
-        raise SettingsError(f"--ranks must be a number from 1 on, or two as in 2:17, but got {text!r}; correct it")
+        raise SettingsError(
+            f"--ranks must be a number from 1 on, or two as in 2:17, the smaller first, but got {text!r}; correct it"
+        )
     return numbers
 
 
 def _collectives(settings: "Algorithm", name: str | None, *, is_alone: bool) -> "list[Collective]":
-    from paceline.errors import unknown_name
+    from paceline.errors import SettingsError, unknown_name
     from paceline.programs import Collective
 
     if name is None:
         fits = settings.collectives - ({Collective.ALL_TO_ALL} if settings.num_chunks else set())
+        if not fits:
+            raise SettingsError(
+                f"num_chunks must be left out of {settings.name}, which has all_to_all only; leave it out"
+            )
         return sorted(fits)
     known = {collective.value: collective for collective in Collective}
     wanted = known.get(name.replace("-", "_"))
