@@ -6,7 +6,7 @@ from torch import Size
 
 from paceline.schedules.learning_rate import DecaySchedule
 from paceline.sync.diloco import DiLoCo
-from paceline.sync.idle import find_idleness
+from paceline.sync.idle import find_idle_codec, find_idleness
 from paceline.training.run import Run
 
 _LEAST_ROUNDS = 25
@@ -36,6 +36,8 @@ def list_idle(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int
 
 
 def _list_idle_rule(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int) -> Iterator[str]:
+    if (codec := find_idle_codec(run.sync, shapes, num_workers)) is not None:
+        yield f"{codec.reason}; lower --sync.{codec.field}, or take another codec"
     if (idleness := find_idleness(run.sync, num_steps, shapes, num_workers)) is not None:
         yield f"{idleness.reason}; lower --sync.{idleness.field}"
     elif isinstance(run.sync, DiLoCo):
