@@ -59,7 +59,9 @@ def test_an_operation_in_the_thread_of_the_caller_is_done_at_once_and_has_no_oth
 
     before = {thread.name for thread in threading.enumerate() if thread.name == "paceline-ring"}
     assert LocalGroup.run(2, run, timeout_s=20) == [[4.0] * 3] * 2
-    assert {thread.name for thread in threading.enumerate() if thread.name == "paceline-ring"} == before
+    assert {thread.name for thread in threading.enumerate() if thread.name == "paceline-ring"} <= before, (
+        "another test's may end meanwhile"
+    )
 
 
 class NoSumGroup(LocalGroup):
