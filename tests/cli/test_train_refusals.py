@@ -126,7 +126,7 @@ def held(): return paceline.Run(data=Dataset(), **settings)
             'train transformer_lm --layout.pipeline 2 --pipeline.cuts ["nowhere"]',
             "cuts must name layers of the model at which a stage can begin, but got 'nowhere'",
         ),
-        ("train resnet --layout.context 2", "a module that looks at other tokens must use"),
+        ("train resnet --layout.context 2", "inputs must be sequences of tokens for context(2)"),
         (
             "train transformer_lm --layout.context 3 --data.sequence_length 128",
             "a sequence for context(3) must be a multiple of 6 tokens, but got 128",

@@ -88,7 +88,7 @@ def parallelize(
         boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
     is_context_split = layout.context > 1 and is_foreign(module)
     if is_context_split:
-        _check_tokens(sample, layout)
+        check_tokens(sample, layout)
         split_attention(module, mesh, sample)
     driver = _cut_into_stages(module, mesh, layout, settings, sample) if layout.pipeline > 1 else None
     tensor_split = _split_checked(module, mesh, plan, _list_runs(module, driver, sample, boundaries)) if plan else None
@@ -203,7 +203,7 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
     return boundaries
 
 
-def _check_tokens(sample: Any, layout: Layout) -> None:
+def check_tokens(sample: Any, layout: Layout) -> None:
     """Raise `SettingsError` if a sample's sequences cannot be split."""
     if sample is None:
         raise SettingsError(

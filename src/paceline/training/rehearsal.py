@@ -36,8 +36,7 @@ from paceline.memory.absent_group import AbsentGroup
 from paceline.memory.rehearsal import UnknownValues
 from paceline.optim import SGD
 from paceline.parallel.batch_norm import is_too_few_values, too_few_samples
-from paceline.parallel.context import check_length
-from paceline.parallel.parallelize import check_model
+from paceline.parallel.parallelize import check_model, check_tokens
 from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
@@ -207,7 +206,7 @@ def check_shards(run: Run, splits: Splits) -> None:
     with contextlib.suppress(RehearsalError):  # its ranks will tell
         check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
     if run.layout.context > 1 and splits.train.spec.input_shape:
-        check_length(splits.train.spec.input_shape[0], context=run.layout.context)
+        check_tokens(torch.empty(1, *splits.train.spec.input_shape, device="meta"), run.layout)
 
 
 def check_batch_norm_sizes(run: Run, splits: Splits, loader: Loader) -> None:
