@@ -12,6 +12,7 @@ from paceline.compression.codec import Codec
 from paceline.data.batch import list_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.context import check_attention, check_length, split_attention
+from paceline.parallel.expert import check_experts, split_experts
 from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
@@ -24,7 +25,7 @@ from paceline.parallel.tensor import TensorSplit, split
 from paceline.parallel.tensor_check import Runs, SplitCheck, undisturbed, without_constants
 from paceline.parallel.tensor_derivation import find_plan, is_derived
 from paceline.parallel.tensor_plan import TensorPlan, make_plan
-from paceline.topology.layout import Layout
+from paceline.topology.layout import Axis, Layout
 
 
 def parallelize(
@@ -39,9 +40,9 @@ def parallelize(
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
-    First the layers are split into stages, then the layers of each stage over the tensor axis, then the remaining
-    parameters are sharded. Build the optimizer from the returned module, and give both to a `Replica`. A `Loader` that
-    is made afterwards gives ranks of one worker the same samples, and each rank its part of their tokens.
+    First the layers are split into stages, then those of each over the tensor axis, or their experts over the expert
+    axis, then other parameters are sharded. Build the optimizer from the returned module, and give both to a `Replica`.
+    A `Loader` made afterwards gives ranks of one worker the same samples, and each rank its part of their tokens.
 
     Args:
         module: Whole model, built on every rank; rank 0's values are used.
@@ -53,7 +54,7 @@ def parallelize(
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
         sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
-            and a model split over a tensor axis is compared with the whole one.
+            and a model split over a tensor axis, or of other experts than `Experts`, is compared with the whole one.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -68,6 +69,7 @@ def parallelize(
             "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
     mesh = Mesh(world, axes)
+    check_experts(module, layout)
     check_same_model(module, world)
     broadcast_module(module, world)
     plan: TensorPlan | None = None
@@ -82,7 +84,7 @@ def parallelize(
     if layout.pipeline > 1 and sample is None:
         raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
     if layout.pipeline > 1:
-        peers = mesh.group("sharded") if layout.shards_parameters else None
+        peers = _find_peers(mesh, layout)
         driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
         module = driver.module
     if plan is not None:
@@ -95,18 +97,23 @@ def parallelize(
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout)
     reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
-    replicas = mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",)))
-    return _note(
-        ModelShard(
-            replicas,
-            layout,
-            mesh,
-            module=module,
-            pipeline=driver,
-            tensor_split=tensor_split,
-            reduce_scatter=reduce_scatter,
-        )
+    shard = ModelShard(
+        mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
+        layout,
+        mesh,
+        module=module,
+        pipeline=driver,
+        tensor_split=tensor_split,
+        reduce_scatter=reduce_scatter,
+        experts=split_experts(module, mesh, sample),
     )
+    return _note(shard)
+
+
+def _find_peers(mesh: Mesh, layout: Layout) -> Group | None:
+    """Return the ranks that must run their stages as often as this one, since they exchange inside them."""
+    axes: list[Axis] = ["sharded"] if layout.shards_parameters else ["expert"] if layout.expert > 1 else []
+    return mesh.group(*axes) if axes else None
 
 
 def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None) -> None:
@@ -163,6 +170,7 @@ def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
+    check_experts(module, layout)
     if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1:
@@ -177,7 +185,14 @@ def check_model(
 
 
 def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
-    """Raise `SettingsError` if the sharded axis cannot be combined with the others, or with a codec."""
+    """Raise `SettingsError` if the sharded or the expert axis cannot be combined with the others, or with a codec."""
+    if layout.expert > 1 and (layout.tensor > 1 or layout.shards_parameters):
+        other = f"tensor({layout.tensor})" if layout.tensor > 1 else f"zero_stage {layout.zero_stage}"
+        advice = "put these ranks on the expert axis" if layout.tensor > 1 else "set zero_stage to 1"
+        raise SettingsError(
+            f"expert({layout.expert}), which divides parameters by experts, must come without other divisions of the "
+            f"same parameters, but got {other}; {advice}, or leave the expert axis out"
+        )
     if layout.shards_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
         raise SettingsError(
             f"pipeline.order must not split backward with zero_stage {layout.zero_stage}, since torch "
