@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError, PeerTimeoutError
 
 POST_INTERVAL_S = 0.25
@@ -62,8 +63,7 @@ class HeartbeatBoard:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._post()
-        self._thread = threading.Thread(target=self._keep_posting, name="paceline-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._keep_posting, name="paceline-heartbeat", stop=self._closed.set)
 
     def begin(self, sequence: int, name: str) -> None:
         """Record that an operation has begun."""
@@ -129,9 +129,7 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
         with contextlib.suppress(RuntimeError):
             results.append(function())
 
-    thread = threading.Thread(target=run, name="paceline-store", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    start_thread(run, name="paceline-store").join(timeout_s)
     return results[0] if results else None
 
 
