@@ -18,7 +18,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.data.base import Spec
 from paceline.data.batch import Batch
 from paceline.data.order import Interval, apportion
-from paceline.errors import SettingsError
+from paceline.errors import DivergenceError, SettingsError
 from paceline.memory.recompute import recompute
 from paceline.parallel import Experts, MixtureOfExperts, PipelineSettings, balance_loss, register_experts
 from paceline.parallel.expert import check_experts
@@ -248,6 +248,19 @@ def refuse_strange_experts(group: Group) -> list[str]:
     return refusals
 
 
+def find_divergence(group: Group) -> str:
+    """Return the refusal of ranks that have not in common what they should."""
+    replica = make_replica(group, "free", Layout(expert=2))
+    take_step(replica, 0, 1)
+    if group.rank == 1:
+        with torch.no_grad():
+            replica.module.norm.weight.add_(0.5)
+    with pytest.raises(DivergenceError) as caught:
+        replica.compare()
+    replica.close()
+    return str(caught.value)
+
+
 def compare(cases: list[Any], folder: str, chain: list[dict[str, int]]) -> dict[str, Any]:
     group = join()
     torch.set_num_threads(1)
@@ -265,7 +278,7 @@ def compare(cases: list[Any], folder: str, chain: list[dict[str, int]]) -> dict[
     found["chain"] = [go_through_checkpoints(group, folder, chain), 1.0]
     if group.size == 2:
         found["bytes"] = count_bytes(group)
-        found["refusals"] = refuse_strange_experts(group)
+        found["refusals"] = [*refuse_strange_experts(group), find_divergence(group)]
     group.close()
     return found
 
@@ -279,6 +292,7 @@ CASES: list[Any] = [
             ("stacked", {"expert": 2}, 1),
             ("mixtral", {"expert": 2}, 2),
             ("recomputed", {"expert": 2}, 1),
+            ("balanced", {"sharded": 2}, 2),
         ],
         [{"expert": 2}, {"data": 2}, {"expert": 2}],
     ),
@@ -310,7 +324,8 @@ def test_experts_that_are_shared_train_as_in_one_process(
     if num_ranks == 2:
         first, second, price = found.pop("bytes")
         assert first == second == price > 0
-        mixing, unproved = found.pop("refusals")
+        mixing, unproved, diverged = found.pop("refusals")
+        assert "differ, first in parameter norm.weight" in diverged
         assert "layers.1.mlp.experts (Stack) differs by" in mixing
         assert "sample must be inputs of at least one sample for a tensor or expert axis" in unproved
     assert len(found) == len(cases) + 1
