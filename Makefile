@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all check docs wheel format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel format clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,13 @@ test-slow: setup
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+# For a short loan of a GPU: tests and benchmarks in order of worth; again to go on after 25 minutes.
+gpu: setup
+	$(BIN)/python tools/gpu_hour.py
+
+gpu-rehearsal: setup
+	$(BIN)/python tools/gpu_hour.py --rehearse
 
 check: setup
 	$(BIN)/ruff format --check .

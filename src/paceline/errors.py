@@ -50,6 +50,10 @@ class PeerTimeoutError(CommunicationError):
     """A collective operation did not finish in time; the message says where each rank is."""
 
 
+class MismatchError(PacelineError):
+    """Ranks ran different operations where all must run the same: a bug, which a new start would only meet again."""
+
+
 class NonFiniteError(PacelineError):
     """A loss or gradient became NaN or infinite."""
 

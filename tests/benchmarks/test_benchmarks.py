@@ -109,7 +109,6 @@ def test_the_command_places_workers_on_hosts(monkeypatch, tmp_path):
         seen.append(self)
         return [row()]
 
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     monkeypatch.setattr(ReplicaBenchmark, "measure", measure)
     files = "--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")
     call_cli("replica", "--hosts", "4", "--bandwidth", "100mbit", "--num_pairs", "7", *files)
@@ -141,8 +140,7 @@ def test_the_command_places_workers_on_hosts(monkeypatch, tmp_path):
     ],
     ids=["no bandwidth", "no hosts", "no number", "one host", "no workers", "no benchmark"],
 )
-def test_the_command_refuses_what_cannot_be(arguments, words, monkeypatch):
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+def test_the_command_refuses_what_cannot_be(arguments, words):
     with pytest.raises(SettingsError, match=words):
         call_cli(*arguments)
 

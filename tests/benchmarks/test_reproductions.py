@@ -68,6 +68,7 @@ def test_steps_of_as_many_pushes_as_workers_have_the_synchronous_rate(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_run_is_trained_by_a_process_of_its_own_and_is_slow_when_told_to():
     benchmark = LanguageModelSync.model_validate(TINY)
     run = benchmark.make_run("synchronous", 0)

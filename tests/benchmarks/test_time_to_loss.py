@@ -8,7 +8,7 @@ from paceline.benchmarks.language import LanguageTask, make_rule_side
 from paceline.benchmarks.time_to_loss import train_sides, train_start
 from paceline.comm import LocalGroup
 from paceline.errors import SettingsError
-from paceline.sync import EveryStep, LocalSGD
+from paceline.sync import EveryStep, LocalSGD, StreamingDiLoCo
 from paceline.testing import run_processes
 
 TINY = LanguageTask(
@@ -18,14 +18,14 @@ TINY = LanguageTask(
 CURVES = {
     "ddp": [[5, 3.0], [10, 2.5], [15, 2.3], [20, 2.2]],
     "post_local_sgd": [[10, 2.8], [20, 2.4]],
-    "diloco": [[10, 2.6], [20, 2.3]],
-    "streaming_diloco": [[5, 3.0], [10, 2.9], [15, 2.39], [20, 2.3]],
+    "diloco int8": [[10, 2.6], [20, 2.3]],
+    "streaming_diloco int8": [[5, 3.0], [10, 2.9], [15, 2.39], [20, 2.3]],
     "local_sgd": [[10, 2.9], [20, 2.5]],
 }
-STEP_S = {"ddp": 5.0, "post_local_sgd": 0.625, "diloco": 0.25, "streaming_diloco": 0.2, "local_sgd": 0.5}
+STEP_S = {"ddp": 5.0, "post_local_sgd": 0.625, "diloco int8": 0.25, "streaming_diloco int8": 0.2, "local_sgd": 0.5}
+SIDES = tuple(name for name in STEP_S if name != "ddp")
 SLOWER = (1.0, 4.0, 0.5)
 """Load of the machine by others, by round."""
-BYTES = {"ddp": 0, "post_local_sgd": 0, "local_sgd": 4000, "diloco": 1000, "streaming_diloco": 260}
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def starts(monkeypatch):
             name = plan["name"]
             slower = SLOWER[place // len({plan["name"] for plan in plans})]
             if judged:
-                return {"ended_s": [], "compute_s": 9.0, "curve": CURVES[name], "largest_bytes": 0}
+                return {"ended_s": [], "compute_s": 9.0, "curve": CURVES[name]}
             ended_s = [slower * (number + 1) * STEP_S[name] - 0.1 * rank for number in range(plan["num_steps"])]
             seconds = {"ended_s": ended_s, "compute_s": slower * 0.2 - 0.1 * rank}
-            return {**seconds, "curve": [[plan["num_steps"], 2.0]], "largest_bytes": BYTES[name] - rank}
+            return {**seconds, "curve": [[plan["num_steps"], 2.0]]}
 
         return {
             rank: [answer(rank, place, plan) for place, plan in enumerate(plans)] for rank in range(workers.num_workers)
@@ -60,7 +60,9 @@ def starts(monkeypatch):
 
 
 def measure(**changes):
-    settings = {"period": 10, "task": {"num_steps": 20}, "target_losses": (2.4, 2.6), "judge_interval": 5} | changes
+    rules = {side: {"name": side.split()[0], "period": 10} for side in SIDES if side != "post_local_sgd"}
+    settings = {"period": 10, "rules": rules, "sides": SIDES, "task": {"num_steps": 20}} | changes
+    settings = {"target_losses": (2.4, 2.6), "judge_interval": 5} | settings
     return TimeToLossBenchmark(workers={"num_workers": 2, "num_hosts": 2, "bandwidth": "10mbit"}, **settings).measure()
 
 
@@ -72,17 +74,17 @@ def test_each_side_is_timed_to_the_step_at_which_it_reached_the_loss(starts):
         "ddp": 5,
         "post_local_sgd": 10,
         "local_sgd": 10,
-        "diloco": 10,
-        "streaming_diloco": 5,
+        "diloco int8": 10,
+        "streaming_diloco int8": 5,
     }
     assert {name: (plan["num_steps"], plan["judge_interval"]) for name, plan in timed.items()} == {
         "ddp": (15, 0),
         "post_local_sgd": (20, 0),
         "local_sgd": (20, 0),
-        "diloco": (20, 0),
-        "streaming_diloco": (15, 0),
+        "diloco int8": (20, 0),
+        "streaming_diloco int8": (15, 0),
     }
-    assert timed["diloco"]["rule"]["period"] == 10
+    assert timed["diloco int8"]["rule"]["period"] == 10
     assert timed["ddp"]["rule"] is None
 
 
@@ -99,8 +101,8 @@ def test_speed_ups_stand_beside_the_ceiling(starts):
     assert other.ratio == pytest.approx(3.0 / 12.5)
     earlier = rows[f"diloco int8, {place}", "time to loss 2.6, 10 steps", "DDP, 10 steps"]
     assert (earlier.ours, earlier.reference) == (2.5, 50.0)
-    largest = rows[f"streaming_diloco int8, {place}", "most sent in a step", "diloco"]
-    assert (largest.ours, largest.reference, largest.ratio) == (260, 1000, 0.26)
+    a_step = rows[f"diloco int8, {place}", "speed-up of a step", "ceiling T_ddp / T_compute"]
+    assert (a_step.ours, a_step.reference, a_step.ratio) == (20.0, 25.0, 0.8)
     losses = {row.case: row.ours for row in rows.values() if row.metric == "held-out loss after 20 steps"}
     assert losses == {
         f"post_local_sgd, {place}": 2.4,
@@ -161,8 +163,21 @@ def test_a_loss_that_ddp_does_not_reach_is_refused(starts):
 
 
 def test_fewer_steps_than_a_period_are_refused():
-    with pytest.raises(ValidationError, match="at least the period, without start_steps, but got 5, 10 and 0"):
-        TimeToLossBenchmark(period=10, task={"num_steps": 5})
+    with pytest.raises(ValidationError, match="at least the longest period, without start_steps, but got 5, 16 and 0"):
+        TimeToLossBenchmark(sides=["every_step one_bit", "diloco"], task={"num_steps": 5})
+
+
+def test_a_side_is_a_rule_and_its_codec_by_name():
+    with pytest.raises(ValidationError, match="no_codec"):
+        TimeToLossBenchmark(sides=["every_step no_codec"])
+    benchmark = TimeToLossBenchmark(sides=["streaming_diloco int8", "every_step"])
+    assert [benchmark._rule(side) for side in benchmark.sides] == [StreamingDiLoCo(codec="int8"), EveryStep()]
+
+
+@pytest.mark.parametrize("name", ["diloco", "ddp"], ids=["of no side", "of torch's"])
+def test_a_rule_that_no_side_uses_is_refused(name):
+    with pytest.raises(ValidationError, match=f"rules must be of sides, and not of torch's, but got {name} beside"):
+        TimeToLossBenchmark(sides=["diloco int8", "ddp"], rules={name: "local_sgd"})
 
 
 def test_sides_begin_alike_and_see_the_same_data():
@@ -197,17 +212,19 @@ def test_torchs_post_local_sgd_averages_as_local_sgd_does():
         },
         {"name": "ddp", "rule": None, **plan},
         {"name": "ddp", "rule": None, **plan, "judge_interval": 0},
+        {"name": "ddp power_sgd", "rule": None, **plan},
     ]
     # As hosts start it: one import for all workers.
     arguments = {"task": TINY.model_dump(mode="json"), "plans": plans, "num_compute_steps": 2}
     results = run_processes(2, "paceline.benchmarks.time_to_loss:train_sides", arguments, timeout_s=55)
     assert [result.exit_code for result in results] == [0, 0], results[0].output
-    torchs, ours, ddp, unjudged = results[0].value
+    torchs, ours, ddp, unjudged, coded = results[0].value
     assert [step for step, _ in ours["curve"]] == [3, 6]
     assert ours["curve"][1][1] == pytest.approx(torchs["curve"][1][1], rel=1e-5)
     assert ddp["curve"][1][1] != pytest.approx(ours["curve"][1][1], rel=1e-5)
     assert unjudged["curve"] == [ddp["curve"][1]], "judging changes nothing"
-    assert ours["largest_bytes"] > 0
+    assert coded["curve"][1][1] != ddp["curve"][1][1]
+    assert coded["curve"][1][1] == pytest.approx(ddp["curve"][1][1], rel=0.05)
     assert all(0 < side["ended_s"][0] < side["ended_s"][-1] for side in results[1].value)
-    assert [len(side["ended_s"]) for side in results[1].value] == [6, 6, 6, 6]
+    assert [len(side["ended_s"]) for side in results[1].value] == [6, 6, 6, 6, 6]
     assert min(side["compute_s"] for side in results[1].value) > 0

@@ -201,12 +201,13 @@ def test_a_signal_ends_the_comparison(tmp_path, launched):
     assert "the same command goes on from there" in result.output
 
 
-def test_what_is_finished_is_kept_and_more_is_added(tmp_path, launched):
-    compare(tmp_path)
+@pytest.mark.parametrize("arguments", [[], ["--stop_after", "3"]], ids=["as it is", "a run that may end early"])
+def test_what_is_finished_is_kept_and_more_is_added(arguments, tmp_path, launched):
+    compare(tmp_path, *arguments)
     launched.clear()
-    compare(tmp_path)
+    compare(tmp_path, *arguments)
     assert launched == []
-    compare(tmp_path, "--seeds", "2")
+    compare(tmp_path, *arguments, "--seeds", "2")
     assert launched == ["none-1", "bf16-1"]
 
 

@@ -361,6 +361,17 @@ def test_every_value_can_be_given(integer, number, text, flag, numbers, table):
     assert {name: getattr(found, name) for name in values} == values
 
 
+class Several(Settings):
+    optimizers: dict[str, Optimizer] = Field(default_factory=dict)
+
+
+def test_settings_by_name_are_given_as_json():
+    found = apply_overrides(Several(), [("optimizers", '{"mine": {"name": "sgd", "momentum": 0.5}, "other": "adamw"}')])
+    assert found.optimizers == {"mine": SGD(momentum=0.5), "other": AdamW()}
+    with pytest.raises(SettingsError, match=r"optimizers.*nothing"):
+        apply_overrides(Several(), [("optimizers", '{"mine": "nothing"}')])
+
+
 OWN = ["--optimizer", "torch.optim:SGD"]
 
 

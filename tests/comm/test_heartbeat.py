@@ -1,5 +1,6 @@
 import json
 import re
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -75,6 +76,19 @@ def test_who_comes_late_repeats_what_those_that_gave_up_said(open_board):
     assert re.fullmatch(rf"rank 1 \(host \S+, pid \d+\) gave up: {re.escape(verdict)}", first)
     assert second.startswith("rank 0 ")
     assert "lost its peers too" in second
+
+
+def test_a_rank_that_is_only_slow_is_not_called_dead(open_board):
+    """As on a busy machine, where a thread may not run for a while."""
+    mine, slow, dead = open_board(0, 3), open_board(1, 3), open_board(2, 3)
+    for board in (slow, dead):
+        board._closed.set()
+        board._thread.join()
+    threading.Timer(0.12, slow._post).start()
+    first, second = mine.describe_others(1).split("; ")
+    assert first.startswith("rank 2 "), first
+    assert "is dead or frozen" in first
+    assert "is alive" in second
 
 
 def test_waiting_is_told_with_its_operation(open_board):

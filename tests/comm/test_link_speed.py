@@ -10,16 +10,16 @@ from paceline.comm.link_speed import LinkMeter, LinkSpeed, TimedExchange, fit_sp
 from paceline.testing.processes import run_processes
 
 
-def measure(spans_of, latency_s=None, size=2):
+def measure(spans_of):
     """Return the speed that each rank finds from steps of `spans_of[rank]`: bytes, begin and end."""
 
     def worker(group):
-        meter = LinkMeter(group)
+        meter = LinkMeter(group, num_steps=5)
         for step in spans_of[group.rank]:
             meter.note_step(TimedExchange(*span) for span in step)
-        return meter.agree(latency_s)
+        return meter.agree()
 
-    return LocalGroup.run(size, worker, timeout_s=20)
+    return LocalGroup.run(len(spans_of), worker, timeout_s=20)
 
 
 def test_latency_and_bandwidth_come_from_exchanges_of_several_sizes():
@@ -46,13 +46,17 @@ def test_one_slow_step_of_many_changes_nothing():
     assert measure([steps, steps]) == [LinkSpeed(0.0, 100.0)] * 2
 
 
-def test_a_known_latency_leaves_the_bandwidth_to_exchanges_of_one_size():
-    assert fit_speed([(100, 3.0)], latency_s=1.0) == LinkSpeed(1.0, 50.0)
-    assert fit_speed([(100, 3.0)]).latency_s == 0.0
+def test_only_the_last_steps_count():
+    steps = [[(100, 0.0, 60.0)]] * 5 + [[(100, 0.0, 1.0)]] * 5
+    assert measure([steps, steps]) == [LinkSpeed(0.0, 100.0)] * 2
+
+
+def test_exchanges_of_one_size_are_taken_to_have_no_latency():
+    assert fit_speed([(100, 4.0)]) == LinkSpeed(0.0, 25.0)
 
 
 def test_exchanges_that_take_no_longer_for_more_bytes_are_all_latency():
-    assert fit_speed([(100, 3.0)], latency_s=4.0) == LinkSpeed(3.0, math.inf)
+    assert fit_speed([(100, 3.0), (200, 2.0)]) == LinkSpeed(2.5, math.inf)
     assert fit_speed([(0, 0.5)]) == LinkSpeed(0.5, math.inf)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm import LocalGroup
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError
 from paceline.testing import GROUP_CHECKS, check_words_of_failure
 
 
@@ -47,7 +47,7 @@ def test_different_operations_are_refused_by_name():
     def run(group):
         group.all_reduce(torch.zeros(1), name=f"sum of rank {group.rank}").wait()
 
-    with pytest.raises(CommunicationError, match=r"operation 1 must be the same .*'sum of rank [01]'"):
+    with pytest.raises(MismatchError, match=r"operation 1 must be the same .*'sum of rank [01]'"):
         LocalGroup.run(2, run)
 
 

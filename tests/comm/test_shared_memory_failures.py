@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.comm import SharedMemoryGroup, SharedMemoryWarning, shared_memory
 from paceline.comm.shared_memory import buffers
-from paceline.errors import CommunicationError, SettingsError
+from paceline.errors import CommunicationError, MismatchError, SettingsError
 from paceline.testing import faults, run_processes
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +33,7 @@ def catch(function):
     """Return what went wrong."""
     try:
         function()
-    except CommunicationError as error:
+    except (CommunicationError, MismatchError) as error:
         return {"error": type(error).__name__, "message": str(error)}
     return None
 
@@ -252,6 +252,7 @@ def test_different_operations_are_told_by_what_each_rank_runs(played):
     for said in played["different"]:
         for way, expected in parts.items():
             assert said[way] is not None, f"{way} went on"
+            assert said[way]["error"] == "MismatchError", "a new start would end the same way"
             assert "operation 1 must be the same on every rank, but " in said[way]["message"]
             for part in expected:
                 assert part in said[way]["message"], way

@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm import join
 from paceline.comm.channel import Channel
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, PacelineError
 from paceline.testing import (
     GROUP_CHECKS,
     check_group,
@@ -187,6 +187,34 @@ def test_a_sender_does_not_wait_for_a_receiver_that_is_gone():
     assert sender.exit_code == 0, sender.output
     assert " from rank 0 to rank 1 lost its peers: rank 1 (host" in sender.value["message"]
     assert sender.value["error"] == "CommunicationError", "before time is out"
+
+
+def run_another():
+    """Rank 1 runs another operation than the others, each of which waits until time is out."""
+    group = join(timeout_s=20, device="cpu", transport="network")
+    KEPT.append(group)
+    group.barrier()
+    group.timeout_s = 2.0
+    tensor = torch.ones(1000)
+    try:
+        if group.rank == 1:
+            group.broadcast(tensor, source=1, name="parameters").wait()
+        group.all_reduce(tensor, name="sum").wait()
+    except PacelineError as error:
+        group.close(error)
+        return {"error": type(error).__name__, "message": str(error)}
+    return None
+
+
+def test_ranks_that_run_different_operations_are_named_with_them():
+    first, other = run_processes(2, run_another)
+    for rank in (first, other):
+        assert rank.exit_code == 0, rank.output
+        assert rank.value["error"] == "MismatchError", rank.value
+        assert (
+            "rank 0 runs 'sum' (all_reduce of 1000 torch.float32), rank 1 runs 'parameters' (broadcast of "
+            in (rank.value["message"])
+        )
 
 
 def run_steps(script, timeout_s, keep_group=True):

@@ -11,6 +11,7 @@ from paceline.comm import LocalGroup
 from paceline.compression import OneBit, PowerSGD, TopK
 from paceline.compression.exchange import exchange_blocks
 from paceline.testing.codec_contract import every_codec, values_that_are_not_finite_are_reported
+from scripted_time import ScriptedTime
 
 CODECS = {name: codec for name, codec in every_codec().items() if not codec.carries_momentum}
 
@@ -103,3 +104,18 @@ def test_the_contract_refuses_a_codec_whose_last_request_says_that_nan_is_finite
 
     with pytest.raises(AssertionError, match="the last request says that it is finite"):
         values_that_are_not_finite_are_reported(Blind(dense_below=0))
+
+
+def test_a_collective_that_ends_before_its_call_returns_is_timed_too(monkeypatch):
+    """As those of a program that runs in the thread of the caller."""
+    clock = ScriptedTime()
+    monkeypatch.setattr("paceline.compression.exchange.time", clock)
+
+    class Slow(LocalGroup):
+        def all_gather(self, output, tensor, *, name):
+            clock.sleep(5.0)
+            return super().all_gather(output, tensor, name=name)
+
+    timed = []
+    exchange_blocks(OneBit(), make_values(0), {}, Slow(), step=0, name="test", timed=timed)
+    assert [each.ended_s - each.began_s for each in timed] == [0.0, 5.0]

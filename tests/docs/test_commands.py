@@ -164,7 +164,7 @@ def test_the_settings_of_a_measurement_are_valid(words, reader):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("words", find("compare", "bench"), ids=name)
 def test_a_measurement_runs_when_it_is_smaller(words, reader, run_here):
-    if (words[0] == "bench" and "--hosts" in words) or "convergence" in words:
+    if (words[0] == "bench" and "--hosts" in words) or words[1] in ("convergence", "codec_choice"):
         pytest.skip(LONG)
     done = run_here(*words, *SMALLER[words[0], words[1]].split())
     assert done.returncode == 0, done.stdout + done.stderr

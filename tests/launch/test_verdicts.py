@@ -53,8 +53,8 @@ LOST = ExitCode.PEERS_LOST
     ],
     ids=["frozen", "killed", "exited", "told to end", "nothing"],
 )
-def test_the_reason_of_a_restart_names_the_guilty(failures, ended, reason):
-    outcome = _judge(failures, ended, signalled=False)
+def test_the_reason_of_a_restart_names_the_guilty(tmp_path, failures, ended, reason):
+    outcome = _judge(failures, ended, signalled=False, output=tmp_path)
     assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, reason)
 
 
@@ -66,13 +66,33 @@ def test_the_reason_of_a_restart_names_the_guilty(failures, ended, reason):
         ([fail(0, "DivergenceError", "they differ")], False, ExitCode.FAILED),
         ([fail(0, "NonFiniteError", "NaN")], False, ExitCode.FAILED),
         ([fail(0, "StorageError", "the disk is full")], False, ExitCode.FAILED),
+        ([fail(0, "MismatchError", "they differ"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
         ([fail(0, "KeyError", "no"), fail(1, "CommunicationError", "gone")], False, ExitCode.FAILED),
         ([record(0, RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0))], True, 0),
         ([], True, ExitCode.PREEMPTED),
     ],
 )
-def test_the_exit_code_says_how_it_ended(records, signalled, code):
-    assert _judge(records, Ended(), signalled).code == code
+def test_the_exit_code_says_how_it_ended(tmp_path, records, signalled, code):
+    assert _judge(records, Ended(), signalled, tmp_path).code == code
+
+
+ABORTED = """
+---- started again, 2026-01-01 ----
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 3184 vs 1072. Received data size doesn't match
+Fatal Python error: Aborted
+  File "torch/distributed/distributed_c10d.py", line 4387 in all_gather_single
+"""
+
+
+def test_a_rank_that_gloo_aborts_ran_another_operation_and_is_no_lost_one(tmp_path):
+    (tmp_path / "rank0.err").write_text(ABORTED)
+    (tmp_path / "rank1.err").write_text("")
+    failures = [fail(1, "CommunicationError", "rank 1 of 2 lost others, in all_gather of [[796]] Float")]
+    mismatch = _judge(failures, Ended(exit_codes={0: -signal.SIGABRT, 1: LOST}), False, tmp_path).mismatch
+    assert "rank 0, in all_gather_single, got 3184 bytes where it expected 1072; rank 1: rank 1 of 2 lost" in mismatch
+    assert _judge(failures, Ended(exit_codes={1: -signal.SIGABRT, 0: LOST}), False, tmp_path).mismatch == ""
+    assert _judge(failures, Ended(exit_codes={0: -signal.SIGKILL, 1: LOST}), False, tmp_path).mismatch == ""
 
 
 def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):

@@ -21,7 +21,7 @@ from paceline.monitor import (
     write_report,
 )
 from paceline.monitor.events import ExpertsUsed, MemoryEstimated, MemoryMeasured
-from paceline.monitor.formatting import describe
+from paceline.monitor.formatting import describe, describe_size
 from paceline.monitor.report_sections import describe_stragglers, render_experts, render_memory, render_stragglers
 
 
@@ -120,6 +120,13 @@ def test_speeds_that_are_not_known_survive_the_log() -> None:
 
 def noise(step, scale):
     return make_record(GradientNoiseMeasured(noise_scale=scale, trace=2.0, squared_norm=0.1, num_steps=5), step)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "width", "words"), [(4, None, "4 layers"), (None, 64, "width 64"), (4, 64, "4 layers of width 64")]
+)
+def test_a_size_has_what_the_model_knows_of_itself(num_layers, width, words):
+    assert describe_size(num_layers, width) == words
 
 
 def test_the_report_tells_what_changed_and_forgets_what_was_undone(tmp_path: Path) -> None:

@@ -350,6 +350,7 @@ def test_models_whose_experts_do_not_fit_are_refused() -> None:
     stack = Stack()
     stack.bias = nn.Parameter(torch.zeros(16))
     assert "but 0.bias has the shape (16,)" in refuse(nn.Sequential(stack), expert=2)
+    assert "but layers.0.mlp.experts is a Stack" in refuse(make_stacked(), expert=2, pipeline=2)
     check_experts(make_model(FREE), Layout(expert=2, context=2, pipeline=2))
     check_experts(MixtureOfExperts(4, 2, experts=Experts(4, 2, 8)), Layout(expert=2))
 

@@ -207,7 +207,9 @@ def test_costs_put_the_cut_where_the_work_is() -> None:
         mesh = SimpleNamespace(size=lambda axis: 2, world=world)
         assert cut(model, layers, PipelineSettings(), mesh, x) == [range(1), range(1, 5)]  # type: ignore[arg-type]
         named = PipelineSettings(cuts=("3",))
-        assert cut(model, layers, named, mesh, x) == [range(3), range(3, 5)]  # type: ignore[arg-type]
+        assert cut(model, layers, named, mesh, ()) == [range(3), range(3, 5)]  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match=r"sample must be inputs .* unless its cuts are named, but got none"):
+            cut(model, layers, PipelineSettings(), mesh, ())  # type: ignore[arg-type]
         with pytest.raises(SettingsError, match="can begin, but got '9'; they are: 1, 2, 3, 4"):
             cut(model, layers, PipelineSettings(cuts=("9",)), mesh, x)  # type: ignore[arg-type]
         backwards = PipelineSettings(order="zbv", cuts=("3", "2", "1"))

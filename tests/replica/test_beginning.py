@@ -133,6 +133,10 @@ OPTIMIZERS = {
     "lr of parameter group 0": (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.2)),
     "betas of parameter group 0": (torch.optim.Adam, lambda p: torch.optim.Adam(p, betas=(0.8, 0.9))),
     "parameter group 0": (torch.optim.SGD, lambda p: torch.optim.SGD([{"params": [one]} for one in p])),
+    "parameter group 1": (
+        lambda p: torch.optim.SGD(p[:1]),
+        lambda p: torch.optim.SGD([{"params": [one]} for one in p]),
+    ),
 }
 
 

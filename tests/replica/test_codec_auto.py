@@ -257,6 +257,92 @@ def test_a_checkpoint_holds_the_choice_and_what_is_held_back(script, tmp_path, n
         assert all(torch.equal(after, before) for (_, _, after), (_, _, before) in zip(loaded, saved, strict=True))
 
 
+@pytest.fixture
+def one_host(monkeypatch):
+    """Return a function after which all workers of a `LocalGroup` are on one host."""
+    return lambda: monkeypatch.setattr(LocalGroup, "host_ranks", property(lambda group: list(range(group.size))))
+
+
+@pytest.mark.parametrize("num_after", [2, 3])
+@pytest.mark.parametrize("make_optimizer", [make_sgd, make_adam])
+def test_workers_of_one_host_send_what_a_codec_between_hosts_held_back(
+    script, tmp_path, one_host, make_optimizer, num_after
+):
+    script.update({1: "one_bit"})
+
+    def work(group, first, num_steps, *, leaves=False):
+        module = Sums()
+        optimizer = make_optimizer(module)
+        replica = Replica(module, optimizer, group=group, sync=AUTO, bucket_bytes=64, hash_interval=1)
+        with CheckpointStore(tmp_path) as store:
+            if first:
+                restore(store.find_newest_valid(lambda *_: None) if group.rank == 0 else None, replica)
+                replica._reduction.chooser.began = first
+                if leaves:
+                    chooser = replica._reduction.chooser
+                    chooser._queue = chooser._plan(chooser._prices["none"])
+            kept = held_back(replica)
+            for step in range(first, num_steps):
+                step_with(replica, step)
+            if not first:
+                kept = held_back(replica)
+                tensors, document = capture(replica)
+                if group.rank == 0:
+                    store.save(tensors, document, num_steps)
+                group.barrier()
+        changes = [(change.step, change.codec) for change in replica.state.take_codec_changes()]
+        seen = kept, flatten(module), replica._reduction.rule, changes
+        replica.close()
+        return seen
+
+    saved = LocalGroup.run(SIZE, lambda group: work(group, 0, 5))
+    several = LocalGroup.run(num_after, lambda group: work(group, 5, 8, leaves=True))
+    one_host()
+    one = LocalGroup.run(num_after, lambda group: work(group, 5, 8))
+    total = sum(kept for kept, _, _, _ in saved)
+    assert total.norm() > 0.1
+    torch.testing.assert_close(sum(kept for kept, _, _, _ in one), total)
+    for (_, here, rule, changes), (_, there, _, _) in zip(one, several, strict=True):
+        assert torch.equal(here, there)
+        assert (rule.codec.name, rule.codec_of) == ("none", "gradient")
+        assert changes == [(7 if make_optimizer is make_adam else 6, "none")]
+
+
+def test_a_loop_goes_on_with_its_own_state_on_one_host(one_host, script):
+    script.update({1: "int8"})
+
+    def begin(group):
+        module = Sums()
+        replica = Replica(module, make_sgd(module), group=group, sync=AUTO, bucket_bytes=64)
+        for step in range(4):
+            step_with(replica, step)
+        saved = copy.deepcopy([part.state_dict() for part in (module, replica.optimizer, replica)])
+        replica.close()
+        return saved
+
+    saved = LocalGroup.run(SIZE, begin)
+    one_host()
+
+    def go_on(group):
+        module = Sums()
+        replica = Replica(module, make_sgd(module), group=group, sync=AUTO, bucket_bytes=64)
+        assert replica._reduction.chooser is None
+        for part, state in zip((module, replica.optimizer, replica), saved[group.rank], strict=True):
+            part.load_state_dict(state)
+        for step in range(4, 8):
+            step_with(replica, step)
+        reason = replica.state.take_codec_changes()[0].reason
+        replica.close()
+        return flatten(module), reason
+
+    script.clear()  # all that was held back is sent, and nothing later
+    done = LocalGroup.run(SIZE, go_on)
+    wanted = sum(share * inputs_of(r, step).double() for step in range(8) for r, share in enumerate(weights()))
+    for seen, reason in done:
+        torch.testing.assert_close(-seen, wanted, rtol=1e-5, atol=1e-5)
+        assert reason == "since all workers share the memory of one host"
+
+
 def test_the_choice_follows_a_link_that_gets_slow_in_training(monkeypatch):
     """Times are made up from the bytes that were really sent: whatever the machine does, the link decides."""
     compute_s, bytes_per_s = 0.1, {"now": 1e9}
@@ -346,6 +432,12 @@ def test_auto_needs_the_landing_at_the_update():
     module = Sums()
     with pytest.raises(SettingsError, match="landing must be update with codec auto, but got arrival"):
         Replica(module, make_sgd(module), group=LocalGroup(), sync=EveryStep(codec="auto"), landing="arrival")
+
+
+def test_auto_refuses_complex_parameters_before_it_takes_a_codec_that_cannot_encode_them():
+    module = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(SettingsError, match="parameters must be real for codec auto, but weight is torch"):
+        Replica(module, make_sgd(module), group=LocalGroup(), sync=EveryStep(codec="auto"))
 
 
 def test_alone_auto_is_every_step():

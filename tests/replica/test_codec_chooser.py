@@ -18,7 +18,7 @@ COMPUTE_S, LATENCY_S = 0.1, 2e-4
 class FakeTraining:
     """Workers whose steps take what the codec in use would take on a link."""
 
-    def __init__(self, num_workers=4, noise=0.0, slowdown=None, is_adaptive=True, **auto):
+    def __init__(self, num_workers=4, noise=0.0, slowdown=None, is_adaptive=True, may_choose=True, **auto):
         rule = EveryStep(codec={"name": "auto", **auto})
         self.choosers = [
             CodecChooser(
@@ -31,6 +31,7 @@ class FakeTraining:
                 steps_overlap=True,
                 bucket_bytes=None,
                 device=torch.device("cpu"),
+                may_choose=may_choose,
             )
             for rank in range(num_workers)
         ]
@@ -159,6 +160,19 @@ def test_a_restored_choice_goes_on_as_if_nothing_had_happened():
     assert other.run(60, 20) == []
     assert other.run(60, 20000)
     assert other.codec == "none"
+
+
+@pytest.mark.parametrize("mbit", [20, 20000])
+def test_what_may_not_choose_leaves_what_was_chosen_and_stays_with_none(mbit):
+    training = FakeTraining()
+    training.run(50, mbit)
+    here = FakeTraining(may_choose=False)
+    for chooser, saved in zip(here.choosers, training.choosers, strict=True):
+        chooser.load_state_dict(saved.state_dict())
+    assert here.codec == training.codec
+    here.run(100, 20)
+    assert here.chosen == ([] if mbit == 20000 else ["none", "none"]), "by a step that sends what is held back"
+    assert (here.codec, here.choosers[0].rule.codec_of) == ("none", "gradient")
 
 
 def test_steps_count_once_all_workers_have_measured():

@@ -27,6 +27,27 @@ def make_sgd(module, momentum=0.0, learning_rate=0.05):
     return torch.optim.SGD(module.parameters(), lr=learning_rate, momentum=momentum)
 
 
+class ForeignAdamW(torch.optim.Optimizer):
+    """AdamW as written by somebody else: betas, decoupled weight decay, and no flag that says so."""
+
+    def __init__(self, params, lr=0.05, weight_decay=0.0, **flags):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, **flags})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for weight in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[weight]
+                zeros = torch.zeros_like(weight)
+                first, second = state.get("first", zeros), state.get("second", zeros)
+                first, second = first.lerp(weight.grad, 1 - beta1), second.lerp(weight.grad**2, 1 - beta2)
+                number = state.get("number", 0) + 1
+                state.update(first=first, second=second, number=number)
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.sub_(rate * first / (1 - beta1**number) / ((second / (1 - beta2**number)).sqrt() + 1e-8))
+
+
 def flatten(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 

@@ -1,12 +1,13 @@
 """Coded steps: local SGD with a period of 1, with the same bits on every worker."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from stepping import flatten, make_linear, make_samples, make_sgd, run_step, train
+from stepping import ForeignAdamW, flatten, make_linear, make_samples, make_sgd, run_step, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm import LocalGroup
@@ -251,19 +252,26 @@ def test_a_codec_that_carries_momentum_is_refused():
 
 
 @pytest.mark.parametrize("make_optimizer", [make_adamw, make_rmsprop, lambda m: AdamWOfSomebodyElse(m.parameters())])
-def test_what_is_not_finite_leaves_parameters_and_the_optimizer_as_they_are(make_optimizer):
+@pytest.mark.parametrize(("clip_norm", "factor"), [(None, math.nan), (1.0, math.nan), (1.0, 1e30)])
+def test_what_is_not_finite_leaves_parameters_and_optimizer_as_they_are(make_optimizer, clip_norm, factor):
+    """All workers are told at the update, also where the norm of one is too large, and the next step can be made."""
+
     def work(group):
         module = make_linear(dtype=torch.float32)
         before = flatten(module)
-        replica = Replica(module, make_optimizer(module), group=group, sync=EveryStep(codec="one_bit"))
-        hook = module.bias.register_hook(lambda gradient: gradient * float("nan") if group.rank else gradient)
+        sync = EveryStep(codec="one_bit")
+        replica = Replica(module, make_optimizer(module), group=group, sync=sync, clip_norm=clip_norm)
+        hook = module.bias.register_hook(lambda gradient: gradient * factor if group.rank else gradient)
         with pytest.raises(NonFiniteError, match=r"at step 0 .* on 1 of 2 ranks"):
             run_step(replica, 0)
+        assert torch.equal(flatten(module), before)
         kept = [torch.as_tensor(value) for state in replica.optimizer.state.values() for value in state.values()]
         assert all(bool(value.isfinite().all()) for value in kept)
         hook.remove()
+        run_step(replica, 0)
         replica.close()
-        assert torch.equal(flatten(module), before)
+        assert flatten(module).isfinite().all()
+        assert not torch.equal(flatten(module), before)
 
     LocalGroup.run(2, work)
 
@@ -350,6 +358,19 @@ def test_steps_keep_their_length_where_hooks_may_bound_parameters_and_without_ad
     torch.testing.assert_close(changes, torch.full((2, 6, 2), length))
 
 
+@pytest.mark.parametrize(
+    ("flags", "factor", "num_told"),
+    [({}, 1.0, 1), ({"decoupled_weight_decay": True}, 2**0.5, 0)],
+    ids=["unknown", "told"],
+)
+def test_steps_of_an_optimizer_of_somebody_else_are_lengthened_only_where_its_decay_is_known(
+    flags, factor, num_told, recwarn
+):
+    changes = train_elements("none", lambda m: ForeignAdamW(m.parameters(), 0.01, **flags), [0, 1])
+    torch.testing.assert_close(changes[0, 1:], torch.full((5, 2), 0.005 * factor))
+    assert ["ForeignAdamW keep their own length" in str(each.message) for each in recwarn] == [True] * num_told
+
+
 def test_the_length_of_steps_goes_on_from_a_saved_state():
     whole = train_elements("one_bit", make_adam, [0, 1])
     assert torch.equal(whole, train_elements("one_bit", make_adam, [0, 1], stop=3))
@@ -408,3 +429,21 @@ def test_a_worker_clips_its_own_gradient_at_a_bound_that_allows_for_its_noise():
 
     train_elements("none", lambda m: Seeing(m.parameters(), lr=0.01), [0, 1], clip_norm=0.5, num_steps=3)
     assert sorted(seen) == pytest.approx([0.5] * 2 + [0.5 * 2**0.5] * 4, rel=1e-5)
+
+
+def test_the_length_of_steps_is_measured_on_gradients_that_have_been_clipped():
+    """As docs/communication.md says: gradients of 1 are 0.5 for each optimizer, and of the mean each has half."""
+
+    def work(group):
+        module = OneElementEach()
+        replica = Replica(
+            module, make_adam(module), group=group, sync=EveryStep(codec="none", codec_of="step"), clip_norm=0.5
+        )
+        replica.backward(replica(group.rank), weight=1.0)
+        replica.update()
+        measured = replica.state_dict()["document"]["landing"]
+        replica.close()
+        return measured
+
+    for measured in LocalGroup.run(2, work):
+        assert (measured["noisy"] / measured["mean"], measured["noisy"]) == pytest.approx((2.0, 0.25), rel=1e-5)

@@ -1,5 +1,9 @@
 """DiLoCo: its outer steps are torch's own, and its momentum belongs to all workers."""
 
+import copy
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from stepping import descend, flatten, make_linear, make_sgd, run_step, train
@@ -8,7 +12,7 @@ from paceline.checkpoint import CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.replica.replica import Replica
 from paceline.replica.state import capture, restore
-from paceline.sync import DiLoCo, LocalSGD
+from paceline.sync import DiLoCo, LocalSGD, StreamingDiLoCo
 
 
 def uneven(rank, step):
@@ -54,6 +58,36 @@ def test_its_momentum_rises_over_a_third_of_the_run(num_steps, rounds):
     assert DiLoCo(outer_momentum_warmup=3).fit_length(num_steps).outer_momentum_warmup == 3
 
 
+@pytest.mark.parametrize("make_rule", [DiLoCo, partial(StreamingDiLoCo, num_fragments=2)], ids=["whole", "fragments"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({}, None), ({"outer_momentum_warmup": 9}, "rises over 9 rounds from here on, but over 2 before")],
+)
+def test_a_lengthened_run_goes_on_with_its_own_warmup_unless_another_is_given(make_rule, given, told):
+    """6 rounds, then 66: by itself the longer run would have a warm-up of 22 rounds."""
+
+    def run(group, first, num_steps, rule, state):
+        module = make_linear()
+        optimizer = make_sgd(module)
+        replica = Replica(module, optimizer, group=group, sync=rule)
+        if state is not None:
+            for part, saved in zip((module, optimizer, replica), state, strict=True):
+                part.load_state_dict(saved)
+        for step in range(first, num_steps):
+            run_step(replica, step)
+        saved = [copy.deepcopy(part.state_dict()) for part in (module, optimizer, replica)]
+        replica.close()
+        return flatten(module), saved
+
+    rule = make_rule(period=2, outer_momentum=0.9)
+    whole = LocalGroup.run(2, lambda group: run(group, 0, 24, rule.fit_length(12), None))
+    begun = LocalGroup.run(2, lambda group: run(group, 0, 12, rule.fit_length(12), None))
+    longer = make_rule(period=2, outer_momentum=0.9, **given).fit_length(132)
+    with pytest.warns(UserWarning, match=told) if told else nullcontext():
+        ended = LocalGroup.run(2, lambda group: run(group, 12, 24, longer, begun[group.rank][1]))
+    assert torch.equal(ended[0][0], whole[0][0]) == (not given)
+
+
 def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
     rule = DiLoCo(period=3, outer_momentum=0.9, outer_momentum_warmup=4)
 
@@ -83,7 +117,9 @@ def test_its_momentum_is_saved_once_and_travels_to_workers_that_join(tmp_path):
         return begun, shared, consensus, flatten(module)
 
     saved = LocalGroup.run(3, lambda group: work(group, 0))
-    assert {name.split("/")[0] for name in saved[0][1]} == {"parameters", "velocity", "rounds"}
+    assert {name.split("/")[0] for name in saved[0][1]} == {
+        "parameters", "velocity", "rounds", "outer_momentum_warmup",
+    }  # fmt: skip
     joined = LocalGroup.run(5, lambda group: work(group, 3))
     for begun, shared, consensus, _ in joined:
         assert all(torch.equal(tensor, saved[0][1][name]) for name, tensor in shared.items())

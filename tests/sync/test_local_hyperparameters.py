@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from stepping import flatten, make_linear, run_step, train
+from stepping import ForeignAdamW, flatten, make_linear, run_step, train
 
 from paceline.comm import LocalGroup
+from paceline.optim import LAMB
 from paceline.replica.replica import Replica
 from paceline.sync import AdaptiveLocalSGD, DiLoCo, EveryStep, HierarchicalLocalSGD, LocalSGD, StreamingDiLoCo
 from paceline.sync.local_hyperparameters import LocalHyperparameters
@@ -56,6 +57,19 @@ def test_rates_of_optimizers_without_betas_are_scaled_too():
 
     changed = train(4, LocalSGD(period=3), 7, uneven, make_optimizer(0.01))
     assert torch.equal(changed, train(4, LocalSGD(period=3, **AS_GIVEN), 7, uneven, make_optimizer(0.01 * 4**0.25)))
+
+
+@pytest.mark.parametrize(("flags", "factor"), [({}, 1.0), ({"decoupled_weight_decay": True}, 4**0.25)])
+def test_rates_of_an_optimizer_of_somebody_else_are_scaled_only_where_its_decay_is_known(flags, factor, recwarn):
+    def make_optimizer(lr, weight_decay):
+        return lambda module: ForeignAdamW(module.parameters(), lr, weight_decay, **flags)
+
+    changed = train(4, LocalSGD(period=3, local_beta1=None), 7, uneven, make_optimizer(0.05, 0.5))
+    told = [str(each.message) for each in recwarn]
+    given = train(4, LocalSGD(period=3, **AS_GIVEN), 7, uneven, make_optimizer(0.05 * factor, 0.5 / factor))
+    assert torch.equal(changed, given)
+    assert [each.split(" keep")[0] for each in told] == ([] if flags else ["steps of stepping.ForeignAdamW"])
+    assert all('group["decoupled_weight_decay"] = True' in each.replace("'", '"') for each in told)
 
 
 def test_workers_of_one_host_do_not_step_alone():
@@ -120,3 +134,20 @@ def test_decoupled_weight_decay_is_no_part_of_what_makes_steps_longer(make, deca
         optimizer.step()
     torch.testing.assert_close(2.0 * (1 - weight.detach()), torch.full((3,), decay))
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_decay_inside_a_trust_ratio_is_no_part_of_what_makes_steps_longer():
+    """One element has a gradient, the other decays only; the ratio has |w| / |u| with decay in u, which is small."""
+
+    def change(**factors):
+        module = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.ones_(module.weight)
+        module.weight.grad = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+        optimizer = LAMB(learning_rate=0.01, weight_decay=1e-3).build(module)
+        with LocalHyperparameters(optimizer, **factors).applied():
+            optimizer.step()
+        return factors.get("step_factor", 1.0) * (1 - module.weight.detach().flatten())
+
+    longer, given = change(rate_factor=3.0, step_factor=2.0), change()
+    torch.testing.assert_close(longer / given, torch.tensor([6.0, 1.0], dtype=torch.float64), rtol=2e-3, atol=0)
+    assert given[1] > 1e-6

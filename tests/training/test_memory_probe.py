@@ -1,5 +1,7 @@
 """The memory of one step, measured while a replica trains."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -33,3 +35,17 @@ def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
     assert measured.bytes_of["parameters"] == sum(p.nbytes for p in module.parameters())
     assert measured.bytes_of["activations"] >= torch.float32.itemsize * 12 * 11, "logits"
     assert measured.peak_bytes == sum(measured.bytes_of.values())
+
+
+def test_on_a_gpu_the_peak_is_of_what_comes_after_the_build(monkeypatch):
+    allocated = {"peak": 1000, "now": 10}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocated["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: allocated.update(peak=allocated["now"]))
+    replica = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda", 0)))
+    probe = MemoryProbe(is_on=True)
+    found = []
+    for step_bytes in (300, 200, 100):
+        with probe.watching(replica, None):
+            allocated["peak"] = max(allocated["peak"], step_bytes)
+        found.append(probe.end_step(replica))
+    assert [one and one.peak_bytes for one in found] == [None, None, 300]

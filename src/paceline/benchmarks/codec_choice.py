@@ -46,8 +46,8 @@ class CodecChoiceBenchmark(Benchmark):
     """Task to train; its `num_steps` are those of the trace."""
     trace: tuple[BytesPerSecond, ...] = tuple(map(BytesPerSecond.parse, ("1gbit", "20mbit", "100mbit", "1gbit")))
     """Bandwidths of the links, one after another."""
-    steps_each: int = Field(default=100, ge=_TURN_STEPS)
-    """Steps under each bandwidth."""
+    steps_each: int = Field(default=100, gt=0, multiple_of=_TURN_STEPS)
+    """Steps under each bandwidth, in turns of five."""
     codecs: tuple[Codec, ...] = (NoCodec(), Int8(), OneBit(), TopK())
     """Codecs that each train alone, all the trace; none among them."""
     num_hosts: int = Field(default=4, ge=2)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.benchmarks.problems import power_sgd_module
 from paceline.comm import Group
 from paceline.data import Batch, Loader, Source, Splits
 from paceline.data.text import Text
@@ -159,6 +160,13 @@ def make_ddp_side(task: LanguageTask, splits: Splits) -> Side:
     optimizer = task.make_optimizer(module)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     return Side(module, optimizer, _make_step(task, module, model, optimizer))
+
+
+def make_ddp_power_sgd_side(task: LanguageTask, splits: Splits) -> Side:
+    """Return DistributedDataParallel with torch's own PowerSGD hook, of rank 4, from the third step on."""
+    module = task.build(splits)
+    optimizer = task.make_optimizer(module)
+    return Side(module, optimizer, _make_step(task, module, power_sgd_module(module), optimizer))
 
 
 def make_post_local_side(task: LanguageTask, splits: Splits, period: int) -> Side:

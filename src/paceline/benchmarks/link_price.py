@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Size
 
+from paceline.comm.host_group import choose_algorithm
 from paceline.comm.pacing import HEADERS
 from paceline.simulator import simulate_collective
 from paceline.sync import Rule, Traffic
@@ -33,7 +34,7 @@ class Link:
     def exchange_s(self, traffic: Traffic, num_servers: int = 1) -> float:
         """Return the time of one exchange.
 
-        All-reduces go by the program that leaders of hosts choose. What is sent to neighbours leaves one after
+        All-reduces go by the program that leaders of hosts take by default. What is sent to neighbours leaves one after
         another. A server's host is the narrow place of pushes and of pulls: all other workers share its link.
         """
         if traffic.peers == "host":  # the worker is alone there
@@ -45,10 +46,13 @@ class Link:
             return traffic.wire_bytes / self.bandwidth + self.latency_s
         cluster = Switch(bandwidth=self.bandwidth, latency_s=self.latency_s)
         dense_wire = 2 * (self.num_hosts - 1) / self.num_hosts
-        is_power_of_two = self.num_hosts & (self.num_hosts - 1) == 0
-        algorithm = "halving_doubling" if is_power_of_two else "ring"
-        num_bytes = traffic.wire_bytes / dense_wire
-        return simulate_collective("all_reduce", num_bytes, self.num_hosts, cluster, algorithm=algorithm).total_s
+        return simulate_collective(
+            "all_reduce",
+            traffic.wire_bytes / dense_wire,
+            self.num_hosts,
+            cluster,
+            algorithm=choose_algorithm(self.num_hosts),
+        ).total_s
 
 
 def price_training(rule: Rule, shapes: Sequence[Size], link: Link, compute_s: float, num_steps: float) -> float:

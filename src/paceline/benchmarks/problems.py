@@ -110,20 +110,26 @@ def floor_step(problem: Problem, group: Group) -> Step:
 
 
 def ddp_step(problem: Problem, hook: Hook | None = None) -> Step:
-    """Return the step of DistributedDataParallel, at its best: gradients are views of its buckets.
-
-    Its PowerSGD hook gets one bucket: with several, on gloo, it was seen to hang.
-    """
+    """Return the step of DistributedDataParallel, at its best: gradients are views of its buckets."""
     if hook is None:
         return plain_step(problem, DistributedDataParallel(problem.module, gradient_as_bucket_view=True))
     if hook == "fp16":
         module = DistributedDataParallel(problem.module, gradient_as_bucket_view=True)
         module.register_comm_hook(None, default_hooks.fp16_compress_hook)
     else:
-        module = DistributedDataParallel(problem.module, gradient_as_bucket_view=True, bucket_cap_mb=10_000)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        module = power_sgd_module(problem.module)
     return plain_step(problem, module)
+
+
+def power_sgd_module(module: nn.Module) -> DistributedDataParallel:
+    """Return DistributedDataParallel with its PowerSGD hook, of rank 4, from the third step on.
+
+    It gets one bucket: with several, on gloo, it was seen to hang.
+    """
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=10_000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
 
 
 def take_turns(

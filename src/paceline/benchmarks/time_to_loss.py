@@ -7,14 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.language import (
     LanguageTask,
     Side,
+    make_ddp_power_sgd_side,
     make_ddp_side,
     make_plain_side,
     make_post_local_side,
@@ -23,16 +24,15 @@ from paceline.benchmarks.language import (
 from paceline.benchmarks.problems import joined
 from paceline.benchmarks.workers import Workers
 from paceline.comm import Group
-from paceline.compression import Int8
 from paceline.data import Splits
 from paceline.errors import SettingsError
 from paceline.registry import Settings, register
-from paceline.sync import DiLoCo, LocalSGD, Rule, StreamingDiLoCo
+from paceline.sync import Rule
 
-SideName = Literal["ddp", "post_local_sgd", "local_sgd", "diloco", "streaming_diloco"]
 Curve = list[list[float]]
 """Pairs of step and held-out loss."""
 
+_TORCHS = ("ddp", "ddp power_sgd", "post_local_sgd")
 _MEETING = ("post_local_sgd", "local_sgd", "diloco")
 """Sides whose workers have the same parameters at the end of each period only, so that they are judged there."""
 
@@ -61,15 +61,18 @@ class _Timing:
     """Duration of a step without exchange, on the same workers."""
     loss: float
     """Held out, after the last of these steps."""
-    largest_bytes: int
-    """That one worker sent in one step."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean duration of a step."""
+        return self.ended_s[-1] / len(self.ended_s)
 
     @classmethod
     def median(cls, rounds: Sequence[Self]) -> Self:
         """Return the medians of several timings of a side."""
         ended_s = [statistics.median(times) for times in zip(*(timing.ended_s for timing in rounds), strict=True)]
         compute_s = statistics.median(timing.compute_s for timing in rounds)
-        return cls(ended_s, compute_s, rounds[0].loss, rounds[0].largest_bytes)
+        return cls(ended_s, compute_s, rounds[0].loss)
 
     @classmethod
     def of(cls, results: list[dict[str, Any]]) -> Self:
@@ -78,13 +81,12 @@ class _Timing:
             [max(times) for times in zip(*(result["ended_s"] for result in results), strict=True)],
             max(result["compute_s"] for result in results),
             results[0]["curve"][-1][1],
-            max(result["largest_bytes"] for result in results),
         )
 
 
 @register("time_to_loss")
 class TimeToLossBenchmark(Benchmark):
-    """Time to a held-out loss: torch's DDP and PostLocalSGD, and rules that exchange rarely, from the same start.
+    """Time to a held-out loss: torch's DDP and its like, and rules and codecs by name, from the same start.
 
     The start is random, or with `start_steps` what DDP makes of it in so many steps, as one goes on from a checkpoint.
     In which step each side reaches a loss is found first, with workers on this machine: it does not depend on the
@@ -96,19 +98,17 @@ class TimeToLossBenchmark(Benchmark):
 
     task: LanguageTask = LanguageTask()
     """Task to train."""
-    sides: tuple[SideName, ...] = ("post_local_sgd", "local_sgd", "diloco", "streaming_diloco")
-    """That are measured beside DDP; post_local_sgd is torch's."""
+    sides: tuple[str, ...] = ("every_step one_bit", "every_step auto", "streaming_diloco int8", "ddp power_sgd")
+    """That are measured beside DDP: a rule, or a rule and its codec, with their defaults; or torch's own: `ddp
+    power_sgd`, which is DDP with the PowerSGD hook, and `post_local_sgd`."""
     start_steps: int = Field(default=0, ge=0)
     """Steps of `task.num_steps` that DDP takes before; every side goes on from there, with its weights, optimizer state
     and data."""
-    period: int = Field(default=8, ge=2)
-    """Period of all sides; it replaces that of the rules below."""
-    local_sgd: Rule = LocalSGD()
-    diloco: Rule = DiLoCo(codec=Int8())
-    streaming_diloco: Rule = StreamingDiLoCo(
-        codec=Int8(), delay=2, mixing=0.0, outer_learning_rate=1.0, outer_momentum=0.0
-    )
-    """So few periods leave outer momentum no time to help."""
+    period: int = Field(default=16, ge=2)
+    """Period of torch's PostLocalSGD."""
+    rules: dict[str, Rule] = Field(default_factory=dict)
+    """Rules of sides with settings that are not their defaults, by the side's name:
+    `{"diloco int8": {"name": "diloco", "codec": "int8", "period": 8}}`."""
     target_losses: tuple[Annotated[float, Field(gt=0)], ...] = (2.8, 2.6, 2.4)
     """Held out; nats a byte. At random it is 5.5."""
     judge_interval: int = Field(default=2, ge=1)
@@ -123,6 +123,23 @@ class TimeToLossBenchmark(Benchmark):
     workers: Workers = Workers(num_workers=4)
     """Workers of the benchmark."""
 
+    @field_validator("sides")
+    @classmethod
+    def _check_sides(cls, sides: tuple[str, ...]) -> tuple[str, ...]:
+        for side in sides:
+            if side not in _TORCHS:
+                _rule_of(side)
+        return sides
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if unused := [name for name in self.rules if name not in self.sides or name in _TORCHS]:
+            raise ValueError(
+                f"rules must be of sides, and not of torch's, but got {', '.join(unused)} beside sides "
+                f"{', '.join(self.sides)}; give each under the name of its side"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
         if self.num_judged_steps is not None and self.num_judged_steps > self.task.num_steps:
@@ -130,10 +147,11 @@ class TimeToLossBenchmark(Benchmark):
                 f"num_judged_steps must be at most task.num_steps={self.task.num_steps}, but got "
                 f"{self.num_judged_steps}; lower it"
             )
-        if self._last_step - self.start_steps < self.period:
+        period = max(self._period(side) for side in ("ddp", *self.sides))
+        if self._last_step - self.start_steps < period:
             raise ValueError(
-                "the steps that are judged must be at least the period, without start_steps, but got "
-                f"{self._last_step}, {self.period} and {self.start_steps}; raise task.num_steps or num_judged_steps"
+                "the steps that are judged must be at least the longest period, without start_steps, but got "
+                f"{self._last_step}, {period} and {self.start_steps}; raise task.num_steps or num_judged_steps"
             )
         return self
 
@@ -173,10 +191,10 @@ class TimeToLossBenchmark(Benchmark):
     def _plan(self, name: str, num_steps: int, start: str | None, *, judged: bool) -> _Plan:
         return _Plan(
             name=name,
-            rule=self._rule(name),
-            period=self.period,
+            rule=rule.model_dump(mode="json") if (rule := self._rule(name)) else None,
+            period=self._period(name),
             num_steps=num_steps,
-            judge_interval=(self.period if name in _MEETING else self.judge_interval) if judged else 0,
+            judge_interval=self._judge_interval(name) if judged else 0,
             start=start,
             start_steps=self.start_steps,
         )
@@ -185,11 +203,17 @@ class TimeToLossBenchmark(Benchmark):
         documents = [plan.model_dump(mode="json") for plan in plans]
         return workers.start(train_sides, self.task.model_dump(mode="json"), documents, self.num_compute_steps)
 
-    def _rule(self, name: str) -> dict[str, Any] | None:
-        if name not in type(self).model_fields:
+    def _rule(self, name: str) -> Rule | None:
+        if name in _TORCHS:
             return None
-        rule: Rule = getattr(self, name)
-        return {**rule.model_dump(mode="json"), "period": self.period}
+        return self.rules[name] if name in self.rules else _rule_of(name)
+
+    def _period(self, name: str) -> int:
+        period: int = getattr(self._rule(name), "period", self.period if name == "post_local_sgd" else 1)
+        return period
+
+    def _judge_interval(self, name: str) -> int:
+        return self._period(name) if name.split()[0] in _MEETING else self.judge_interval
 
     def _find_steps(self, curve: Curve) -> dict[float, int]:
         """Return the step in which each target was reached, of those that were."""
@@ -215,10 +239,10 @@ class TimeToLossBenchmark(Benchmark):
     def _describe_ceiling(self, timings: dict[str, _Timing]) -> list[BenchmarkRow]:
         step_s, compute_s = _step_s(timings)
         rows = [self._row(self._case("ddp"), "step", "s", step_s, compute_s, "no exchange")]
-        if {"diloco", "streaming_diloco"} <= timings.keys():
-            ours, reference = (timings[name].largest_bytes for name in ("streaming_diloco", "diloco"))
-            case = self._case("streaming_diloco")
-            rows.append(self._row(case, "most sent in a step", "bytes", ours, reference, "diloco"))
+        for name, timing in timings.items():
+            if name != "ddp":
+                speed_up, said = step_s / timing.step_s, "ceiling T_ddp / T_compute"
+                rows.append(self._row(self._case(name), "speed-up of a step", "x", speed_up, step_s / compute_s, said))
         return rows
 
     def _describe_times(self, target: float, steps: dict[str, int], timings: dict[str, _Timing]) -> list[BenchmarkRow]:
@@ -243,10 +267,8 @@ class TimeToLossBenchmark(Benchmark):
         return BenchmarkRow(self.name, case, metric, unit, ours, reference, reference_name, ours / reference)
 
     def _case(self, name: str) -> str:
-        if name == "ddp":
-            return f"ddp, {self._place()}"
-        codec = (self._rule(name) or {}).get("codec", {}).get("name", "none")
-        return f"{name}{'' if codec == 'none' else f' {codec}'}, period {self.period}, {self._place()}"
+        period = f", period {self._period(name)}" if self._period(name) > 1 else ""
+        return f"{name}{period}, {self._place()}"
 
     def _place(self) -> str:
         if self.workers.bandwidth is None:
@@ -254,10 +276,15 @@ class TimeToLossBenchmark(Benchmark):
         return f"{self.workers.num_hosts} hosts at {8 * self.workers.bandwidth / 1e6:g} Mbit/s"
 
 
+def _rule_of(side: str) -> Rule:
+    """Return the rule of a name, or of a name and a codec's, with their defaults."""
+    name, _, codec = side.partition(" ")
+    return Rule.model_validate({"name": name, **({"codec": codec} if codec else {})})
+
+
 def _step_s(timings: dict[str, _Timing]) -> tuple[float, float]:
     """Return the seconds of DDP's step, and of one that exchanges nothing."""
-    ddp = timings["ddp"].ended_s
-    return ddp[-1] / len(ddp), statistics.median(timing.compute_s for timing in timings.values())
+    return timings["ddp"].step_s, statistics.median(timing.compute_s for timing in timings.values())
 
 
 def train_start(task: dict[str, Any], num_steps: int, path: str) -> None:
@@ -278,7 +305,7 @@ def train_sides(task: dict[str, Any], plans: list[dict[str, Any]], num_compute_s
     Returns:
         Of each side: ended_s, seconds since the start, by step; compute_s, of a step that exchanges nothing; curve,
         pairs of step and held-out loss, each `judge_interval` steps, or without it after the last one, when the clock
-        has stopped; largest_bytes, sent in one step.
+        has stopped.
     """
     settings = LanguageTask.model_validate(task)
     splits = settings.open()
@@ -300,13 +327,12 @@ def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -
         side.load(plan.start)
     curve: Curve = []
     ended_s: list[float] = []
-    largest_bytes = 0
     batches = itertools.islice(task.load(splits, group), plan.start_steps, None)
     batch = next(batches)
     group.barrier()
     began_s = time.perf_counter()
     for step in range(1, plan.num_steps + 1):
-        largest_bytes = max(largest_bytes, side.step(plan.start_steps + step - 1, batch))
+        side.step(plan.start_steps + step - 1, batch)
         ended_s.append(time.perf_counter() - began_s)
         if step < plan.num_steps:
             batch = next(batches)
@@ -315,7 +341,7 @@ def _train_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -
     if not plan.judge_interval:
         curve.append([plan.num_steps, _judge(task, side, splits, group)])
     side.close()
-    return {"ended_s": ended_s, "curve": curve, "largest_bytes": largest_bytes}
+    return {"ended_s": ended_s, "curve": curve}
 
 
 def _make_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) -> Side:
@@ -323,6 +349,8 @@ def _make_side(task: LanguageTask, splits: Splits, group: Group, plan: _Plan) ->
         return make_rule_side(task, splits, group, Rule.model_validate(plan.rule))
     if plan.name == "ddp":
         return make_ddp_side(task, splits)
+    if plan.name == "ddp power_sgd":
+        return make_ddp_power_sgd_side(task, splits)
     return make_post_local_side(task, splits, plan.period)
 
 

@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
+from paceline.comm.streams import record
 
 
 class AsyncSaver:
@@ -65,8 +67,10 @@ class AsyncSaver:
             self._unreported.append(self._take_result())
         self._copy(tensors)
         document = copy.deepcopy(dict(document))
+        copied = [record(device) for device in {tensor.device for tensor in tensors.values()}]
+        save = partial(_save_copied, copied, self._store)  # without this object, or nobody could drop it
         self._in_flight.append(
-            self._executor.submit(self._store.save, self._buffers, document, step, self._process_group, is_best=is_best)
+            self._executor.submit(save, self._buffers, document, step, self._process_group, is_best=is_best)
         )
 
     def finished(self) -> list[SavedCheckpoint]:
@@ -119,9 +123,17 @@ class AsyncSaver:
                     pin_memory=tensor.is_cuda,
                     memory_format=torch.contiguous_format,
                 )
-            buffer.copy_(tensor.detach())
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             buffers[name] = buffer
         self._buffers = buffers
+
+
+def _save_copied(copied: list[Any], store: CheckpointStore, *arguments: Any, is_best: bool) -> SavedCheckpoint:
+    """Save buffers, once they hold the copies: from a GPU these are queued, and only this thread waits for them."""
+    for event in copied:
+        if event is not None:
+            event.synchronize()
+    return store.save(*arguments, is_best=is_best)
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """`paceline bench`: measurements, as ratios within one run."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -32,7 +31,6 @@ def bench(
     --help` lists them. With `--hosts 4 --bandwidth 100mbit` its workers run on separate hosts with limited links;
     `--workers.num_workers 8` puts two on each.
     """
-    quieten(hosts)
     from paceline.benchmarks import find_benchmark, list_benchmarks
 
     if name is None:
@@ -48,12 +46,6 @@ def find_settings(arguments: Sequence[str]) -> Settings | None:
     from paceline.benchmarks import find_benchmark
 
     return find_benchmark(arguments[0])()
-
-
-def quieten(hosts: int | None) -> None:
-    """Keep torch, which is imported afterwards, from warning of addresses without names, which `hosts` have."""
-    if hosts is not None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def list_settings(known: Mapping[str, type[Settings]]) -> None:

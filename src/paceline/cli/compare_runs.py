@@ -28,6 +28,8 @@ _NUM_EVALUATIONS = 20
 """Points of a curve, at least: equal loss is looked for on it."""
 _NUM_COMPUTE_STEPS = 30
 _NUM_WARM_UP = 10
+_WHOLE = [("stop_after", "none")]
+"""Overrides of all runs: they take equally many steps."""
 
 
 class _WayError(PacelineError):
@@ -36,10 +38,6 @@ class _WayError(PacelineError):
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
         super().__init__(message)
         self.is_refused = is_refused
-
-
-_WHOLE = [("stop_after", "none")]
-"""Overrides of all runs: they take equally many steps."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class RunsToCompare:
 
     @cached_property
     def ways(self) -> dict[str, Overrides]:
-        """The ways, the reference first. The run must be made before: it may register more."""
-        interval = max(1, self._num_steps // _NUM_EVALUATIONS)
+        """The ways, the reference first."""
+        interval = max(1, self._num_steps // _NUM_EVALUATIONS)  # needs the run, whose file may register more ways
         chosen = COMPARISONS[self.what](self.names, host_size=None if self.link is None else 1)
         is_fine = 0 < self.run.evaluate_interval <= interval or any(
             path == "evaluate_interval" for path, _ in self.given
@@ -107,12 +105,12 @@ class RunsToCompare:
         outcomes: dict[str, list[RunOutcome]] = {name: [] for name in self.ways}
         failures: dict[str, _WayError] = {}
         for seed in range(seeds):
-            for name, overrides in self.ways.items():
+            for name in self.ways:
                 if name in failures:
                     continue
                 directory = self._place(name, seed)
                 try:
-                    outcome = _train(directory, self.recipe, self.workers, [*overrides, *_WHOLE, ("seed", str(seed))])
+                    outcome = _train(directory, self.recipe, self.workers, self._list_overrides(name, seed))
                 except _WayError as error:
                     if name == next(iter(self.ways)):
                         raise SettingsError(
@@ -130,7 +128,7 @@ class RunsToCompare:
 
         It is the lower quartile over steps: what other programs of this machine take is no part of it.
         """
-        steps = [("num_epochs", "none"), ("num_steps", str(_NUM_COMPUTE_STEPS)), ("stop_after", "none")]
+        steps = [("num_epochs", "none"), ("num_steps", str(_NUM_COMPUTE_STEPS)), *_WHOLE]
         apart = [
             ("evaluate_interval", "0"),
             ("evaluate_samples", "1"),
@@ -163,10 +161,13 @@ class RunsToCompare:
     def _place(self, name: str, seed: int) -> Path:
         return self.directory / f"{name.replace(' ', '-')}-{seed}"
 
+    def _list_overrides(self, name: str, seed: int) -> Overrides:
+        return [*self.ways[name], *_WHOLE, ("seed", str(seed))]
+
     def _check_same(self, seeds: int) -> None:
         for seed in range(seeds):
-            for name, overrides in self.ways.items():
-                _check_same(self._place(name, seed), self.recipe, self.workers, [*overrides, ("seed", str(seed))])
+            for name in self.ways:
+                _check_same(self._place(name, seed), self.recipe, self.workers, self._list_overrides(name, seed))
 
 
 def _check_same(directory: Path, recipe: str, workers: int, overrides: Overrides) -> None:

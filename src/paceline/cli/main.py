@@ -68,7 +68,8 @@ def main() -> None:
 
     An error in the user's own code begins with its line.
     """
-    # Torch, which is imported afterwards, would print native stack traces wherever another process is lost.
+    # Torch, which is imported afterwards, would print native stack traces wherever another process is lost, and warn of
+    # addresses without names, which hosts of a netlab have.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()

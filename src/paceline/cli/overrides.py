@@ -4,7 +4,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -261,8 +262,7 @@ def _from_json(value: str) -> Any:
 
 
 def settings_class(field: FieldInfo) -> type[Settings] | None:
-    """Return the settings class of a field; None if it is no settings field."""
-    if get_origin(field.annotation) is tuple:  # any number of settings: given as one JSON list
-        return None
-    candidates = [field.annotation, *get_args(field.annotation)]
+    """Return the settings class of a field; None if it has none, or any number of settings, given as JSON."""
+    is_choice = get_origin(field.annotation) in (Union, UnionType)
+    candidates = get_args(field.annotation) if is_choice else (field.annotation,)
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Settings)), None)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.bench import list_settings, print_rows, quieten
+from paceline.cli.bench import list_settings, print_rows
 from paceline.registry import Settings
 
 
@@ -25,7 +25,6 @@ def reproduce(
     Every setting can be overridden: `paceline reproduce language-model-sync --num_seeds 5`;
     `--help` after its name lists them.
     """
-    quieten(hosts)
     from paceline.benchmarks.reproductions import find_reproduction, list_reproductions
 
     if name is None:

@@ -26,9 +26,11 @@ def train_as_worker(
     Workers that torchrun restarted resume the run that they had begun.
     """
     # Every rank knows the recipe and its time-out before it knows the others.
-    timeout_s = make_run(recipe, overrides).timeout_s if recipe else DEFAULT_TIMEOUT_S
-    offload = make_run(recipe, overrides).memory.offload if recipe else dict(overrides).get("memory.offload")
-    group = join(timeout_s=timeout_s, device="cpu" if offload == "parameters" else None)
+    run = make_run(recipe, overrides) if recipe else None
+    offload = run.memory.offload if run else dict(overrides).get("memory.offload")
+    group = join(
+        timeout_s=run.timeout_s if run else DEFAULT_TIMEOUT_S, device="cpu" if offload == "parameters" else None
+    )
     is_first = group.rank == 0
     with ExitStack() as resuming:
 

@@ -37,6 +37,9 @@ class Work(ABC):
             CommunicationError: A peer died.
         """
 
+    def check(self) -> None:
+        """Raise if the operation was aborted, so that its result, which has been read, must not be used."""
+
 
 class DoneWork(Work):
     """An operation that has finished already."""

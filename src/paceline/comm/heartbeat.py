@@ -11,8 +11,9 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,7 +23,10 @@ from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError, PeerTimeoutError
 
 POST_INTERVAL_S = 0.25
+_NUM_RECENT = 16
 _STORE_TIMEOUT_S = 2.0
+_NUM_LOOKS = 4
+"""Number of looks at ranks, while the posts of several stand still."""
 
 
 T = TypeVar("T")
@@ -43,6 +47,8 @@ class Heartbeat:
     waiting_since_s: float = 0.0
     last_words: str = ""
     """Reason why the rank stopped, if it could post one."""
+    recent: list[tuple[int, str]] = field(default_factory=list)
+    """The last operations that it has begun, each with its number."""
 
 
 class HeartbeatBoard:
@@ -59,16 +65,18 @@ class HeartbeatBoard:
         self._rank = rank
         self._names = names
         self._mine = Heartbeat(socket.gethostname(), os.getpid())
+        self._recent: deque[tuple[int, str]] = deque(maxlen=_NUM_RECENT)
         self._waiting_since_s = 0.0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._post()
         self._thread = start_thread(self._keep_posting, name="paceline-heartbeat", stop=self._closed.set)
 
-    def begin(self, sequence: int, name: str) -> None:
-        """Record that an operation has begun."""
+    def begin(self, sequence: int, name: str, what: str = "") -> None:
+        """Record that an operation has begun: its number, its name, and what it does."""
         self._mine.begun = sequence
         self._mine.begun_name = name
+        self._recent.append((sequence, f"{name!r} ({what})" if what else repr(name)))
 
     def wait_in(self, sequence: int) -> None:
         """Record the operation that this rank waits in; 0 when it no longer waits."""
@@ -81,21 +89,42 @@ class HeartbeatBoard:
         self._thread.join(timeout=_STORE_TIMEOUT_S)
         if not self._mine.last_words and not self._thread.is_alive():
             self._mine.last_words = last_words or "it has finished"
-            _run_within(_STORE_TIMEOUT_S, self._post)
+            run_within(_STORE_TIMEOUT_S, self._post)
 
     def read(self, rank: int) -> Heartbeat | None:
         """Return a rank's latest heartbeat; None if it has posted none or the store does not answer."""
-        return _run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"heartbeat/{rank}"))
+        return run_within(_STORE_TIMEOUT_S, lambda: self._read_one(f"heartbeat/{rank}"))
 
     def describe_others(self, sequence: int) -> str:
         """Return a description of where each other rank is, those that hold up operation `sequence` first."""
-        before = _run_within(_STORE_TIMEOUT_S, self._read)
-        time.sleep(3 * POST_INTERVAL_S)
-        after = _run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
-        if before is None or after is None:
+        found = self._watch()
+        if found is None:
             return "the store does not answer: the process that holds it (that of rank 0) is gone or frozen"
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        return describe_ranks({self._names[rank]: (before[rank], after[rank]) for rank in others}, sequence)
+        return describe_ranks(found, sequence)
+
+    def _watch(self) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]] | None:
+        """Return an earlier and a later heartbeat of each other rank, by its number in errors; None without a store.
+
+        While several stand still, it looks again: on a busy machine some of them are only slow.
+        """
+        found: dict[int, tuple[Heartbeat | None, Heartbeat | None]] = {}
+        before = run_within(_STORE_TIMEOUT_S, self._read)
+        for _ in range(_NUM_LOOKS):
+            time.sleep(3 * POST_INTERVAL_S)
+            after = run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
+            if before is None or after is None:
+                return None
+            pairs = zip(self._names, before, after, strict=True)
+            found = {name: (earlier, later) for name, earlier, later in pairs if name != self._names[self._rank]}
+            if sum(_stands_still(*pair) for pair in found.values()) <= 1:
+                break
+        return found
+
+    def find_mismatch(self) -> str:
+        """Return the first of the last operations that ranks ran differently, as a sentence; empty if there is none."""
+        read = run_within(_STORE_TIMEOUT_S, self._read) or []
+        recent = {name: dict(heartbeat.recent) for name, heartbeat in zip(self._names, read, strict=False) if heartbeat}
+        return describe_mismatch({**recent, self._names[self._rank]: dict(self._recent)})
 
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
@@ -106,6 +135,7 @@ class HeartbeatBoard:
             self._mine.beat += 1
             waited_s = time.monotonic() - self._waiting_since_s if self._mine.waiting else 0.0
             self._mine.waiting_since_s = round(waited_s, 1)
+            self._mine.recent = list(self._recent.copy())
             try:
                 self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(self._mine)))
             except RuntimeError:
@@ -121,7 +151,7 @@ class HeartbeatBoard:
         return Heartbeat(**json.loads(self._store.get(key)))
 
 
-def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
+def run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
     """Return the result of `function`, or None if it fails or takes longer: a frozen store never answers a call."""
     results: list[T] = []
 
@@ -131,6 +161,24 @@ def _run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
 
     start_thread(run, name="paceline-store").join(timeout_s)
     return results[0] if results else None
+
+
+def describe_mismatch(operations: Mapping[int, Mapping[int, str]], where: str = "") -> str:
+    """Return the first operation that ranks ran differently, as a sentence; empty if all that are known are the same.
+
+    Args:
+        operations: Operations of each rank, by its number in errors and theirs.
+        where: Words for the group that runs them.
+    """
+    for number in sorted({number for known in operations.values() for number in known}):
+        runs = {rank: known[number] for rank, known in sorted(operations.items()) if number in known}
+        if len(set(runs.values())) > 1:
+            said = ", ".join(f"rank {rank} runs {what}" for rank, what in runs.items())
+            return (
+                f"operation {number}{where} must be the same on every rank, but {said}; every rank must run the same "
+                "operations in the same order"
+            )
+    return ""
 
 
 def describe_ranks(heartbeats: Mapping[int, tuple[Heartbeat | None, Heartbeat | None]], sequence: int) -> str:
@@ -162,6 +210,11 @@ _UNSUSPECTED = 3
 """Urgency of a rank that is not the cause."""
 
 
+def _stands_still(before: Heartbeat | None, after: Heartbeat | None) -> bool:
+    """Return whether a rank that has not said why it stopped has posted nothing between two looks."""
+    return before is not None and after is not None and before.beat == after.beat and not after.last_words
+
+
 def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) -> tuple[int, str]:
     """Return (urgency, description); the lowest urgency is the likeliest cause."""
     if after is None:
@@ -172,7 +225,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
         return _UNSUSPECTED, f"{place} lost its peers too, in {where}"
     if after.last_words:
         return 1, f"{place} stopped after it had begun {where}: {after.last_words}"
-    if before is not None and before.beat == after.beat:
+    if _stands_still(before, after):
         return 0, f"{place} is dead or frozen: its last heartbeat came after it had begun {where}"
     if after.begun < sequence:
         doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"

@@ -21,8 +21,13 @@ from paceline.comm.shared_memory import (
 from paceline.comm.shared_memory.control_segment import SMALL_BYTES
 from paceline.comm.shared_memory.transfers import check_rows, check_sum, check_tensor, flatten
 from paceline.comm.torch_group import TorchGroup
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError
 from paceline.programs.base import Algorithm
+
+
+def choose_algorithm(num_hosts: int) -> str:
+    """Return the name of the algorithm by which the leaders of hosts sum large tensors by default."""
+    return "ring" if num_hosts & (num_hosts - 1) else "halving_doubling"
 
 
 class HostGroup(Group):
@@ -73,7 +78,7 @@ class HostGroup(Group):
         self._small = ProgramGroup(self._everyone, "recursive_doubling")
         num_hosts = len(self._hosts)
         self._is_tuned = algorithm is None
-        self._algorithm = algorithm or ("ring" if num_hosts & (num_hosts - 1) else "halving_doubling")
+        self._algorithm = algorithm or choose_algorithm(num_hosts)
         self._leaders: ProgramGroup | None = None
         """Group of the leaders; None on other ranks."""
         self._parts: list[Group] = [self._neighbours, self._small, self._everyone]
@@ -263,6 +268,9 @@ class HostGroup(Group):
                 function()
             except CommunicationError as error:
                 raise self._explain(error, sequence, name) from error
+            except MismatchError as error:
+                self._close_parts(error)  # or the other hosts would wait
+                raise
 
         return self._channel.submit(run, sequence)
 

@@ -56,6 +56,7 @@ def join(
         SettingsError: The launcher's environment is incomplete, or `transport` is not available.
         CommunicationError: The other workers did not join within `timeout_s`.
     """
+    _check_fork()
     chosen = torch.device(device) if device is not None else default_device()
     if transport not in get_args(Transport):
         raise SettingsError(f"transport must be one of {get_args(Transport)}, but got {transport!r}; choose one")
@@ -169,6 +170,15 @@ def agree_generation(store: dist.Store, rank: int, size: int, timeout_s: float) 
             entered = store.compare_set(f"{generation}/{size}/entry/{rank}", "", me) == me.encode()
         _sleep_until(deadline_s, f"rank {rank} waited for rank 0, which did not confirm one")
     return generation
+
+
+def _check_fork() -> None:
+    """Raise `SettingsError` if this process was forked from one that used a GPU, so that it can use none itself."""
+    if torch.cuda._is_in_bad_fork():
+        raise SettingsError(
+            "CUDA must not be initialised before a worker is forked, but was, in the process that it was forked from; "
+            "start workers with `paceline train`, torchrun or the start methods spawn or forkserver"
+        )
 
 
 def _sleep_until(deadline_s: float, complaint: str) -> None:

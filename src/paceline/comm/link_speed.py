@@ -47,14 +47,9 @@ class LinkMeter:
         num_steps: Number of steps that are remembered.
     """
 
-    def __init__(self, group: Group, num_steps: int = 8) -> None:
+    def __init__(self, group: Group, num_steps: int) -> None:
         self._group = group
         self._steps: deque[list[tuple[int, float]]] = deque(maxlen=num_steps)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that are remembered."""
-        return len(self._steps)
 
     def note_step(self, exchanges: Iterable[TimedExchange]) -> None:
         """Record the exchanges of a step, in the order in which they began; every worker records the same ones."""
@@ -64,12 +59,8 @@ class LinkMeter:
             free_s = max(free_s, exchange.ended_s)
         self._steps.append(step)
 
-    def agree(self, latency_s: float | None = None) -> LinkSpeed | None:
-        """Return the speed, the same bits on each worker; None without exchanges. Every worker calls it.
-
-        Args:
-            latency_s: Latency, if it is known; without it, exchanges of one size are taken to have none.
-        """
+    def agree(self) -> LinkSpeed | None:
+        """Return the speed, the same bits on each worker; None without exchanges. Every worker calls it."""
         if not any(self._steps):
             return None
         mine = torch.tensor(
@@ -85,15 +76,13 @@ class LinkMeter:
                 by_size.setdefault(num_bytes, []).append(next(shortest))
             for num_bytes, seconds in by_size.items():
                 times.setdefault(num_bytes, []).append(fmean(seconds))
-        return fit_speed([(num_bytes, median(seconds)) for num_bytes, seconds in times.items()], latency_s)
+        return fit_speed([(num_bytes, median(seconds)) for num_bytes, seconds in times.items()])
 
 
-def fit_speed(points: Sequence[tuple[int, float]], latency_s: float | None = None) -> LinkSpeed | None:
+def fit_speed(points: Sequence[tuple[int, float]]) -> LinkSpeed | None:
     """Return the speed at which exchanges of some bytes take some seconds, by least squares of the relative errors.
 
-    Args:
-        points: Bytes and seconds of exchanges; those that took no time say nothing.
-        latency_s: Latency, if it is known.
+    Exchanges that took no time say nothing; those of one size are taken to have no latency.
     """
     known = [(float(num_bytes), seconds) for num_bytes, seconds in points if seconds > 0]
     if not known:
@@ -103,9 +92,8 @@ def fit_speed(points: Sequence[tuple[int, float]], latency_s: float | None = Non
     a, b = sum(x for x, _ in ones), sum(y for _, y in ones)
     aa, ab, bb = sum(x * x for x, _ in ones), sum(x * y for x, y in ones), sum(y * y for _, y in ones)
     determinant = aa * bb - ab * ab
-    if latency_s is None:
-        is_clear = determinant > 1e-9 * aa * bb
-        latency_s = max(0.0, (a * bb - b * ab) / determinant) if is_clear else 0.0
+    is_clear = determinant > 1e-9 * aa * bb
+    latency_s = max(0.0, (a * bb - b * ab) / determinant) if is_clear else 0.0
     seconds_per_byte = (b - latency_s * ab) / bb if bb else 0.0
     if seconds_per_byte <= 0:  # all of it is latency
         return LinkSpeed(median(seconds for _, seconds in known), math.inf)

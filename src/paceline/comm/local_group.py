@@ -5,13 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.comm.group import DoneWork, Group, Work
-from paceline.errors import CommunicationError, PeerTimeoutError, SettingsError
+from paceline.comm.streams import record, wait_in_queue
+from paceline.errors import CommunicationError, MismatchError, PeerTimeoutError, SettingsError
 
 T = TypeVar("T")
 
@@ -21,6 +22,9 @@ class _Operation:
     name: str
     posted: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     finished: bool = False
+    ready: dict[int, Any] = field(default_factory=dict)
+    """Events of the ranks' streams, on a GPU."""
+    ended: Any = None
 
 
 @dataclass
@@ -238,14 +242,18 @@ class LocalGroup(Group):
         with room.changed:
             operation = room.operations.setdefault(self._sequence, _Operation(name))
             if operation.name != name:
-                raise CommunicationError(
+                raise MismatchError(
                     f"operation {self._sequence} must be the same on every rank, but rank {self.names[self.rank]} runs "
                     f"{name!r} and another {operation.name!r}; every rank must run the same operations in order"
                 )
             operation.posted[self.rank] = tensors
+            operation.ready[self.rank] = record(tensors[0].device)
             room.positions[self.rank] = f"has begun operation {self._sequence} {name!r}"
             if len(operation.posted) == room.size:
+                for posted, ready in zip(operation.posted.values(), operation.ready.values(), strict=True):
+                    wait_in_queue(posted[0].device, ready)
                 finish([operation.posted[rank] for rank in range(room.size)])
+                operation.ended = record(tensors[0].device)
                 operation.finished = True
                 del room.operations[self._sequence]
                 room.changed.notify_all()
@@ -260,6 +268,7 @@ class LocalGroup(Group):
                     raise CommunicationError(f"operation {sequence} {operation.name!r} ended: {room.failure}")
                 if not room.changed.wait(max(0.0, deadline - time.monotonic())):
                     raise PeerTimeoutError(self._describe_timeout(operation, sequence))
+        wait_in_queue(operation.posted[self.rank][0].device, operation.ended)
 
     def _describe_timeout(self, operation: _Operation, sequence: int) -> str:
         missing = [rank for rank in range(self.size) if rank not in operation.posted]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -157,10 +158,12 @@ class ProgramGroup(Group):
                 scratch=self._scratch,
             )
 
-        choice = self._choice if collective == Collective.ALL_REDUCE else None
+        job = partial(run, program)
+        if self._choice is not None and collective == Collective.ALL_REDUCE:
+            job = partial(self._choice.run, tensor.nbytes, run)
         if self._channel is not None:
-            return self._channel.submit(lambda: choice.run(tensor.nbytes, run) if choice else run(program))
-        choice.run(tensor.nbytes, run) if choice else run(program)
+            return self._channel.submit(job)
+        job()
         return DoneWork()
 
     def _gather_now(self, tensor: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.pacing import SLICE_BYTES, find_limit
-from paceline.errors import CommunicationError, PacelineError, PeerTimeoutError, SettingsError
+from paceline.comm.watchdog import Watchdog
+from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 
 _NEVER_SENT = MAX_TAG + 1
 """Tag that no message has."""
@@ -37,7 +38,8 @@ class TorchGroup(Group):
         rank: Rank of this process.
         size: Number of ranks.
         device: Device of the tensors: gloo for a CPU, NCCL for a CUDA device.
-        timeout_s: Longest time of an operation before `PeerTimeoutError`.
+        timeout_s: Longest time of an operation before `PeerTimeoutError`. On GPUs, where the host does not wait for
+            operations, a `Watchdog` looks.
         epoch: Number of the membership that the group belongs to.
         names: Number of each rank in errors.
     """
@@ -66,30 +68,41 @@ class TorchGroup(Group):
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
         self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._watchdog: Watchdog | None = None
+        if device.type != "cpu":
+            self._watchdog = Watchdog(timeout_s, self._board.describe_others, self._backend.abort)
 
     def all_reduce(self, tensor: Tensor, *, name: str) -> Work:
         """Sum by the backend's own all-reduce."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         sent = 2 * (self.size - 1) / self.size
-        return self._begin(name, lambda part: self._backend.allreduce([part], options), tensor, sent, is_cut=True)
+        return self._begin(
+            "all_reduce", name, lambda part: self._backend.allreduce([part], options), tensor, sent, is_cut=True
+        )
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, name: str) -> Work:
         """Broadcast by the backend."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._begin(name, lambda part: self._backend.broadcast([part], options), tensor, 1, is_cut=True)
+        return self._begin(
+            "broadcast", name, lambda part: self._backend.broadcast([part], options), tensor, 1, is_cut=True
+        )
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-gather by the backend."""
         rows = list(output.unbind(0))
-        return self._begin(name, lambda part: self._backend.allgather([rows], [part]), tensor, self.size - 1)
+        return self._begin(
+            "all_gather", name, lambda part: self._backend.allgather([rows], [part]), tensor, self.size - 1
+        )
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, name: str) -> Work:
         """All-to-all by the backend."""
         options = dist.AllToAllOptions()
         sent = (self.size - 1) / self.size
-        return self._begin(name, lambda part: self._backend.alltoall_base(output, part, [], [], options), tensor, sent)
+        return self._begin(
+            "all_to_all", name, lambda part: self._backend.alltoall_base(output, part, [], [], options), tensor, sent
+        )
 
     def send(self, tensor: Tensor, destination: int, *, tag: int, name: str) -> Work:
         """Send by the backend."""
@@ -125,16 +138,18 @@ class TorchGroup(Group):
             self._on_cpu = self._open(store, range(self.size), torch.device("cpu"))
         return self._on_cpu
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, what: str = "") -> None:
         """Post it to the heartbeat."""
         self._sequence += 1
-        self._board.begin(self._sequence, name)
+        self._board.begin(self._sequence, name, what)
 
     def close(self, error: BaseException | None = None) -> None:
         """Post a last heartbeat; connections close now if there is an `error`, else with the process group."""
         for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
+        if self._watchdog is not None:
+            self._watchdog.close()
         for channel in (self._senders, self._paced):
             if channel is not None:
                 channel.close()
@@ -163,22 +178,32 @@ class TorchGroup(Group):
             )
 
     def _begin(
-        self, name: str, operation: Callable[[Tensor], dist.Work], tensor: Tensor, sent: float, *, is_cut: bool = False
+        self,
+        kind: str,
+        name: str,
+        operation: Callable[[Tensor], dist.Work],
+        tensor: Tensor,
+        sent: float,
+        *,
+        is_cut: bool = False,
     ) -> Work:
         """Begin a collective of `tensor`; under a limit of the bandwidth in the group's own thread, slice by slice.
 
         Args:
+            kind: Name of the collective.
             name: Name of the operation.
             operation: Function that begins it on the tensor, or on a slice of it.
             tensor: Tensor that is sent.
             sent: Bytes that a rank sends to those of the tensor.
             is_cut: Whether the operation on slices is that on the whole.
         """
-        self.begin(name)
+        self.begin(name, f"{kind} of {tensor.numel()} {tensor.dtype}")
         where = f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}"
         limit = find_limit() if self.device.type == "cpu" else None
         if limit is None:
             work = self._start(where, lambda: operation(tensor))
+            if self._watchdog is not None:
+                self._watchdog.watch(work.operation, where, self._sequence)
             work.note_times()
             return work
         length = max(1, int(SLICE_BYTES / sent) // tensor.element_size()) if is_cut and sent else max(1, tensor.numel())
@@ -220,9 +245,16 @@ class TorchGroup(Group):
             else:
                 works[0].operation.wait()
         except RuntimeError as error:
-            failed = left[0] if left else works[-1]
+            failed = next(iter(left), works[-1])
+            self.check()
             raise self._explain(error, failed.where, failed.sequence, began_s) from error
+        self.check()
         self._board.wait_in(0)
+
+    def check(self) -> None:
+        """Raise the error of an operation that the watchdog has aborted, if there is one."""
+        if self._watchdog is not None:
+            self._watchdog.check()
 
     def _wait_for_sends(self, left: "list[_TorchWork]") -> None:
         """Wait for sends in a thread that can be abandoned, and check that the receivers live; ends those `left`.
@@ -242,7 +274,8 @@ class TorchGroup(Group):
         waiting = self._senders.submit(wait)
         last_beats: dict[int, int] = {}
         while not waiting.ends_within(_PROBE_INTERVAL_S):
-            if not left or (destination := left[0].sent_to) is None:
+            first = next(iter(left), None)  # one look: the other thread removes what has ended
+            if first is None or (destination := first.sent_to) is None:
                 continue
             position = self._board.read(destination)
             if position is None or position.last_words or position.beat == last_beats.get(destination, 0):
@@ -261,10 +294,15 @@ class TorchGroup(Group):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
         if waited_s >= self.timeout_s:
             others = self._board.describe_others(sequence)
+            mismatch = self._board.find_mismatch()
             self._disconnect()  # only now, so that ranks that began later reach their own time-out
+            if mismatch:
+                return MismatchError(mismatch)
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._disconnect()
         others = self._board.describe_others(sequence)
+        if mismatch := self._board.find_mismatch():
+            return MismatchError(mismatch)
         return CommunicationError(f"{where} lost its peers: {others} (the backend says: {_first_line(error)})")
 
     def _disconnect(self) -> None:
@@ -291,6 +329,9 @@ class _TorchWork(Work):
 
     def wait(self) -> None:
         self._group._wait([self])
+
+    def check(self) -> None:
+        self._group.check()
 
     def note_times(self) -> None:
         """Note the times of a collective that has just begun, on a CPU: on a GPU it may still be queued."""

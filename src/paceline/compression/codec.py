@@ -9,9 +9,11 @@ Error feedback belongs to the codec's state. It is transactional: `exchange` rea
 new one, which replaces the old one only when the exchange has succeeded on all workers.
 """
 
+import functools
 import hashlib
+import operator
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -21,6 +23,9 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from paceline.registry import Family
+
+Flag = bool | Tensor
+"""A truth value: on the host, or 0-dim where a block is on a GPU, which the host does not wait for."""
 
 
 class Algebra(StrEnum):
@@ -45,7 +50,7 @@ class AllReduce:
     """
 
     payload: Tensor
-    is_finite: bool | None = None
+    is_finite: Flag | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class AllGather:
     """
 
     payload: Tensor
-    is_finite: bool | None = None
+    is_finite: Flag | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Exchanged:
 
     total: Tensor
     state: State = field(default_factory=dict)
-    is_finite: bool = True
+    is_finite: Flag = True
 
 
 Exchange = Generator[Request, Tensor, Exchanged]
@@ -249,11 +254,23 @@ def dense_payloads(shape: Size) -> list[tuple[type[Request], int]]:
     return [(AllReduce, 4 * shape.numel())]
 
 
-def is_finite(value: Tensor) -> bool:
+def is_finite(value: Tensor) -> Flag:
     """Whether no element is NaN or infinite."""
+    if value.device.type != "cpu":
+        return value.isfinite().all()
     # One pass that only reads: a sum with a non-finite term is never finite. A sum of large numbers may overflow as
     # well.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
+def all_of(flags: Iterable[Flag]) -> Flag:
+    """Return whether all are true; a tensor if one of them is."""
+    return functools.reduce(operator.and_, flags, True)
+
+
+def flag_of(tensor: Tensor) -> Flag:
+    """Return a 0-dim bool as a flag: on the host if it is there already."""
+    return bool(tensor) if tensor.device.type == "cpu" else tensor
 
 
 def shared_generator(context: CodecContext) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -18,8 +18,10 @@ from paceline.compression.codec import (
     CodecContext,
     Exchange,
     Exchanged,
+    Flag,
     Request,
     State,
+    all_of,
 )
 
 _TAIL = ""
@@ -65,8 +67,9 @@ def exchange_blocks(
     for left in itertools.count(num_rounds, -1):
         is_known = left == 1 and not any(_is_finite(request) is None for request in requests.values())
         if tail is not None and (is_known or not requests):
-            parts = [each.is_finite for each in done.values()] + [_is_finite(request) for request in requests.values()]
-            tail[-1] = not all(parts)
+            known = (_is_finite(request) for request in requests.values())
+            parts = [each.is_finite for each in done.values()] + [flag for flag in known if flag is not None]
+            tail[-1] = all_of(parts) ^ True
         if not requests:
             break
         answers = _answer(requests, group, name, tail if is_known else None, timed)
@@ -78,19 +81,20 @@ def exchange_blocks(
             except StopIteration as end:
                 done[block] = end.value
     if tail is not None:
-        wait_timed(group.all_reduce(tail, name=f"{name} flags"), 2 * (group.size - 1) / group.size * tail.nbytes, timed)
+        sent_bytes = 2 * (group.size - 1) / group.size * tail.nbytes
+        _run(lambda: group.all_reduce(tail, name=f"{name} flags"), sent_bytes, timed)
     return {block: done[block] for block in values}
 
 
-def _is_finite(request: Request) -> bool | None:
+def _is_finite(request: Request) -> Flag | None:
     """Return whether a worker's part is finite, as its last request says."""
     return None if isinstance(request, AllToAll) else request.is_finite
 
 
-def wait_timed(work: Work, sent_bytes: float, timed: Timed) -> None:
-    """Wait for a collective that has just begun, and append it to `timed`, if that is given."""
+def _run(begin: Callable[[], Work], sent_bytes: float, timed: Timed) -> None:
+    """Run a collective, all of which `begin` may do by itself, and append it to `timed`, if that is given."""
     began_s = time.perf_counter()
-    work.wait()
+    begin().wait()
     if timed is not None:
         timed.append(TimedExchange(round(sent_bytes), began_s, time.perf_counter()))
 
@@ -120,7 +124,7 @@ def _answer(
 def _reduce(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Timed) -> dict[str, Tensor]:
     together = _join(payloads)
     sent_bytes = 2 * (group.size - 1) / group.size * together.nbytes
-    wait_timed(group.all_reduce(together, name=f"{name} sums"), sent_bytes, timed)
+    _run(lambda: group.all_reduce(together, name=f"{name} sums"), sent_bytes, timed)
     return _cut(together, payloads)
 
 
@@ -129,8 +133,8 @@ def _gather(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Time
         return {}
     together = _join(payloads)
     gathered = together.new_empty(group.size, len(together))
-    work = group.all_gather(gathered, together, name=f"{name} payloads")
-    wait_timed(work, (group.size - 1) * together.nbytes, timed)
+    sent_bytes = (group.size - 1) * together.nbytes
+    _run(lambda: group.all_gather(gathered, together, name=f"{name} payloads"), sent_bytes, timed)
     return _cut(gathered, payloads)
 
 
@@ -139,8 +143,8 @@ def _scatter(payloads: Mapping[str, Tensor], group: Group, name: str, timed: Tim
         return {}
     together = _join(payloads)
     received = torch.empty_like(together)
-    work = group.all_to_all(received, together, name=f"{name} parts")
-    wait_timed(work, (group.size - 1) / group.size * together.nbytes, timed)
+    sent_bytes = (group.size - 1) / group.size * together.nbytes
+    _run(lambda: group.all_to_all(received, together, name=f"{name} parts"), sent_bytes, timed)
     return _cut(received, payloads)
 
 

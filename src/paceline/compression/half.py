@@ -13,8 +13,10 @@ from paceline.compression.codec import (
     CodecContext,
     Exchange,
     Exchanged,
+    Flag,
     Request,
     State,
+    all_of,
     dense_payloads,
     exchange_dense,
     is_finite,
@@ -80,7 +82,7 @@ def largest_payload(dtype: torch.dtype, num_workers: int) -> float:
 
 def round_to_half(
     value: Tensor, residual: Tensor | None, limit: float, payload: Tensor, new_residual: Tensor | None
-) -> bool:
+) -> Flag:
     """Round ``value + residual`` to `payload`, and write the rounding error to `new_residual`.
 
     Args:
@@ -94,13 +96,13 @@ def round_to_half(
         Whether all rounded values are finite.
     """
     size = _CHUNK_ELEMENTS if value.device.type == "cpu" else max(value.numel(), 1)
-    finite = True
+    finite: Flag = True
     for first in range(0, value.numel(), size):
         chunk = slice(first, first + size)
         wanted = value.view(-1)[chunk]
         if residual is not None:
             wanted = wanted + residual.view(-1)[chunk]
-        finite = is_finite(wanted) and finite
+        finite = all_of([is_finite(wanted), finite])
         payload[chunk] = wanted.clamp(-limit, limit)
         if new_residual is not None:
             torch.sub(wanted, payload[chunk], out=new_residual.view(-1)[chunk])

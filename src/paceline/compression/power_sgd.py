@@ -4,6 +4,7 @@ Shapes: N rows, M columns, R low rank. Q is stored as ``(R, M)``, and P is compu
 rows the products take up to six times as long on a CPU.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import cast
@@ -12,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Size, Tensor
 
+from paceline.comm.streams import send_to
 from paceline.compression.codec import (
     Algebra,
     AllReduce,
@@ -23,6 +25,7 @@ from paceline.compression.codec import (
     State,
     dense_payloads,
     exchange_dense,
+    flag_of,
     shared_generator,
 )
 from paceline.registry import register
@@ -66,7 +69,7 @@ class PowerSGD(Codec):
         if self.error_feedback:
             x_NM = x_NM + state["worker"].view_as(x_NM) if "worker" in state else x_NM.clone()
         p_NR = x_NM @ self._start(x_NM, state, context).t()
-        finite = bool(p_NR.isfinite().all())
+        finite = flag_of(p_NR.isfinite().all())
         p_NR = _orthonormalise(_own((yield AllReduce(p_NR.view(-1))), p_NR), context)
         q_RM = p_NR.t() @ x_NM
         if self.error_feedback:
@@ -100,11 +103,22 @@ class PowerSGD(Codec):
             return self._draw(x_NM, context)
         lengths = _measure(state["q"], 1).unsqueeze(1)
         scaled = (state["q"] / lengths).float()
-        return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, context))
+        if x_NM.device.type == "cpu":
+            return scaled if (lengths > 0).all() else torch.where(lengths > 0, scaled, self._draw(x_NM, context))
+        return torch.where(
+            lengths > 0, scaled, send_to(x_NM.device, _draw_once(context.seed, context.block, scaled.shape))
+        )
 
     def _draw(self, x_NM: Tensor, context: CodecContext) -> Tensor:
         size = (self.low_rank, x_NM.shape[1])
         return torch.randn(size, dtype=torch.float32, generator=shared_generator(context)).to(x_NM.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _draw_once(seed: int, block: str, shape: Size) -> Tensor:
+    """Return random columns of a block, the same in every step: on a GPU the host does not know whether one is used."""
+    generator = shared_generator(CodecContext(block, 0, rank=0, num_workers=1, seed=seed))
+    return torch.randn(shape, dtype=torch.float32, generator=generator)
 
 
 def _matrix_shape(shape: Size) -> tuple[int, int]:
@@ -130,7 +144,10 @@ def _orthonormalise(p_NR: Tensor, context: CodecContext) -> Tensor:
     """Return orthonormal columns that span those of `p_NR`; random ones for columns that depend on earlier ones."""
     columns, factors_RR = torch.linalg.qr(p_NR)
     dependent = factors_RR.diagonal().abs() <= _ROUNDING * _measure(factors_RR, 0)
-    if dependent.any():
+    if p_NR.device.type != "cpu":
+        spare_NR = send_to(p_NR.device, _draw_once(context.seed, f"{context.block} rows", p_NR.shape))
+        columns, _ = torch.linalg.qr(torch.where(dependent, spare_NR, p_NR))
+    elif dependent.any():
         drawn_NR = torch.randn(p_NR.shape, dtype=torch.float32, generator=shared_generator(context)).to(p_NR.device)
         columns, _ = torch.linalg.qr(torch.where(dependent, drawn_NR, p_NR))
     return cast(Tensor, columns)

@@ -6,6 +6,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Size, Tensor
 
+from paceline.comm.streams import send_to
 from paceline.compression.codec import (
     Algebra,
     AllReduce,
@@ -61,7 +62,7 @@ class RandomK(Codec):
         if self.is_dense(value.shape):
             return (yield from exchange_dense(value))
         num_kept = count_kept(value.shape, self.density)
-        indices = draw_indices(value.numel(), num_kept, shared_generator(context)).to(value.device)
+        indices = send_to(value.device, draw_indices(value.numel(), num_kept, shared_generator(context)))
         remainder = value + state["worker"] if "worker" in state else value.clone()
         finite = is_finite(remainder)
         payload = remainder.view(-1)[indices]

@@ -14,8 +14,10 @@ from paceline.compression.codec import (
     CodecContext,
     Exchange,
     Exchanged,
+    Flag,
     Request,
     State,
+    flag_of,
     is_finite,
 )
 from paceline.compression.kernels import find_kernels
@@ -58,8 +60,8 @@ class Requantise(Codec):
             kernels.decode(received[sender : sender + 1], rows, total, add=sender > 0)
 
         payload, owner, is_sum_finite = self._encode(total, state.get("owner"), rows, "owner", context)
-        if not is_sum_finite and bool(_scales(received, rows).isfinite().all()):
-            is_finite = False  # every worker's value was finite, so the sum is too large
+        if is_sum_finite is not True:  # if every worker's value was finite, the sum is too large
+            is_finite &= is_sum_finite | (flag_of(_scales(received, rows).isfinite().all()) ^ True)
         gathered = _aligned((yield AllGather(payload[0], is_finite)))
         summed = torch.empty_like(value)
         kernels.decode(gathered, rows, summed.view(-1))
@@ -90,7 +92,7 @@ class Requantise(Codec):
 
     def _encode(
         self, value: Tensor, residual: Tensor | None, rows: RowLayout, site: str, context: CodecContext
-    ) -> tuple[Tensor, Tensor, bool]:
+    ) -> tuple[Tensor, Tensor, Flag]:
         """Return the payload, the encoding error (not filled without feedback), and whether the value was finite."""
         payload = rows.new_payload(value.device, 1 if site == "owner" else rows.num_rows)
         new_residual = torch.empty_like(value)

@@ -16,6 +16,7 @@ from paceline.compression.codec import (
     CodecContext,
     Exchange,
     Exchanged,
+    Flag,
     Request,
     State,
     dense_payloads,
@@ -88,7 +89,7 @@ class Largest:
     total: Tensor
     remainder: Tensor
     indices: Tensor
-    is_finite: bool
+    is_finite: Flag
 
 
 def exchange_largest(value: Tensor, residual: Tensor | None, num_kept: int) -> Generator[Request, Tensor, Largest]:

@@ -4,18 +4,22 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.comm.streams import keep_for_stream, send_to, wait_in_queue
 from paceline.data.order import Interval
 from paceline.errors import DataError
 
 LABELS = ("labels", "label", "targets", "target")
 """Keys under which a mapping holds targets."""
+NEXT_LABELS = "next_labels"
+"""Key under which a mapping of parts of sequences holds the label of the token after each, which may be elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Batch:
     """Positions of the whole global batch in the global order, the same on every worker."""
     last: bool = True
     """Whether this is the last micro-batch of the step, after which gradients are exchanged."""
+    copied: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
+    """Data on a GPU, and in host memory, where it was copied from; see `on_host`."""
+    arrival: Any = field(default=None, repr=False, compare=False)
+    """Event of the stream that copies the data to a GPU, if it is not the computing one."""
 
     def count(self, mask: Tensor | None = None) -> float:
         """Return the weight of a mean loss over this batch.
@@ -71,7 +79,9 @@ class Batch:
         if _is_pair(self.data):
             return self.data[0]
         label = self._label
-        return {key: value for key, value in self.data.items() if key != label} if label else self.data
+        if not label:
+            return self.data
+        return {key: value for key, value in self.data.items() if key not in (label, NEXT_LABELS)}
 
     @property
     def targets(self) -> Any:
@@ -90,10 +100,37 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on `device`."""
+        """Return the batch on `device`; the host goes on while it is copied there."""
         if all(tensor.device == device for tensor in list_tensors(self.data)):
             return self
-        return dataclasses.replace(self, data=map_tensors(lambda t: t.to(device, non_blocking=True), self.data))
+        data = map_tensors(partial(send_to, device), self.data)
+        return dataclasses.replace(self, data=data, copied=(data, self.data))
+
+    @property
+    def on_host(self) -> "Batch":
+        """The batch in host memory, if it was copied from there: to count in it, the host need not wait for a GPU."""
+        if self.copied is None or self.copied[0] is not self.data:
+            return self
+        return dataclasses.replace(self, data=self.copied[1], copied=None)
+
+    @property
+    def both(self) -> tuple[Any, ...]:
+        """The data, and if it was copied to a GPU also that in host memory; see `part`."""
+        return (self.data,) if self.on_host is self else (self.data, self.on_host.data)
+
+    def part(self, both: tuple[Any, ...], num_samples: int) -> "Batch":
+        """Return the batch of a part of `both`, of which `num_samples` count."""
+        return dataclasses.replace(self, data=both[0], num_samples=num_samples, copied=(both[0], both[-1]))
+
+    def arrived(self) -> "Batch":
+        """Return the batch, for the stream of the calling thread: what is queued from now on waits for its copy."""
+        if self.arrival is None:
+            return self
+        tensors = list_tensors(self.data)
+        wait_in_queue(tensors[0].device, self.arrival)
+        for tensor in tensors:
+            keep_for_stream(tensor)
+        return dataclasses.replace(self, arrival=None)
 
     @property
     def _label(self) -> str | None:

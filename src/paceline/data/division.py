@@ -55,9 +55,9 @@ class Batches:
             return self._find(position).batch
 
     def rest_at(self, position: int) -> int:
-        """Return the global batch from `position` on: less in a step of which workers at their own pace have left some.
+        """Return the number of samples from `position` to the end of its step, at most a global batch.
 
-        So pieces of a step end with it, and the steps after it are whole.
+        It is less than one inside a step of which workers at their own pace have used what comes before.
         """
         return min(self.at(position), self.position_of(self.step_of(position) + 1) - position)
 

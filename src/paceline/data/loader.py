@@ -174,7 +174,7 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """Steps done at the position; a part of one, between samples used before, counts if it is the last."""
+        """Steps done at the position: those whose samples are all used. The last may be shorter than its batch."""
         step = self._batches.step_of(self.position)
         return step + (self.position == self._ending.position and self._batches.position_of(step) < self.position)
 
@@ -366,7 +366,7 @@ class Loader:
     def _give(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, and note that this thread has it."""
         note_given(batch)
-        return self._split(batch) if self._split is not None else batch
+        return self._split(batch.arrived()) if self._split is not None else batch.arrived()
 
     @property
     def _found_dispatcher(self) -> Dispatcher | None:

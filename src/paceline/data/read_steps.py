@@ -1,5 +1,7 @@
 """Reading the samples of planned steps, here or in processes."""
 
+import dataclasses
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.context
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.comm.streams import SideStream
 from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.order import GlobalOrder, Indices, Interval, derive_seed
@@ -35,10 +38,25 @@ class StepReads:
     def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
         """Return its micro-batches, given their data."""
         last = len(read) - 1
-        return [
-            Batch(data, count, self.interval, last=number == last).to(device)
+        batches = [
+            Batch(data, count, self.interval, last=number == last)
             for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
         ]
+        return batches if device.type == "cpu" else _send(batches, device)
+
+
+def _send(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """Return batches on a GPU, copied on a stream of their own: they are read ahead while the model computes."""
+    stream = _copy_stream(device)
+    with stream.running(None):
+        sent = [batch.to(device) for batch in batches]
+        arrival = stream.mark()
+    return [dataclasses.replace(batch, arrival=arrival) for batch in sent]
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
 
 
 def read_here(

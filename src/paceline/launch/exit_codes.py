@@ -8,7 +8,14 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from paceline.errors import CommunicationError, DivergenceError, NonFiniteError, PacelineError, StorageError
+from paceline.errors import (
+    CommunicationError,
+    DivergenceError,
+    MismatchError,
+    NonFiniteError,
+    PacelineError,
+    StorageError,
+)
 
 
 class ExitCode(enum.IntEnum):
@@ -16,8 +23,8 @@ class ExitCode(enum.IntEnum):
 
     FINISHED = 0
     FAILED = 1
-    """The training failed: an error in other code, replicas that differ, a loss that is not finite, or a disk that is
-    full or read-only."""
+    """The training failed: an error in other code, replicas or operations that differ between ranks, a loss that is not
+    finite, or a disk that is full or read-only."""
     REFUSED = 2
     """The input is wrong, and the message says what; the same start would end the same way."""
     PEERS_LOST = 69
@@ -30,7 +37,7 @@ def find_exit_code(error: type[BaseException]) -> ExitCode:
     """Return the exit code of a process that a kind of error ends."""
     if issubclass(error, CommunicationError):
         return ExitCode.PEERS_LOST
-    if issubclass(error, DivergenceError | NonFiniteError | StorageError):
+    if issubclass(error, DivergenceError | MismatchError | NonFiniteError | StorageError):
         return ExitCode.FAILED
     return ExitCode.REFUSED if issubclass(error, PacelineError | ValidationError) else ExitCode.FAILED
 

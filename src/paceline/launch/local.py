@@ -1,5 +1,6 @@
 """Workers on this machine, started again when one is killed."""
 
+import re
 import signal
 import time
 import warnings
@@ -18,6 +19,10 @@ from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""Words of gloo before it aborts a process."""
+_OPERATION = re.compile(r'distributed_c10d\.py", line \d+ in (\w+)')
+"""Operation of torch on the stack of a process that is aborted."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class _Outcome:
     code: ExitCode
     reason: str = ""
     last_step: int = -1
+    mismatch: str = ""
+    """Sentence on the operations of ranks, if torch ended one because another ran something else; empty if not."""
 
 
 def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: LiveView | None = None) -> ExitCode:
@@ -57,9 +64,13 @@ def _launch_until_done(
         ended = watch_processes(
             num_processes, work_for_launcher, directory, attempt, stop=stop, output=directory / "workers"
         )
-        outcome = _judge([record for record in read_log(log_path) if record.epoch == attempt], ended, stop.number != 0)
+        records = [record for record in read_log(log_path) if record.epoch == attempt]
+        outcome = _judge(records, ended, stop.number != 0, directory / "workers")
         if outcome.code is not ExitCode.PEERS_LOST:
             return outcome.code
+        if outcome.mismatch:
+            _tell(directory, log_path, attempt, Failed(error="MismatchError", message=outcome.mismatch, traceback=""))
+            return ExitCode.FAILED
         num_restarts = num_restarts + 1 if outcome.last_step <= furthest else 1
         furthest = max(furthest, outcome.last_step)
         if num_restarts > max_restarts:
@@ -75,7 +86,7 @@ def _launch_until_done(
         _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))
 
 
-def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
+def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path) -> _Outcome:
     last_step = max((record.step for record in select(records, StepFinished)), default=-1)
     failures = select(records, Failed)
     if select(records, Preempted):
@@ -87,7 +98,9 @@ def _judge(records: list[Record], ended: Ended, signalled: bool) -> _Outcome:
         return _Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    return _Outcome(ExitCode.PEERS_LOST, _find_cause(failures, ended), last_step)
+    return _Outcome(
+        ExitCode.PEERS_LOST, _find_cause(failures, ended), last_step, _find_mismatch(failures, ended, output)
+    )
 
 
 def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
@@ -101,6 +114,21 @@ def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
     if not reports:
         return "the workers ended without an error message"
     return f"rank {reports[0].rank}: {reports[0].event.message}"
+
+
+def _find_mismatch(failures: list[Record[Failed]], ended: Ended, output: Path) -> str:
+    """Return what ranks ran, if gloo aborted one that got a message of another size; empty if it did not."""
+    for rank in (rank for rank, code in ended.failures.items() if code == -signal.SIGABRT):
+        said = (output / f"rank{rank}.err").read_text(errors="replace").rpartition("---- started again")[2]
+        if sizes := _SIZES.search(said):
+            operation = _OPERATION.search(said)
+            others = "".join(f"; rank {each.rank}: {each.event.message}" for each in failures)
+            return (
+                f"ranks must run the same operations, but rank {rank}, in {operation[1] if operation else 'one'}, got "
+                f"{sizes[1]} bytes where it expected {sizes[2]}{others}; let every rank run the same modules; the "
+                f"stack is in {output / f'rank{rank}.err'}"
+            )
+    return ""
 
 
 def _describe_exit(rank: int, code: int) -> str:

@@ -1,6 +1,7 @@
 """Processes of this machine that find each other as torchrun's do, watched until all have ended."""
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def _be_rank(
     if output is not None:
         for descriptor, kind in ((1, "out"), (2, "err")):
             _redirect(descriptor, output / f"rank{environment['RANK']}.{kind}")
+        faulthandler.enable()  # native code that aborts says where
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # to be read while it runs, and not lost with it
     os.environ.update(environment)

@@ -8,17 +8,33 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.comm.streams import SideStream, keep_for_stream, wait_in_queue
+
 SMALLEST_BYTES = 1 << 20
 """Size below which tensors stay: sending one costs more time than its memory is worth."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Sent:
     """A tensor that waits in another device's memory."""
 
     device: torch.device
     """Original device."""
     copy: Tensor
+    stream: SideStream
+    """Stream of the copies."""
+    before: "weakref.ref[_Sent] | None"
+    """Tensor that was sent before: backward needs it next."""
+    back: Tensor | None = None
+    """The tensor on its original device again, under way."""
+    arrival: Any = None
+
+    def fetch(self) -> None:
+        """Begin to bring the tensor back."""
+        if self.back is None:
+            with self.stream.running(None):
+                self.back = self.copy.to(self.device, non_blocking=self.device.type != "cpu")
+                self.arrival = self.stream.mark()
 
 
 class ActivationOffload:
@@ -26,8 +42,8 @@ class ActivationOffload:
 
     Parameters and tensors below `smallest_bytes` stay, and a tensor saved twice is sent once. Together with
     recomputation, the inputs of recomputed blocks are sent. Tensors saved by the loss itself stay, since they are
-    needed first. Each tensor crosses the bus twice a step; copies are queued on the computing stream, like those of
-    `torch.autograd.graph.save_on_cpu`.
+    needed first. Each tensor crosses the bus twice a step, on a GPU on a stream beside the computing one; backward asks
+    for a tensor while it uses the one before, so that one more is on the device.
 
     Args:
         module: Module that runs forward; its hooks begin and end the offloading.
@@ -41,6 +57,8 @@ class ActivationOffload:
         self._resident: set[int] = set()
         self._open: list[Any] = []
         self._sent = WeakIdKeyDictionary()
+        self._streams: dict[torch.device, SideStream] = {}
+        self._newest: weakref.ref[_Sent] | None = None
         self.num_sent = 0
         """Number of tensors sent so far."""
         module.register_forward_pre_hook(self._begin, prepend=True)
@@ -67,8 +85,13 @@ class ActivationOffload:
         if sent is None:
             is_pinned = tensor.device.type == "cuda" and self._device.type == "cpu"
             copy = torch.empty_like(tensor, device=self._device, pin_memory=is_pinned)
-            copy.copy_(tensor, non_blocking=is_pinned)
-            sent = views[view] = _Sent(tensor.device, copy)
+            if (stream := self._streams.get(tensor.device)) is None:
+                stream = self._streams[tensor.device] = SideStream(tensor.device)
+            with stream.running(stream.mark()):
+                copy.copy_(tensor, non_blocking=tensor.device.type != "cpu")
+                keep_for_stream(tensor)
+            sent = views[view] = _Sent(tensor.device, copy, stream, self._newest)
+            self._newest = weakref.ref(sent)
             self.num_sent += 1
         return sent
 
@@ -76,7 +99,14 @@ class ActivationOffload:
 def _bring_back(sent: _Sent | Tensor) -> Tensor:
     if isinstance(sent, Tensor):
         return sent
-    return sent.copy.to(sent.device, non_blocking=sent.copy.is_pinned())
+    sent.fetch()
+    back, sent.back = sent.back, None
+    assert back is not None
+    wait_in_queue(sent.device, sent.arrival)
+    keep_for_stream(back)
+    if (following := sent.before() if sent.before is not None else None) is not None:
+        following.fetch()
+    return back
 
 
 def _storage(tensor: Tensor) -> UntypedStorage:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paceline.comm.streams import record
 from paceline.errors import SettingsError
 
 
@@ -33,6 +34,7 @@ class OffloadedOptimizer:
         self._optimizer = optimizer
         self._device = torch.device(device)
         self._copies: dict[Tensor, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
         for parameter in self._parameters():
             if isinstance(parameter, DTensor):
                 raise SettingsError(
@@ -58,10 +60,17 @@ class OffloadedOptimizer:
             group["params"] = [self._copies[parameter] for parameter in group["params"]]
         for parameter, copy in self._copies.items():
             if parameter.grad is not None:
-                copy.copy_(parameter, non_blocking=copy.is_pinned())
-                copy.grad = parameter.grad.to(self._device)
+                copy.copy_(parameter, non_blocking=True)
+                copy.grad = self._gradients.get(parameter)
+                if copy.grad is None:
+                    pinned = copy.is_pinned()
+                    copy.grad = self._gradients[parameter] = torch.empty_like(copy, pin_memory=pinned)
+                copy.grad.copy_(parameter.grad, non_blocking=True)
             if parameter in optimizer.state:
                 optimizer.state[copy] = optimizer.state.pop(parameter)
+        for device in {parameter.device for parameter in self._copies}:
+            if (copied := record(device)) is not None:
+                copied.synchronize()  # once, for all of them
 
     @torch.no_grad()
     def _restore_parameters(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -71,7 +80,7 @@ class OffloadedOptimizer:
             if copy in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(copy)
             if copy.grad is not None:
-                parameter.copy_(copy)
+                parameter.copy_(copy, non_blocking=True)
                 copy.grad = None
 
     def _move_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -78,11 +78,10 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes)} TB"
 
 
-def describe_size(event: ModelGrown) -> str:
-    """Return the size that a model has grown to: ``4 layers of width 64``."""
-    depth = f"{event.num_layers:,} layers" if event.num_layers is not None else ""
-    width = f"width {event.width:,}" if event.width is not None else ""
-    return " of ".join(part for part in (depth, width) if part)
+def describe_size(num_layers: int | None, width: int | None) -> str:
+    """Return the size of a model that grows: ``4 layers of width 64``."""
+    parts = [] if num_layers is None else [f"{num_layers:,} layers"]
+    return " of ".join(parts if width is None else [*parts, f"width {width:,}"])
 
 
 def workers(start: RunStarted) -> str:
@@ -110,8 +109,9 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {batch:,} samples a step from here on"
         case CodecChanged(codec=codec, before=before, reason=reason):
             return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
-        case ModelGrown(num_parameters=parameters) as event:
-            return f"step {record.step:,}: the model has grown to {describe_size(event)}, {parameters:,} parameters"
+        case ModelGrown(num_layers=num_layers, width=width, num_parameters=parameters):
+            grown = f"{describe_size(num_layers, width)}, {parameters:,} parameters"
+            return f"step {record.step:,}: the model has grown to {grown}"
         case CheckpointSaved(path=path, lost_ranks=[_, *_] as ranks):
             *others, last = map(str, ranks)
             lost = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"

@@ -98,8 +98,8 @@ def _describe_change(event: Event) -> str:
             return f"{batch:,} samples a step, from sample {start:,} on"
         case CodecChanged(codec=codec, before=before, codec_of=of, reason=reason):
             return f"codec {codec} of {of}s in place of {before}, {reason}"
-        case ModelGrown(num_parameters=parameters, method=method) as grown:
-            return f"{describe_size(grown)} with {parameters:,} parameters, by {method}"
+        case ModelGrown(num_layers=num_layers, width=width, num_parameters=parameters, method=method):
+            return f"{describe_size(num_layers, width)} with {parameters:,} parameters, by {method}"
         case GradientNoiseMeasured(noise_scale=None):
             return "gradient noise scale too large to be measured"
         case GradientNoiseMeasured(noise_scale=scale):

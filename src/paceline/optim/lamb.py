@@ -44,6 +44,7 @@ class LAMB(NamedOptimizer):
                 "betas": self.betas,
                 "eps": self.epsilon,
                 "ratio_bounds": self.ratio_bounds,
+                "decoupled_weight_decay": True,
             },
         )
 

@@ -135,3 +135,8 @@ ADAPTIVE = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is Adam or its kin (all have betas), RMSprop, Adagrad or Adadelta, or derived."""
     return isinstance(optimizer, ADAPTIVE) or any("betas" in group for group in optimizer.param_groups)
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is torch's or Paceline's own, and not derived: what its step does is known."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "paceline.optim."))

@@ -1,7 +1,10 @@
 """Long sequences that the ranks of the context axis share."""
 
-from collections.abc import Iterator
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from paceline.data.batch import describe, list_tensors, map_tensors
+from paceline.data.batch import LABELS, NEXT_LABELS, call, describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline.costs import undisturbed
+from paceline.parallel.split_forward import CONTEXT_ADVICE, find_forwards, split_forwards
+
+_TOLERANCE = 1e-3
+"""Largest relative difference of an output, for sums in another order; one of something else is larger."""
 
 
 class FullContext:
@@ -55,15 +63,42 @@ class SplitContext(FullContext):
         chunk = torch.arange(num_tokens // 2, device=device)
         return torch.cat([place * len(chunk) + chunk for place in self._chunks(self._place)])
 
-    def attend(self, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, *, is_causal: bool) -> Tensor:
-        """Return the attention of each token of this rank to all tokens of all ranks."""
+    def attend(
+        self,
+        query_BHTD: Tensor,
+        key_BHTD: Tensor,
+        value_BHTD: Tensor,
+        *,
+        is_causal: bool,
+        keep_BT: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return the attention of each token of this rank to all tokens of all ranks.
+
+        Args:
+            query_BHTD: Queries of this rank's tokens.
+            key_BHTD: Keys of this rank's tokens.
+            value_BHTD: Values of this rank's tokens.
+            is_causal: Whether a token sees none after it.
+            keep_BT: False for this rank's tokens that no other sees, such as padding. All ranks give it, or none does.
+            dropout_p: Probability of dropping a weight.
+            scale: Factor of the scores; by default the inverse root of D.
+            enable_gqa: Whether several queries' heads share those of keys and values.
+        """
         keys_BHTD, values_BHTD = self._gather(torch.stack([key_BHTD, value_BHTD])).unbind(0)
+        kept_B11T = None
+        if keep_BT is not None:
+            gathered = self._gather(keep_BT[None, :, None, :, None].to(key_BHTD.dtype))[0, :, :, :, 0] > 0
+            kept_B11T = None if gathered.all() else gathered[:, :, None]
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if not is_causal:
-            return F.scaled_dot_product_attention(query_BHTD, keys_BHTD, values_BHTD)
+            return attend(query_BHTD, keys_BHTD, values_BHTD, attn_mask=kept_B11T)
         queries = query_BHTD.chunk(2, dim=-2)
         return torch.cat(
             [
-                _attend_to_prefix(query, keys_BHTD, values_BHTD, chunk * query.shape[-2])
+                _attend_to_prefix(query, keys_BHTD, values_BHTD, chunk * query.shape[-2], kept_B11T, attend)
                 for query, chunk in zip(queries, self._chunks(self._place), strict=True)
             ],
             dim=-2,
@@ -83,31 +118,131 @@ class SplitContext(FullContext):
         return whole_2BHTD
 
 
-def _attend_to_prefix(query: Tensor, keys: Tensor, values: Tensor, begin: int) -> Tensor:
+def _attend_to_prefix(
+    query: Tensor, keys: Tensor, values: Tensor, begin: int, kept: Tensor | None, attend: Callable[..., Tensor]
+) -> Tensor:
     """Return the attention of queries at positions `begin` and on to themselves and all positions before."""
     num_queries = query.shape[-2]
     end = begin + num_queries
     keys, values = keys[..., :end, :], values[..., :end, :]
-    if begin == 0:
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    if begin == 0 and kept is None:
+        return attend(query, keys, values, is_causal=True)
     mask = torch.ones(num_queries, end, dtype=torch.bool, device=query.device).tril(begin)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    if kept is not None:  # a token sees itself always: a row without any would be NaN
+        mask = (mask & kept[..., :end]) | mask.triu(begin)
+    return attend(query, keys, values, attn_mask=mask)
 
 
-def split_attention(module: nn.Module, mesh: Mesh) -> None:
+def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:
     """Make a module, in place, run on batches of which each context rank has a part (`split_sequences`).
 
-    With one rank along the axis nothing changes.
+    With one rank along the axis nothing changes. A model without a `ContextParallelModule` is run once on the `sample`
+    to find what looks at other tokens, which then goes through a context too, and compared with the whole model.
 
     Raises:
-        SettingsError: A module computes attention other than through `ContextParallelModule.context`.
+        SettingsError: A module looks at other tokens in another way.
     """
     if mesh.size("context") == 1:
         return
-    check_attention(module, mesh.size("context"))
+    splits_forwards = is_foreign(module) and sample is not None
+    if not splits_forwards:
+        check_attention(module, mesh.size("context"))
     context = SplitContext(mesh.device_mesh["context"])
+    if splits_forwards:
+        with undisturbed(module), evaluating(module):
+            split_forwards(module, sample)
+            compare_split(module, sample, mesh, context)
     for part in _list_contextual(module):
         part.context = context
+    for forward in find_forwards(module):
+        forward.context = context
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Return whether no module is made to have a part of its sequences."""
+    return not _list_contextual(module)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """While active, a module is in evaluation: it drops nothing, and learns no statistics."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def compare_split(module: nn.Module, sample: Any, mesh: Mesh, context: SplitContext) -> None:
+    """Raise `SettingsError` with the name of the first module whose output for split sequences is another one."""
+    num_tokens = next(tensor.shape[1] for tensor in list_tensors(sample) if tensor.dim() > 1)
+    expected: dict[tuple[str, int], Tensor] = {}
+    different: dict[str, float] = {}
+
+    def note(place: tuple[str, int], output: Tensor) -> None:
+        expected[place] = output
+
+    def compare(place: tuple[str, int], output: Tensor) -> None:
+        whole = expected.get(place)
+        if whole is None or whole.dim() < 2 or whole.shape[1] != num_tokens:
+            return
+        wanted = split_sequences(whole, mesh)
+        gap = (output - wanted).abs().max() if output.shape == wanted.shape else torch.tensor(torch.inf)
+        if not gap <= _TOLERANCE * wanted.abs().max().clamp(min=1e-6):
+            different.setdefault(place[0] or type(module).__name__, float(gap))
+
+    with torch.no_grad():
+        with _outputs(module, note):
+            call(module, map_tensors(torch.clone, sample))
+        part = split_batch(sample, mesh)
+        with split_forwards_in(module, context), _outputs(module, compare):
+            call(module, part)
+    if not any(name == "" for name, _ in expected):
+        different[type(module).__name__] = float("inf")  # it has no output to compare
+    found = mesh.world.gather_documents([[name, str(gap)] for name, gap in different.items()], name="split forward")
+    if first := next((some[0] for some in found if some), None):
+        raise SettingsError(
+            f"a module that looks at other tokens must do so by F.scaled_dot_product_attention for "
+            f"context({mesh.size('context')}), but {first[0]} has another output with split sequences, by "
+            f"{float(first[1]):.3g}; {CONTEXT_ADVICE}"
+        )
+
+
+@contextmanager
+def split_forwards_in(module: nn.Module, context: SplitContext | None) -> Iterator[None]:
+    """While active, the forwards that `split_forwards` has replaced have another context."""
+    forwards = [(forward, forward.context) for forward in find_forwards(module)]
+    for forward, _ in forwards:
+        forward.context = context
+    try:
+        yield
+    finally:
+        for forward, before in forwards:
+            forward.context = before
+
+
+@contextmanager
+def _outputs(module: nn.Module, take: Callable[[tuple[str, int], Tensor], None]) -> Iterator[None]:
+    """While active, `take` gets the first tensor that each module returns, with its name and the number of its call."""
+    counts: Counter[str] = Counter()
+
+    def hook(name: str, output: Any) -> None:
+        counts[name] += 1
+        tensors = [tensor for tensor in list_tensors(output) if tensor.is_floating_point()]
+        if tensors:
+            take((name, counts[name]), tensors[0])
+
+    handles = [
+        part.register_forward_hook(lambda _part, _args, output, name=name: hook(name, output))
+        for name, part in module.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_attention(module: nn.Module, size: int) -> None:
@@ -130,7 +265,8 @@ def full_sequences(module: nn.Module) -> Iterator[None]:
     for part, _ in contexts:
         part.context = FULL_CONTEXT
     try:
-        yield
+        with split_forwards_in(module, None):
+            yield
     finally:
         for part, context in contexts:
             part.context = context
@@ -160,6 +296,8 @@ def split_sequences(tensor: Tensor, mesh: Mesh) -> Tensor:
 def split_batch(data: Any, mesh: Mesh) -> Any:
     """Return the tokens of each tensor of a batch that are this rank's: see `split_sequences`.
 
+    A mapping with labels gets those of the next tokens too (`NEXT_LABELS`).
+
     Raises:
         SettingsError: Tensors are of other lengths, so that the dim after the batch dim is not of tokens in all.
     """
@@ -169,6 +307,10 @@ def split_batch(data: Any, mesh: Mesh) -> Any:
             f"batch dim, but got {describe(data)}; give what is no sequence another way, or set "
             "Layout(context=1) (--layout.context 1)"
         )
+    if isinstance(data, MutableMapping) and mesh.size("context") > 1:
+        data = copy.copy(data)
+        for labels in [data[key] for key in LABELS if isinstance(data.get(key), Tensor) and data[key].dim() > 1][:1]:
+            data[NEXT_LABELS] = F.pad(labels[:, 1:], (0, 1), value=-100)  # the next of a part's last token is elsewhere
     return map_tensors(lambda tensor: split_sequences(tensor, mesh), data)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from paceline.data.batch import call
 from paceline.errors import SettingsError
 from paceline.parallel.activations import Activations
+from paceline.parallel.context import full_sequences
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
@@ -62,6 +63,12 @@ def check_experts(module: nn.Module, layout: Layout) -> None:
         )
     for name, experts in found.items():
         number = _num_experts(experts)
+        if layout.pipeline > 1 and type(experts) is not Experts:
+            raise SettingsError(
+                f"experts beside pipeline({layout.pipeline}) must be those of paceline.parallel.MixtureOfExperts, but "
+                f"{name} is a {type(experts).__name__}, which is compared with the whole one before; leave the "
+                "pipeline or the expert axis out"
+            )
         wrong = [path for path, p in experts.named_parameters() if p.dim() < 2 or p.shape[0] != number]
         if wrong:
             raise SettingsError(
@@ -111,7 +118,7 @@ def split_experts(module: nn.Module, mesh: Mesh, sample: Any) -> list[TokenExcha
         return []
     found = find_experts(module)
     if any(type(experts) is not Experts for experts in found.values()):
-        with undisturbed(module), without_constants(module):
+        with full_sequences(module), undisturbed(module), without_constants(module):
             proofs = _start_proofs(module, found, broadcast_sample(sample, mesh.world))
             exchanges = _divide(module, found, mesh)
             for proof in proofs:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -81,6 +82,25 @@ def _choose_dim(parameter: nn.Parameter) -> Shard | None:
     """Return another dim than the first for a matrix that joins several, whose slices cannot be cut into blocks."""
     dim, num_parts = fused_parts(parameter)
     return Shard(1) if num_parts > 1 and dim == 0 else None
+
+
+@contextmanager
+def tied(module: nn.Module) -> Iterator[None]:
+    """Give every name of a parameter of `module` the parameter that replaces it inside.
+
+    A part of a model is sharded under some names only, such as a stage with the head, but not with the embedding whose
+    matrix it uses.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((part, name))
+    yield
+    for old, holders in places.items():
+        new = [part._parameters[name] for part, name in holders if part._parameters[name] is not old]
+        for part, name in holders if new else ():
+            part._parameters[name] = new[0]
 
 
 def find_blocks(module: nn.Module) -> list[str]:

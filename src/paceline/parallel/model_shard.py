@@ -141,8 +141,12 @@ class ModelShard:
             )
         return self.mesh.coordinate("tensor") == 0
 
-    def reduce_step_scalars(self, weight: float, loss: Tensor, stop: bool) -> tuple[float, Tensor, bool]:
+    def reduce_step_scalars(
+        self, weight: float, loss: Tensor, stop: bool
+    ) -> tuple[float | Tensor, Tensor, bool | Tensor]:
         """Return the sums over this worker's ranks of weight and loss, and whether one of them must stop.
+
+        On a GPU all are 0-dim tensors there if there are several ranks: backward begins without waiting for them.
 
         Args:
             weight: Weight of this rank's samples.
@@ -156,7 +160,9 @@ class ModelShard:
             values[0], values[1] = weight, loss
         values[2] = float(stop)
         self.sum_over_model_parallel(values, "step of a worker")
-        return float(values[0]), values[1], bool(values[2])
+        if self.world.device.type == "cpu":
+            return float(values[0]), values[1], bool(values[2])
+        return values[0], values[1], values[2] > 0
 
     def split_context(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch: a part of each sequence, if a context axis splits them."""

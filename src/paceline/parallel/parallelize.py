@@ -9,16 +9,17 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
-from paceline.data.batch import list_tensors
+from paceline.data.batch import describe, list_tensors
 from paceline.errors import SettingsError
-from paceline.parallel.context import check_attention, check_length, split_attention
+from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
 from paceline.parallel.expert import check_experts, split_experts
-from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module
+from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
 from paceline.parallel.pipeline.costs import cut_at
 from paceline.parallel.pipeline.layers import list_layers
+from paceline.parallel.pipeline.traced import find_layers, is_listed
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
@@ -37,6 +38,7 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     sharded_codec: Codec | None = None,
     sample: Any = None,
+    gather_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -53,15 +55,19 @@ def parallelize(
             registered types say (`register_styles`), the model's own plan, or what is proved to be possible.
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
-        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline measures layers with it,
-            and a model split over a tensor axis, or of other experts than `Experts`, is compared with the whole one.
+        sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline finds and measures layers
+            with it, and a model split over a tensor axis, or of other experts than `Experts`, is compared with the
+            whole one.
+        gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
+            default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
     """
     world = group or find_group()
     axes = layout.resolve(world.size)
-    check_sharding(layout, sharded_codec, pipeline or PipelineSettings())
+    settings = pipeline or PipelineSettings()
+    check_sharding(layout, sharded_codec, settings)
     if layout.is_plain:
         return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
@@ -77,26 +83,18 @@ def parallelize(
     if layout.tensor > 1:
         sample = broadcast_sample(sample, world)
         plan = _agree_on_plan(module, tensor_plan, sample, mesh)
-        if layout.pipeline > 1:
-            boundaries = _list_boundaries(module, sample, pipeline or PipelineSettings())
-    driver: Pipeline | None = None
-    tensor_split: TensorSplit | None = None
-    if layout.pipeline > 1 and sample is None:
-        raise SettingsError("sample must be inputs of a sample for a pipeline, but got none; give parallelize one")
-    if layout.pipeline > 1:
-        peers = _find_peers(mesh, layout)
-        driver = Pipeline(module, mesh, pipeline or PipelineSettings(), tuple(list_tensors(sample)), peers)
-        module = driver.module
-    if plan is not None:
-        runs: Runs = [(module, sample, False)]
-        if driver is not None:
-            runs = [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
-        tensor_split = _split_checked(module, mesh, plan, runs)
-    if layout.context > 1:
-        _split_context(module, mesh, sample, plan)
+        boundaries = _list_boundaries(module, sample, settings) if layout.pipeline > 1 else {}
+    is_context_split = layout.context > 1 and is_foreign(module)
+    if is_context_split:
+        _check_tokens(sample, layout)
+        split_attention(module, mesh, sample)
+    driver = _cut_into_stages(module, mesh, layout, settings, sample) if layout.pipeline > 1 else None
+    tensor_split = _split_checked(module, mesh, plan, _list_runs(module, driver, sample, boundaries)) if plan else None
+    if layout.context > 1 and not is_context_split:
+        split_attention(module, mesh)
+    _check_length(sample, mesh, plan)
     if layout.shards_parameters:
-        _shard_stages(module, driver, mesh, layout)
-    reduce_scatter = CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None
+        _shard_stages(module, driver, mesh, layout, gather_dtype)
     shard = ModelShard(
         mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
         layout,
@@ -104,7 +102,7 @@ def parallelize(
         module=module,
         pipeline=driver,
         tensor_split=tensor_split,
-        reduce_scatter=reduce_scatter,
+        reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
         experts=split_experts(module, mesh, sample),
     )
     return _note(shard)
@@ -116,16 +114,31 @@ def _find_peers(mesh: Mesh, layout: Layout) -> Group | None:
     return mesh.group(*axes) if axes else None
 
 
-def _split_context(module: nn.Module, mesh: Mesh, sample: Any, plan: TensorPlan | None) -> None:
-    split_attention(module, mesh)
-    if sample is not None:
+def _cut_into_stages(
+    module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any
+) -> Pipeline:
+    """Split a module into stages, in place, by measures of whole sequences."""
+    with full_sequences(module):
+        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
+
+
+def _list_runs(module: nn.Module, driver: Pipeline | None, sample: Any, boundaries: Mapping[str, Any]) -> Runs:
+    """Return the runs that prove a tensor plan: of the model, or of each stage of this rank on what it gets."""
+    if driver is None:
+        return [(module, sample, False)]
+    return [(stage, boundaries[stage.layers[0].name], stage.index > 0) for stage in driver.stages]
+
+
+def _check_length(sample: Any, mesh: Mesh, plan: TensorPlan | None) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split over the context axis."""
+    if sample is not None and mesh.size("context") > 1:
         num_parts = mesh.size("tensor") if plan is not None and plan.cuts_tokens else 1
         check_length(list_tensors(sample)[0].shape[1], context=mesh.size("context"), tensor=num_parts)
 
 
 def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
     """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
-    with undisturbed(module), without_constants(module):
+    with full_sequences(module), undisturbed(module), without_constants(module):
         check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
         tensor_split = split(module, mesh, plan)
         check.compare(mesh.world)
@@ -147,10 +160,26 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
     given = tuple(list_tensors(sample))
     value: Any = given[0] if len(given) == 1 else given
     with undisturbed(module), torch.no_grad():
-        for layer in list_layers(module, settings.sequence):
+        for layer in find_layers(module, settings.sequence, sample):
             boundaries[layer.name] = value
             value = layer.run(value)
     return boundaries
+
+
+def _check_tokens(sample: Any, layout: Layout) -> None:
+    """Raise `SettingsError` if a sample's sequences cannot be split."""
+    if sample is None:
+        raise SettingsError(
+            "sample must be inputs of a sample for a context axis, unless modules are ContextParallelModules, but got "
+            "none; give parallelize one"
+        )
+    tensors = list_tensors(sample)
+    if any(tensor.dim() < 2 or tensor.dim() > 3 for tensor in tensors):
+        raise SettingsError(
+            f"inputs must be sequences of tokens for context({layout.context}), of the shape (samples, tokens) or "
+            f"(samples, tokens, width), but got {describe(sample)}; set Layout(context=1) (--layout.context 1)"
+        )
+    check_length(tensors[0].shape[1], context=layout.context)
 
 
 def _note(shard: ModelShard) -> nn.Module:
@@ -173,12 +202,12 @@ def check_model(
     check_experts(module, layout)
     if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
-    if layout.pipeline > 1:
+    if layout.pipeline > 1 and (pipeline.sequence or is_listed(module)):  # others are run on a sample
         layers = list_layers(module, pipeline.sequence)
         pipeline.count_stages(layout.pipeline, len(layers))
         if isinstance(pipeline.cuts, tuple):
             cut_at(pipeline.cuts, [layer.name for layer in layers])
-    if layout.context > 1:
+    if layout.context > 1 and not is_foreign(module):  # others are run on a sample
         check_attention(module, layout.context)
     if layout.shards_parameters:
         check_parameters(module)
@@ -206,13 +235,16 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
         )
 
 
-def _shard_stages(module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout) -> None:
+def _shard_stages(
+    module: nn.Module, driver: Pipeline | None, mesh: Mesh, layout: Layout, gather_dtype: torch.dtype | None
+) -> None:
     zero_stage: Literal[2, 3] = 3 if layout.zero_stage == 3 else 2
     if driver is None:
-        shard_module(module, mesh, zero_stage=zero_stage)
+        shard_module(module, mesh, zero_stage=zero_stage, gather_dtype=gather_dtype)
         return
     blocks = {module.get_submodule(name) for name in find_blocks(module)}
     for stage in driver.stages:
         names = [name for name, child in stage.named_modules() if child in blocks]
         if next(stage.parameters(), None) is not None:
-            shard_module(stage, mesh, zero_stage=zero_stage, blocks=names)
+            with tied(module):
+                shard_module(stage, mesh, zero_stage=zero_stage, blocks=names, gather_dtype=gather_dtype)

@@ -1,6 +1,6 @@
 """A codec on the sharded axis, which makes the exchange of sharded gradients smaller."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from paceline.compression.codec import Codec, State
+from paceline.compression.codec import Codec, Flag, State, all_of
 from paceline.compression.message import decode_blocks, encode_blocks, message_bytes
 from paceline.errors import SettingsError
 from paceline.parallel.fully_sharded import list_blocks, set_reduce_scatter
 from paceline.parallel.local import local
 from paceline.parallel.mesh import Mesh
+from paceline.sync.reducer import Divisor
 
 
 class CodedReduceScatter:
@@ -48,7 +49,7 @@ class CodedReduceScatter:
         self._seed = seed
         self._states: dict[str, State] = {}
         self._pending: dict[str, State] = {}
-        self._divisor: Callable[[], float] = lambda: 1.0
+        self._divisor: Divisor = lambda: 1.0
         self._step, self._loss_scale = 0, 1.0
         self._flags = torch.zeros(2, device=mesh.world.device)
         sharded_group = mesh.group("sharded")
@@ -75,7 +76,7 @@ class CodedReduceScatter:
         kept = [*self._states.values(), *self._pending.values()]
         return sum(tensor.nbytes for state in kept for tensor in state.values())
 
-    def arm(self, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> None:
+    def arm(self, divisor: Divisor, step: int, loss_scale: float = 1.0) -> None:
         """Describe the gradients of the next backward pass that sums; equally on every rank.
 
         Args:
@@ -119,7 +120,7 @@ class CodedReduceScatter:
         """Fill `output` with this rank's part of the sum of all ranks' gradients; row r of `rows` is for rank r."""
         scale = self._divisor() * self._loss_scale
         payload = torch.zeros(self._group.size, block.row_bytes, dtype=torch.uint8, device=rows.device)
-        is_finite = True
+        is_finite: Flag = True
         for rank in self._others():
             values = {part: value / scale for part, value in block.cut(rows[rank], rank).items()}
             states = self._states | self._pending
@@ -128,15 +129,15 @@ class CodedReduceScatter:
             )
             payload[rank, : len(message)] = message
             self._pending |= {part: exchanged.state for part, exchanged in done.items()}
-            is_finite = is_finite and all(exchanged.is_finite for exchanged in done.values())
-        payload[:, -1] = not is_finite
-        self._flags[0] += not is_finite
+            is_finite = all_of([is_finite, *(exchanged.is_finite for exchanged in done.values())])
+        payload[:, -1] = is_finite ^ True
+        self._flags[0] += is_finite ^ True
         received = torch.empty_like(payload)
         self._group.all_to_all(received, payload, name="coded gradients").wait()
         self._add_up(block, output, rows[self._group.rank], received, scale)
 
     def _add_up(
-        self, block: "_BlockReduceScatter", output: Tensor, own: Tensor, received: Tensor, scale: float
+        self, block: "_BlockReduceScatter", output: Tensor, own: Tensor, received: Tensor, scale: float | Tensor
     ) -> None:
         rank = self._group.rank
         shapes = block.parts[rank]
@@ -159,8 +160,7 @@ class CodedReduceScatter:
         output.zero_()
         for part, place in block.cut(output, rank).items():
             place.copy_(totals[part])
-        if bool(received[:, -1].any()):
-            output.fill_(torch.nan)
+        output.masked_fill_((received[:, -1] != 0).any(), torch.nan)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._group.size) if rank != self._group.rank]

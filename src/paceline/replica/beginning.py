@@ -48,7 +48,7 @@ def start_alike(
     if shard.mesh is None:  # ranks of a layout hold different parameters
         mine |= _describe_optimizer(module, optimizer, with_numbers=rule.keeps_replicas_equal)
     everybody = shard.world.gather_documents(mine, name="settings")
-    for name in everybody[0]:
+    for name in dict.fromkeys(name for theirs in everybody for name in theirs):
         values = [theirs.get(name) for theirs in everybody]
         if any(value != values[0] for value in values):
             found = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))

@@ -114,7 +114,7 @@ class Bucket:
         self.num_fired = 0
         self.work = None
         self.flat.flags.fill_(1)
-        self.flat.num_non_finite, self.flat.has_overflown = 0, False
+        self.flat.findings = None
         for slot in self.slots:
             slot.used = slot.fired = False
 

@@ -130,6 +130,7 @@ class CodecChooser:
         steps_overlap: Whether steps are made and sent while backward runs.
         bucket_bytes: Size of the buckets; None for the codecs' own.
         device: Device of the workers.
+        may_choose: Whether a codec may be chosen; else a loaded choice is left for none, as where workers share memory.
     """
 
     def __init__(
@@ -144,9 +145,10 @@ class CodecChooser:
         steps_overlap: bool,
         bucket_bytes: int | None,
         device: torch.device,
+        may_choose: bool = True,
     ) -> None:
         assert isinstance(rule.codec, AutoCodec)
-        self._auto, self._open = rule.codec, rule
+        self._auto, self._open, self._may_choose = rule.codec, rule, may_choose
         self._rank, self._num_workers = rank, num_workers
         self._is_adaptive, self._steps_refused, self._steps_overlap = is_adaptive, steps_refused, steps_overlap
         self._shapes, self._bucket_bytes = shapes, bucket_bytes
@@ -186,7 +188,7 @@ class CodecChooser:
         if self._num_heard <= _FIRST_STEPS:
             return
         self._window.append(_join_workers([StepMeasurement(*row[1:]) for row in rows]))
-        if len(self._window) == _WINDOW and not self._queue:
+        if len(self._window) == _WINDOW and not self._queue and self._may_choose:
             self._decide()
 
     def take_next(self, step: int) -> EveryStep | None:
@@ -233,6 +235,10 @@ class CodecChooser:
         self._reason, self._before, self._latency_s = state["reason"], state["before"], state["latency_s"]
         self._compute_s = math.inf if state["compute_s"] is None else state["compute_s"]
         self._encode_s, self._corrections = dict(state["encode_s"]), dict(state["corrections"])
+        none = self._open.with_codec(NoCodec(), "gradient")
+        if not self._may_choose and rules[-1] != none:
+            self._reason, self._before = "since all workers share the memory of one host", self.codec.name
+            self._queue = [] if self.rule == none else self._plan(self._prices[NoCodec.name])
 
     def _price(self, codec: Codec) -> CodecPrice:
         """Return the price of a step; encoding counts in bytes to copy, until the time of copying is known."""

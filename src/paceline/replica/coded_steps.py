@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
-from paceline.errors import SettingsError
+from paceline.errors import NonFiniteError, SettingsError
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
@@ -23,7 +23,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_length import StepLength
 from paceline.replica.step_result import BucketTimes
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local_hyperparameters import LocalHyperparameters
+from paceline.sync.local_hyperparameters import LocalHyperparameters, may_lengthen
 from paceline.sync.reducer import FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
@@ -42,12 +42,12 @@ def choose_coding(
     It is the step where the codec suits steps, the optimizer is adaptive, and no other setting forbids it.
 
     Raises:
-        SettingsError: Steps are asked for, but another setting forbids it; the message names it.
+        SettingsError: Steps, or codec auto, are asked for, but another setting forbids it; the message names it.
     """
     if not isinstance(rule, EveryStep):
         return rule
-    if isinstance(rule.codec, AutoCodec) and landing != "update":
-        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    if isinstance(rule.codec, AutoCodec):
+        _check_auto(parameters, landing)
     reason = refuse_steps(parameters, precision, landing, layout)
     if rule.codec_of == "step" and reason:
         raise SettingsError(f"codec_of must be gradient, but got step {reason}")
@@ -55,6 +55,16 @@ def choose_coding(
         return rule
     codes_steps = rule.codec.suits_steps and is_adaptive(optimizer) and not reason
     return rule.model_copy(update={"codec_of": "step" if codes_steps else "gradient"})
+
+
+def _check_auto(parameters: Mapping[str, Tensor], landing: Landing) -> None:
+    if landing != "update":
+        raise SettingsError(f"landing must be update with codec auto, but got {landing}; leave it out, or name a codec")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise SettingsError(
+                f"parameters must be real for codec auto, but {name} is {parameter.dtype}; leave the codec out"
+            )
 
 
 def refuse_steps(parameters: Mapping[str, Tensor], precision: str, landing: Landing, layout: Layout) -> str:
@@ -78,8 +88,9 @@ class StepCoding(BucketLanding):
     update. Each bucket's step is made as soon as backward has its gradients; all are made after backward if gradients
     are clipped, each worker's own by its own norm; and by one call of the optimizer if it may need those of all
     parameters together, or has hooks of others, which must run once a step. Steps of adaptive optimizers are made as
-    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters. The
-    bound of clipping is larger by the same factor, as a worker's own gradient is.
+    long as synchronous ones (`StepLength`), but for decoupled weight decay, unless such hooks may bound parameters or
+    the optimizer's way of decay is unknown. The bound of clipping is larger by the same factor, as a worker's own
+    gradient is.
 
     Args:
         optimizer: Optimizer of this worker. Its state is this worker's own, like its gradients.
@@ -103,13 +114,14 @@ class StepCoding(BucketLanding):
         self._is_begun = False
         self._group_of: dict[int, int] = {}
         self._changes: dict[str, Tensor] = {}
-        self._scales = rule.step_length == "synchronous" and is_adaptive(optimizer)
+        self._wants_length = rule.step_length == "synchronous"
         self._length: StepLength | None = None
         self._factor = 1.0
 
     def start_reducer(self, group: Group, seed: int = 0, *, step: int = 0) -> GradientReducer:
         """Return the reducer of buckets, and begin to measure the length of steps among its workers."""
-        self._length = StepLength(group, self._parameters, seed) if self._scales else None
+        is_longer = self._wants_length and may_lengthen(self._optimizer, group.rank)
+        self._length = StepLength(group, self._parameters, seed) if is_longer else None
         return super().start_reducer(group, seed, step=step)
 
     @property
@@ -126,9 +138,9 @@ class StepCoding(BucketLanding):
         if self._length is not None and state:
             self._length.load_state_dict(state)
 
-    def arm(self, share: float, step: int) -> None:
+    def arm(self, share: float | Tensor, step: int) -> None:
         """Prepare for a backward pass that launches buckets."""
-        self._share, self._step, self._is_begun = share, step, False
+        self._share, self._step, self._is_begun = float(share), step, False
         self._steps_by_bucket = self._suits_buckets and not self._optimizer_step.has_foreign_hooks(self._optimizer)
         self.is_eager = self._steps_by_bucket and self._optimizer_step.clip_norm is None
         self.gradients.is_eager = self.is_eager
@@ -181,9 +193,18 @@ class StepCoding(BucketLanding):
         buckets = [bucket.flat for bucket in self.gradients.buckets]
         _multiply(buckets, 1 / self._share)
         if self._optimizer_step.clip_norm is not None:
-            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+            self._clip()
         if not self._steps_by_bucket:
             self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
+
+    def _clip(self) -> None:
+        """Clip this worker's gradients; a norm that is not finite leaves NaN, which is told on all when it arrives."""
+        try:
+            self.gradient_norm = self._optimizer_step.clip(self._optimizer, self._step, factor=self._factor)
+        except NonFiniteError:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
 
     @torch.no_grad()
     def _step_alone(self, buckets: list[FlatBucket], names: list[str]) -> dict[str, Tensor]:

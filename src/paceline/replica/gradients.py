@@ -13,7 +13,7 @@ from paceline.parallel.local import local
 from paceline.replica.bucket_size import FIRST_SIZE, SIZES, BucketSizer
 from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
-from paceline.sync.reducer import FlatBucket, GradientReducer
+from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer, read_findings
 
 
 class Gradients:
@@ -41,7 +41,7 @@ class Gradients:
         self._sizer: BucketSizer | None = None
         self._layout_is_learnt = False
         self._ready_order: list[str] = list(reversed(parameters))
-        self._divisor: Callable[[], float] = lambda: 1.0
+        self._divisor: Divisor = lambda: 1.0
         self._step = 0
         self._loss_scale = 1.0
         self.is_eager = True
@@ -69,7 +69,7 @@ class Gradients:
         """Names of parameters by bucket."""
         return [[slot.name for slot in bucket.slots] for bucket in self._launcher.buckets]
 
-    def arm(self, divisor: Callable[[], float], step: int, loss_scale: float) -> None:
+    def arm(self, divisor: Divisor, step: int, loss_scale: float) -> None:
         """Launch buckets during the next backward pass; for the arguments see `GradientReducer.reduce`."""
         self._divisor, self._step, self._loss_scale = divisor, step, loss_scale
         self._launcher.arm(is_eager=self.is_eager)
@@ -108,20 +108,23 @@ class Gradients:
         Raises:
             NonFiniteError: Some gradients are not finite; the message says where.
         """
-        bad = [bucket for bucket in buckets if bucket.flat.num_non_finite or bucket.flat.has_overflown]
+        if all(bucket.flat.findings is None for bucket in buckets):
+            return
+        found = read_findings(bucket.flat for bucket in buckets)
+        bad = [(bucket, num) for bucket, (num, is_finite) in zip(buckets, found, strict=True) if num or not is_finite]
         if not bad:
             return
         self.reducer.roll_back()
         if may_skip:
-            for bucket in bad:
+            for bucket, _ in bad:
                 # The whole buffer: a parameter that no rank used has no gradient in which infinity would be seen.
                 bucket.flat.numerators.fill_(torch.inf)
             return
-        first, last = bad[0].slots[0].name, bad[-1].slots[-1].name
-        num_ranks = max(bucket.flat.num_non_finite for bucket in bad)
-        found = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks"
+        first, last = bad[0][0].slots[0].name, bad[-1][0].slots[-1].name
+        num_ranks = max(num for _, num in bad)
+        where = f"on {num_ranks} of {self._group.size} ranks" if num_ranks else "in the sum over ranks"
         raise NonFiniteError(
-            f"gradients must be finite, but at step {step} some between {first} and {last} are not, {found}, while the "
+            f"gradients must be finite, but at step {step} some between {first} and {last} are not, {where}, while the "
             "loss is; lower the learning rate, or look at that step's data"
         )
 

@@ -72,7 +72,7 @@ class BucketLanding:
     def begin_backward(self) -> None:
         """Prepare for a backward pass."""
 
-    def arm(self, share: float, step: int) -> None:
+    def arm(self, share: float | Tensor, step: int) -> None:
         """Prepare for the exchange of a step's gradients, of which this worker's are multiplied by its `share`."""
 
     def before_launch(self, bucket: FlatBucket) -> None:

@@ -23,7 +23,7 @@ from paceline.comm.group import Group, Work
 from paceline.errors import GradientError
 from paceline.replica.landing import BucketLanding
 from paceline.replica.step_result import BucketTimes
-from paceline.sync.reducer import FlatBucket, GradientReducer
+from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer
 from paceline.sync.rule import Rule
 
 CHUNK_BYTES = 4 * 2**20
@@ -191,7 +191,7 @@ class PriorityReducer(GradientReducer):
         self._order = [number for number, bucket in enumerate(buckets) for _ in range(self._count_chunks(bucket))]
         self._next, self._begun, self._measured, self.is_measuring = 0, {}, [], True
 
-    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Start the chunks that are ready and next in order; the other chunks follow in their turn."""
         number = next(number for number, one in enumerate(self._buckets) if one is bucket)
         if self._next == len(self._order):

@@ -1,5 +1,6 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,24 +60,21 @@ class OptimizerStep:
         self.clip_norm = clip_norm
         self._shard = shard
         self._parameters = parameters
-        self._scaler = torch.amp.GradScaler(shard.world.device.type, enabled=precision == "fp16")
-        # The scaler makes its scale with the first loss, which a rank without the last stage of a pipeline never has.
-        self._scaler.scale(torch.zeros((), device=shard.world.device))
+        self._scale = LossScale() if precision == "fp16" else None
 
     @property
     def is_scaled(self) -> bool:
         """Whether losses are scaled."""
-        return self._scaler.is_enabled()
+        return self._scale is not None
 
     @property
     def loss_scale(self) -> float:
         """Factor by which losses are scaled."""
-        return float(self._scaler.get_scale())
+        return self._scale.value if self._scale is not None else 1.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, scaled."""
-        scaled: torch.Tensor = self._scaler.scale(loss)
-        return scaled
+        return loss if self._scale is None else loss * self._scale.value
 
     def run(
         self,
@@ -100,18 +98,22 @@ class OptimizerStep:
         Raises:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
         """
+        overflow = self._unscale() if self._scale is not None and has_gradients else None
+        norm = self._clip(optimizer, self.clip_norm) if self.clip_norm is not None else None
+        # Both are read at once: each read on a GPU waits for all that was queued.
+        read = [value.double().reshape(()) for value in (overflow, norm) if value is not None]
+        values = torch.stack(read).tolist() if len(read) > 1 else [float(value) for value in read]
+        is_overflown = overflow is not None and values[0] > 0
+        if norm is not None:
+            self._check_norm(values[-1], number)
+        before(is_overflown and not is_optimizer_run)
         if has_gradients:
-            self._agree_on_overflow()
-            self._scaler.unscale_(optimizer)
-        gradient_norm = self.clip(optimizer, number) if self.clip_norm is not None else None
-        before(self.is_scaled and not is_optimizer_run and has_gradients and self._is_overflown())
-        scale = self._scaler.get_scale()
-        if has_gradients:
-            if is_optimizer_run:
+            if is_optimizer_run and not is_overflown:
                 with self.stepping():
-                    self._scaler.step(optimizer)
-            self._scaler.update()
-        return OptimizerStepResult(gradient_norm, self._scaler.get_scale() < scale)
+                    optimizer.step()
+            if self._scale is not None:
+                self._scale.update(is_overflown=is_overflown)
+        return OptimizerStepResult(values[-1] if norm is not None else None, is_overflown)
 
     def close(self) -> None:
         """Let the optimizer be stepped by anybody again."""
@@ -138,28 +140,32 @@ class OptimizerStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state, as JSON."""
-        return self._scaler.state_dict()
+        return self._scale.state_dict() if self._scale is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state."""
-        if state:
-            self._scaler.load_state_dict(state)
+        if state and self._scale is not None:
+            self._scale.load_state_dict(state)
 
-    def _is_overflown(self) -> bool:
-        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-    def _agree_on_overflow(self) -> None:
-        """Share an overflow on one rank with all ranks of the worker, otherwise some would step and others not."""
-        if not self.is_scaled or self._shard.model_parallel_group.size == 1:
-            return
-        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        num_bad = torch.tensor([sum(not gradient.isfinite().all() for gradient in gradients)], dtype=torch.float64)
-        num_bad = num_bad.to(self._shard.world.device)
-        self._shard.sum_over_model_parallel(num_bad, "overflow")
-        if num_bad:
-            for gradient in gradients:
-                gradient.fill_(torch.inf)
+    def _unscale(self) -> torch.Tensor:
+        """Divide the gradients by the loss scale; return a number above 0 if one overflowed on a rank of the worker."""
+        assert self._scale is not None
+        device = self._shard.world.device
+        overflow = torch.zeros(1, device=device)
+        inverse = torch.full((1,), 1 / self._scale.value, device=device)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+        if torch.float16 in by_dtype:
+            raise SettingsError(
+                "parameters must be fp32 or bf16 with precision fp16, whose gradients are scaled, but some are fp16; "
+                "leave the module in fp32: forward runs under autocast"
+            )
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+        self._shard.sum_over_model_parallel(overflow, "overflow")
+        return overflow
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -182,22 +188,62 @@ class OptimizerStep:
             NonFiniteError: The norm is not finite, in a precision that does not overflow.
         """
         assert self.clip_norm is not None
-        bound = self.clip_norm * factor
+        norm = float(self._clip(optimizer, self.clip_norm * factor))
+        self._check_norm(norm, number)
+        return norm
+
+    def _clip(self, optimizer: torch.optim.Optimizer, bound: float) -> torch.Tensor:
+        """Clip the gradients by their global norm, and return it, 0-dim, without waiting for it."""
         if self._shard.is_whole:
             held: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(held, bound)
-        else:
-            norm = self._shard.gradient_norm(self._parameters)
-            gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, float((bound / (norm + _TINY)).clamp(max=1.0)))
-        if not torch.isfinite(norm) and not self.is_scaled:
+            return torch.nn.utils.clip_grad_norm_(held, bound)
+        norm = self._shard.gradient_norm(self._parameters)
+        factor = (bound / (norm + _TINY)).clamp(max=1.0)
+        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, float(factor) if norm.device.type == "cpu" else factor)
+        return norm
+
+    def _check_norm(self, norm: float, number: int) -> None:
+        if not math.isfinite(norm) and not self.is_scaled:
             raise NonFiniteError(
-                f"the gradient norm must be finite, but at step {number} it is {float(norm)} "
+                f"the gradient norm must be finite, but at step {number} it is {norm} "
                 "while the loss is finite; look at that step's data or lower the learning rate"
             )
-        return float(norm)
 
 
+class LossScale:
+    """Scale of fp16's loss, on the host: halved at each overflow, doubled after a run of steps without one.
+
+    The rule and its state are those of `torch.amp.GradScaler`, which keeps the scale on the device and reads it back.
+    """
+
+    growth_factor, backoff_factor, growth_interval = 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self.value = 2.0**16
+        self._num_good = 0
+
+    def update(self, *, is_overflown: bool) -> None:
+        """Adapt the scale after a step."""
+        if is_overflown:
+            self.value, self._num_good = self.value * self.backoff_factor, 0
+            return
+        self._num_good += 1
+        if self._num_good == self.growth_interval:
+            grown = self.value * self.growth_factor
+            self.value, self._num_good = grown if grown <= _LARGEST_SCALE else self.value, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON."""
+        return {"scale": self.value, "_growth_tracker": self._num_good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        self.value, self._num_good = float(state["scale"]), int(state["_growth_tracker"])
+
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 _TINY = 1e-6
 """Number that torch adds to a norm before it divides by it."""
 

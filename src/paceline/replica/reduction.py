@@ -3,7 +3,6 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
-from paceline.optim.torch_rules import is_adaptive
+from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, is_split, summed_gradient
 from paceline.replica.codec_chooser import CodecChooser, measure_step
@@ -28,7 +27,7 @@ from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParameter
 from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
-from paceline.sync.reducer import GradientReducer
+from paceline.sync.reducer import Divisor, GradientReducer
 from paceline.sync.reducers import DenseReducer
 from paceline.sync.rule import Rule
 
@@ -68,7 +67,7 @@ class GradientReduction:
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._optimizer_step = optimizer_step
-        self.chooser = self._start_chooser(rule)
+        self.chooser = self._start_chooser()
         """Chooser of the codec; None if it is fixed."""
         if self.chooser is not None:
             self._rule = self.chooser.rule
@@ -115,7 +114,7 @@ class GradientReduction:
         held = [gradients for gradients in (self._in_common, self.gradients) if gradients is not None]
         return [bucket.flat.buffer for gradients in held for bucket in gradients.buckets]
 
-    def send_scalars(self, weight: float, numerator: Tensor, stop: bool) -> StepScalars:
+    def send_scalars(self, weight: float | Tensor, numerator: Tensor, stop: bool | Tensor) -> StepScalars:
         """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
         measured = self.chooser.values() if self.chooser is not None else ()
         return StepScalars(self.reduce_group, weight, numerator, stop, measured=measured)
@@ -130,6 +129,8 @@ class GradientReduction:
 
     def resume(self, step: int, choice: dict[str, Any] | None) -> None:
         """Prepare for `step` as a saved replica would, with the saved `choice` of a codec."""
+        if choice is not None:
+            self.chooser = self.chooser or self._start_chooser(is_chosen=True)
         if self.chooser is not None and choice is not None:
             self.chooser.load_state_dict(choice)
             carried = Codec.model_validate(choice["carried"]) if choice["carried"] is not None else None
@@ -198,7 +199,7 @@ class GradientReduction:
     def sum_first_weights(self, weight: float) -> float:
         """Return the sum of the reduce group's weights in the first step."""
         mine = self._shard.reduce_step_scalars(weight, torch.zeros(()), False)[0]
-        first = torch.tensor([mine], dtype=torch.float64, device=self.reduce_group.device)
+        first = torch.tensor([float(mine)], dtype=torch.float64, device=self.reduce_group.device)
         self.reduce_group.all_reduce(first, name="first weights").wait()
         return float(first) or 1.0
 
@@ -235,7 +236,7 @@ class GradientReduction:
             )
         return totals
 
-    def arm(self, divisor: Callable[[], float], share: float, step: int, loss_scale: float) -> None:
+    def arm(self, divisor: Divisor, share: float | Tensor, step: int, loss_scale: float) -> None:
         """Exchange gradients during the next backward pass.
 
         Args:
@@ -412,16 +413,17 @@ class GradientReduction:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _start_chooser(self, rule: Rule) -> CodecChooser | None:
+    def _start_chooser(self, *, is_chosen: bool = False) -> CodecChooser | None:
+        """Return the chooser of codec auto; None on one host, unless it must leave what `is_chosen` already."""
+        rule, may_choose = self._rule, len(self._all.host_ranks) < self._all.size  # no codec is faster than memory
         if not isinstance(rule, EveryStep) or not isinstance(rule.codec, AutoCodec):
             return None
-        if len(self._all.host_ranks) == self._all.size:  # no codec is faster than memory
+        if self._all.size == 1 or not (may_choose or is_chosen):
             return None
         step, bucket_bytes = self._optimizer_step, self._bucket_bytes
         refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
-        kind = type(self._optimizer)
-        if not kind.__module__.startswith(("torch.optim.", "paceline.optim.")):
-            refused = refused or f"with {kind.__name__}, which may have a state without a mean"
+        if not is_known(self._optimizer):
+            refused = refused or f"with {type(self._optimizer).__name__}, which may have a state without a mean"
         return CodecChooser(
             rule,
             [local(parameter).shape for parameter in self._parameters.values()],
@@ -432,6 +434,7 @@ class GradientReduction:
             steps_overlap=step.clip_norm is None,
             bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
             device=self._all.device,
+            may_choose=may_choose,
         )
 
     def _start_landing(self, step: int) -> BucketLanding | None:

@@ -275,13 +275,13 @@ class Replica:
 
         def numerator(output: Tensor, data: Any) -> Tensor:
             num_samples = min(len(list_tensors(data)[0]), batch.num_samples)  # a borrowed sample does not count
-            made = loss(output, replace(batch, data=data, num_samples=num_samples))
+            made = loss(output, batch.part(data, num_samples))
             self._weight += made.weight
             self._loss = self._loss + made.mean.detach().double() * made.weight
             return self._optimizer_step.scale(made.mean * (made.weight / unit))
 
         with self.autocast(), self._counting(batch.num_samples > 0):
-            self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.data, numerator, timed=timed)
+            self.shard.pipeline.run(tuple(list_tensors(batch.inputs)), batch.both, numerator, timed=timed)
         if last:
             self.shard.reduce_tied_gradients(self._parameters)
             self._send_scalars(self._weight, self._loss)
@@ -459,21 +459,20 @@ class Replica:
     def _send_scalars(self, weight: float, numerator: Tensor) -> None:
         """Send the weight of this worker's samples of the step, and launch their gradients."""
         assert self.state.weight_unit is not None
-        weight, numerator, stop = self.shard.reduce_step_scalars(
-            weight, numerator, bool(self.membership.stop_requested_by)
-        )
-        self._scalars = self._reduction.send_scalars(weight, numerator, stop)
+        wants_stop = bool(self.membership.stop_requested_by)
+        total, numerator, stop = self.shard.reduce_step_scalars(weight, numerator, wants_stop)
+        self._scalars = self._reduction.send_scalars(total, numerator, stop)
         if self._stop_votes is not None:
-            self._stop_votes.begin(self.num_updates, weight, numerator, stop)
+            self._stop_votes.begin(self.num_updates, total, numerator, stop)
         divisor = partial(self._scalars.divisor, self.state.weight_unit)
-        self._reduction.arm(divisor, weight / self.state.weight_unit, self.num_updates, self.loss_scale or 1.0)
+        self._reduction.arm(divisor, total / self.state.weight_unit, self.num_updates, self.loss_scale or 1.0)
 
     def _step(self, all_totals: StepTotals | None, *, has_gradients: bool) -> tuple[OptimizerStepResult, SyncResult]:
         """Step the optimizer, with the rule's work before and after, and drop the gradients."""
         sync = self._synchroniser
         weight_since_sync = self._stop_votes.weight_since_sync if self._stop_votes is not None else self._weight
         total = all_totals.weight_since_sync if all_totals else 0.0
-        step = LocalStep(self.num_updates, weight_since_sync, total, bool(self.membership.stop_requested_by))
+        step = LocalStep(self.num_updates, float(weight_since_sync), total, bool(self.membership.stop_requested_by))
 
         def push(is_overflown: bool) -> None:
             if sync is not None:

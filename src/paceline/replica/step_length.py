@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.compression.codec import CodecContext, shared_generator
-from paceline.sync.every_step import count_sampled
 from paceline.sync.reducer import FlatBucket
 
 _DECAY = 0.95
@@ -34,7 +33,7 @@ class StepLength:
     def __init__(self, group: Group, parameters: Mapping[str, Tensor], seed: int) -> None:
         self._group, self._seed = group, seed
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        counts = {name: count_sampled(parameter.shape) for name, parameter in parameters.items()}
+        counts = {name: _count_sampled(parameter.shape) for name, parameter in parameters.items()}
         repeats = torch.tensor(list(counts.values()), dtype=torch.int64)
         ends = repeats.cumsum(0).tolist()
         self._places = {name: slice(end - counts[name], end) for name, end in zip(counts, ends, strict=True)}
@@ -99,3 +98,8 @@ class StepLength:
     def _square(self, drawn: Tensor) -> float:
         """Return an unbiased estimate of the squared norm of all elements."""
         return float((drawn.double().square() * self._weights).sum())
+
+
+def _count_sampled(shape: Size) -> int:
+    """Return the number of a parameter's elements that are drawn in a step."""
+    return min(-(-shape.numel() // 1024), 64)

@@ -3,6 +3,7 @@
 Workers that do not sum gradients at every step share them at sync steps, and vote on stopping in between.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.comm.streams import HostCopy, SideStream
 from paceline.errors import GradientError
 from paceline.parallel.tensor import full_tensor
 from paceline.replica.loss import Loss
@@ -41,15 +43,26 @@ class StepTotals:
 
 
 class StepScalars:
-    """One step's scalars in transit: sent ahead of the gradients, summed over the workers in float64."""
+    """One step's scalars in transit: sent ahead of the gradients, summed over the workers in float64.
+
+    On a GPU they go to the host on a stream of their own, queued before backward: who waits for them does not wait for
+    backward.
+
+    Args:
+        group: The workers.
+        weight: Weight of this worker's samples, on the host or 0-dim on the device.
+        loss: Sum of their losses, each times its weight; 0-dim.
+        stop: Whether this worker was asked to stop, like `weight`.
+        weight_since_sync: Weight of its samples since the last sync step; by default `weight`.
+    """
 
     def __init__(
         self,
         group: Group,
-        weight: float,
+        weight: float | Tensor,
         loss: Tensor,
-        stop: bool,
-        weight_since_sync: float | None = None,
+        stop: bool | Tensor,
+        weight_since_sync: float | Tensor | None = None,
         measured: Sequence[float] = (),
     ) -> None:
         self._values = torch.zeros(5 + len(measured), dtype=torch.float64, device=group.device)
@@ -58,9 +71,10 @@ class StepScalars:
         self._values[0] = weight
         self._values[1] = loss
         self._values[2] = ~torch.isfinite(loss)
-        self._values[3] = float(stop)
+        self._values[3] = stop
         self._values[4] = weight if weight_since_sync is None else weight_since_sync
         self._work = group.all_reduce(self._values, name="step scalars")
+        self._copy = self._start_copy(group.device) if group.device.type != "cpu" else None
         self._lock = threading.Lock()  # codecs ask from their own thread
         self._totals: StepTotals | None = None
 
@@ -69,13 +83,36 @@ class StepScalars:
         with self._lock:
             if self._totals is None:
                 self._work.wait()
-                weight, loss, num_bad, num_stops, since_sync, *measured = self._values.tolist()
+                if self._copy is None:
+                    values = self._values.tolist()
+                else:
+                    values = self._copy.tolist()
+                    self._work.check()  # or they would be those of an operation that was aborted
+                weight, loss, num_bad, num_stops, since_sync, *measured = values
                 self._totals = StepTotals(weight, since_sync, loss, int(num_bad), num_stops > 0, tuple(measured))
             return self._totals
 
-    def divisor(self, weight_unit: float) -> float:
-        """Return the divisor of the step's numerators, once all workers have sent their weights."""
-        return (self.wait().weight or weight_unit) / weight_unit
+    def divisor(self, weight_unit: float) -> float | Tensor:
+        """Return the divisor of the step's numerators, once all workers have sent their weights.
+
+        On a GPU it is a 0-dim tensor of the calling thread's stream, in fp32, so that no thread waits.
+        """
+        if self._copy is None:
+            return (self.wait().weight or weight_unit) / weight_unit
+        self._work.wait()
+        weight = self._values[0]
+        return (torch.where(weight == 0, weight_unit, weight) / weight_unit).float()
+
+    def _start_copy(self, device: torch.device) -> HostCopy:
+        stream = _scalar_stream(device)
+        with stream.running(stream.mark()):
+            self._work.wait()
+            return HostCopy(self._values)
+
+
+@functools.cache
+def _scalar_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
 
 
 class StopVotes:
@@ -94,10 +131,10 @@ class StopVotes:
         self._synchroniser = synchroniser
         self._sync_scalars: StepScalars | None = None
         self._vote: StepScalars | None = None
-        self.weight_since_sync = 0.0
+        self.weight_since_sync: float | Tensor = 0.0
         """Weight of this worker's samples since the last sync step, to be reset after one."""
 
-    def begin(self, number: int, weight: float, loss: Tensor, stop: bool) -> None:
+    def begin(self, number: int, weight: float | Tensor, loss: Tensor, stop: bool | Tensor) -> None:
         """Send this worker's scalars of step `number`, if it is a sync step or one with a vote."""
         self.weight_since_sync += weight
         if self._synchroniser.is_sync_step(number):

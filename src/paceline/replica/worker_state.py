@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
+from paceline.compression import AutoCodec
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
@@ -19,6 +20,7 @@ from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_scalars import StopVotes
+from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays, HandedOver, Synchroniser
@@ -211,7 +213,9 @@ class WorkerState:
                 "state_dict returned, or resume with paceline.load_latest"
             )
         saved, here = state["document"], self.document()
-        is_chosen = saved.get("codec_choice") and here["codec_choice"]
+        is_chosen = (
+            saved.get("codec_choice") and isinstance(self._rule, EveryStep) and isinstance(self._rule.codec, AutoCodec)
+        )
         for name in ("sync", "codec", "sharded_codec", "num_workers"):
             if saved[name] != here[name] and not (name == "codec" and is_chosen):
                 raise SettingsError(

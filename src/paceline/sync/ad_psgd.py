@@ -363,9 +363,8 @@ class _Passive(RpcService):
             self.met_steps[rank] = max(num_steps, self.met_steps.get(rank, 0))
 
     def drop_caller(self, caller: int, error: BaseException | None) -> None:
-        """Record the error, which the worker itself raises."""
-        if error is not None:
-            self.farewells.lose(caller)
+        """Record the error, which the worker itself raises, unless the caller has left."""
+        if error is not None and self.farewells.lose(caller):
             lost = CommunicationError(f"ad_psgd: rank {caller} is lost to rank {self._rank}: {error}")
             self._error = self._error or lost
 

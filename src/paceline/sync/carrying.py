@@ -1,12 +1,12 @@
 """The reducer with which a new codec begins: what the codec before it held back is sent with its first sums."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.compression.codec import Codec
-from paceline.sync.reducer import FlatBucket, GradientReducer
+from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer
 from paceline.sync.reducers import of_block
 
 
@@ -34,13 +34,13 @@ class CarryingReducer(GradientReducer):
         self.state_of = before.name
         self._states = dict(states)
 
-    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Add the residuals, in the first step, and start to sum."""
         if self.carried is not None:
             for number, (block, view) in enumerate(bucket.blocks.items()):
                 residual = self.carried.residual(of_block(self._states, block), view.shape, self._rank, self._size)
                 if residual is not None:
-                    view.add_(residual.to(view.dtype), alpha=divisor() * loss_scale)
+                    view.add_((residual * (divisor() * loss_scale)).to(view.dtype))
                     bucket.flags[number] = 1  # also a parameter that no rank used gets what is held back of it
         return self._inner.reduce(bucket, divisor, step, loss_scale)
 

@@ -42,7 +42,8 @@ class DiLoCo(LocalRule):
     """Momentum of the outer optimizer; 0 keeps no state. The paper's is 0.9."""
     outer_momentum_warmup: int | None = Field(default=None, ge=0)
     """Rounds over which the outer momentum rises linearly from 0 to `outer_momentum`, of each fragment by itself; by
-    default a third of the run's rounds and at most 25, in a loop of your own 25; 0 for none."""
+    default a third of the run's rounds and at most 25, in a loop of your own 25; 0 for none. A run that resumes, be it
+    longer, goes on with its own, unless another is given."""
     nesterov: bool = True
     """Whether the outer momentum is Nesterov's."""
     scale_rate: bool = False
@@ -54,12 +55,15 @@ class DiLoCo(LocalRule):
         if self.outer_momentum_warmup is not None:
             return self
         num_rounds = max(num_steps - self.synchronous_steps, 0) // self.period
-        return self.model_copy(update={"outer_momentum_warmup": min(_WARMUP_ROUNDS, num_rounds // 3)})
+        fitted = self.model_copy(update={"outer_momentum_warmup": min(_WARMUP_ROUNDS, num_rounds // 3)})
+        fitted.model_fields_set.discard("outer_momentum_warmup")  # nobody has given it: a checkpoint's goes before it
+        return fitted
 
     def start_outer(self) -> OuterSGD:
         """Return the outer optimizer."""
         warmup = _WARMUP_ROUNDS if self.outer_momentum_warmup is None else self.outer_momentum_warmup
-        return OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov, warmup)
+        is_given = self.outer_momentum_warmup is not None and "outer_momentum_warmup" in self.model_fields_set
+        return OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov, warmup, keeps_warmup=is_given)
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return the synchroniser that takes the outer steps."""

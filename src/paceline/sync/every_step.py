@@ -168,8 +168,3 @@ class EveryStep(Rule):
         dense_bytes = sum(NoCodec().wire_bytes(shape, num_workers) for shape in shapes)
         dense = Traffic("all_reduce", num_bytes, dense_bytes, end_step=self.dense_steps, overlap=_BACKWARD)
         return (dense, encoded)
-
-
-def count_sampled(shape: Size) -> int:
-    """Return the number of a parameter's elements on which the length of coded steps is measured."""
-    return min(-(-shape.numel() // 1024), 64)

@@ -25,12 +25,14 @@ class Farewells:
         """Rank that was lost first; None while none is."""
         return self._lost[0] if self._lost else None
 
-    def lose(self, rank: int) -> None:
-        """Record that a worker is lost, unless it has left before."""
+    def lose(self, rank: int) -> bool:
+        """Record that a worker is lost; False if it was gone before."""
         with self._changed:
-            if rank not in self._left and rank not in self._lost:
-                self._lost.append(rank)
+            if rank in self._left or rank in self._lost:
+                return False
+            self._lost.append(rank)
             self._changed.notify_all()
+            return True
 
     def leave(self, rank: int) -> None:
         """Record that a worker has stopped, since another is lost."""
@@ -45,5 +47,6 @@ class Farewells:
             while len(self._left) + len(self._lost) < self._num_others:
                 if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
                     break
-            late = set(range(1, self._num_others + 1)) - self._left
-            return sorted(late | set(self._lost))
+            gone = self._left | set(self._lost)
+            self._lost += [rank for rank in range(1, self._num_others + 1) if rank not in gone]
+            return sorted(self._lost)

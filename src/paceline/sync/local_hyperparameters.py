@@ -1,12 +1,42 @@
 """Hyper-parameters of an optimizer that change while its worker steps alone."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from paceline.optim.torch_rules import is_adaptive
+from paceline.optim.torch_rules import is_adaptive, is_known
+
+_FLAG = "decoupled_weight_decay"
+"""Name of torch's flag of a group whose weight decay is no part of the gradient."""
+
+
+def may_lengthen(optimizer: torch.optim.Optimizer, rank: int) -> bool:
+    """Return whether steps of an optimizer may be multiplied, without its decoupled weight decay; warn if unknown.
+
+    Only steps of adaptive optimizers may. What an optimizer that is neither torch's nor Paceline's does with weight
+    decay is known only if its groups carry torch's flag ``decoupled_weight_decay``.
+
+    Args:
+        optimizer: The worker's optimizer.
+        rank: Rank of the worker; 0 warns.
+    """
+    if not is_adaptive(optimizer):
+        return False
+    if is_known(optimizer) or all(_FLAG in group for group in optimizer.param_groups):
+        return True
+    if rank == 0:
+        kind = type(optimizer)
+        warnings.warn(
+            f"steps of {kind.__module__}.{kind.__qualname__} keep their own length, since it is not known whether "
+            "longer ones would multiply its weight decay; to lengthen them, say it before the replica is made: "
+            f"for group in optimizer.param_groups: group[{_FLAG!r}] = True (it decays as AdamW) or False (as Adam); to "
+            "silence this, give the rule scale_rate=False, or step_length='own' with coded steps",
+            stacklevel=3,
+        )
+    return False
 
 
 class LocalHyperparameters:
@@ -47,7 +77,7 @@ class LocalHyperparameters:
             if self._rate_factor != 1.0:
                 changed["lr"] = group["lr"] * self._rate_factor
             longer = self._rate_factor * self._step_factor
-            if longer != 1.0 and group.get("decoupled_weight_decay"):
+            if longer != 1.0 and group.get(_FLAG):
                 changed["weight_decay"] = group["weight_decay"] / longer
             self._given.append((group, {name: group[name] for name in changed}))
             group.update(changed)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.errors import NonFiniteError, SettingsError
-from paceline.sync.reducer import FlatBucket, GradientReducer
+from paceline.sync.reducer import FlatBucket, GradientReducer, read_findings
 
 _BUCKET_BYTES = 16 * 2**20
 """Size of a bucket: while one is on the wire the next is filled."""
@@ -61,7 +61,7 @@ class OuterParameters:
         self.is_sent, self._total_weight = True, total_weight
         for bucket in self._buckets:
             bucket.flags.fill_(1)
-            bucket.num_non_finite = 0
+            bucket.findings = None
             for block, view in bucket.blocks.items():
                 torch.sub(self.tensors[block], self._values[block], out=view)
             # A worker without samples counts as zeros, whatever its tensors are: NaN times 0 is NaN.
@@ -80,7 +80,7 @@ class OuterParameters:
         for work in self._works:
             work.wait()
         self._works = []
-        num_non_finite = max(bucket.num_non_finite for bucket in self._buckets)
+        num_non_finite = max(num for num, _ in read_findings(self._buckets))
         for bucket in self._buckets:
             self._reducer.finalize(bucket, self._total_weight)
         if num_non_finite or not all(bool(bucket.numerators.isfinite().all()) for bucket in self._buckets):

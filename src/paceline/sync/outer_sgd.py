@@ -1,9 +1,13 @@
 """The outer optimizer of DiLoCo: SGD with momentum on the workers' mean difference from their common parameters."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+_WARMUP = "outer_momentum_warmup"
+"""Name of the warm-up in the state."""
 
 
 class OuterSGD:
@@ -18,11 +22,20 @@ class OuterSGD:
         momentum: Momentum; 0 keeps no state.
         nesterov: Whether momentum is Nesterov's.
         warmup_rounds: Steps over which momentum rises linearly; 0 begins with all of it.
+        keeps_warmup: Whether `warmup_rounds` also replaces that of a loaded state; else the state's own goes on.
     """
 
-    def __init__(self, learning_rate: float, momentum: float, nesterov: bool, warmup_rounds: int = 0) -> None:
+    def __init__(
+        self,
+        learning_rate: float,
+        momentum: float,
+        nesterov: bool,
+        warmup_rounds: int = 0,
+        *,
+        keeps_warmup: bool = False,
+    ) -> None:
         self._learning_rate, self._momentum, self._nesterov = learning_rate, momentum, nesterov
-        self._warmup_rounds = warmup_rounds
+        self._warmup_rounds, self._keeps_warmup = warmup_rounds, keeps_warmup
         self._velocities: dict[str, Tensor] = {}
         self._num_rounds: dict[str, int] = {}
 
@@ -38,12 +51,29 @@ class OuterSGD:
         outer.sub_(mean, alpha=self._learning_rate)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the velocity of each block, and the number of its steps: the same on all workers."""
+        """Return the velocity of each block, the number of its steps, and the warm-up: the same on all workers."""
+        if not self._momentum:
+            return {}
         velocities = {f"velocity/{block}": velocity for block, velocity in self._velocities.items()}
-        return velocities | {f"rounds/{block}": torch.tensor(number) for block, number in self._num_rounds.items()}
+        rounds = {f"rounds/{block}": torch.tensor(number) for block, number in self._num_rounds.items()}
+        return velocities | rounds | {_WARMUP: torch.tensor(self._warmup_rounds)}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state`; one without numbers of steps was saved where momentum did not rise."""
+    def load_state(self, state: Mapping[str, Tensor], *, warns: bool) -> None:
+        """Load the result of `state`; one without numbers of steps was saved where momentum did not rise.
+
+        Args:
+            state: The state.
+            warns: Whether to warn of a warm-up that is not the state's.
+        """
+        saved = int(state.get(_WARMUP, self._warmup_rounds))
+        if not self._keeps_warmup:
+            self._warmup_rounds = saved
+        elif warns and saved != self._warmup_rounds and self._momentum:
+            warnings.warn(
+                f"the outer momentum rises over {self._warmup_rounds} rounds from here on, but over {saved} before the "
+                f"checkpoint; give outer_momentum_warmup {saved} to go on as before",
+                stacklevel=3,
+            )
         prefix = "velocity/"
         self._velocities = {n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)}
         self._num_rounds = {block: int(state.get(f"rounds/{block}", self._warmup_rounds)) for block in self._velocities}

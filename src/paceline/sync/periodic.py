@@ -17,7 +17,7 @@ from paceline.errors import SettingsError
 from paceline.programs import Algorithm
 from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local_hyperparameters import LocalHyperparameters
+from paceline.sync.local_hyperparameters import LocalHyperparameters, may_lengthen
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.outer_sgd import OuterSGD
 from paceline.sync.reducer import GradientReducer
@@ -86,7 +86,8 @@ class AveragingRule(PeriodicRule):
         num_apart = context.group.size / len(self.reduce_ranks(context.group, first_step))
         if num_apart == 1:
             return super().start_hyperparameters(context, first_step)
-        factor = num_apart**0.25 if self.scale_rate else 1.0
+        is_longer = self.scale_rate and may_lengthen(context.optimizer, context.group.rank)
+        factor = num_apart**0.25 if is_longer else 1.0
         return LocalHyperparameters(context.optimizer, self.local_beta1, factor)
 
 
@@ -233,7 +234,7 @@ class PeriodicSynchroniser(Synchroniser):
             self._outer_parameters = self._make_outer_parameters()
             self._outer_parameters.load_state(shared)
         if self._outer is not None:
-            self._outer.load_state(shared)
+            self._outer.load_state(shared, warns=self._context.group.rank == 0)
         self._schedule.load_state(shared)
         self._feedback.load_state(saved)
 

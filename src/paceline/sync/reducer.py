@@ -4,13 +4,18 @@ Every exchanged value is a numerator with a weight; `finalize` divides.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Size, Tensor
 
 from paceline.comm.group import Work
 from paceline.comm.link_speed import TimedExchange
+
+Divisor = Callable[[], float | Tensor]
+"""Function that returns the divisor of numerators, once the weights of all workers are known: a number, or on a GPU a
+0-dim tensor of the calling thread's stream."""
 
 
 @dataclass
@@ -26,10 +31,9 @@ class FlatBucket:
     name: str
     buffer: Tensor
     blocks: dict[str, Tensor]
-    num_non_finite: int = 0
-    """Number of workers whose gradients were not finite, if the exchange checks it; known once it is done."""
-    has_overflown: bool = False
-    """Whether every worker's gradients were finite, and their sum is not, if the exchange checks it."""
+    findings: Tensor | None = None
+    """If the exchange checks them, known once it is done: the number of workers whose gradients were not finite, and
+    1 if the sum is finite, else 0; on the buffer's device."""
 
     numerators: Tensor = field(init=False)
     """Part of the buffer with the gradients."""
@@ -39,6 +43,21 @@ class FlatBucket:
     def __post_init__(self) -> None:
         num_elements = len(self.buffer) - len(self.blocks)
         self.numerators, self.flags = self.buffer[:num_elements], self.buffer[num_elements:]
+
+
+def read_findings(buckets: Iterable[FlatBucket]) -> list[tuple[int, bool]]:
+    """Return, for each bucket, the number of workers whose gradients were not finite, and whether the sum is finite.
+
+    Buckets whose exchange does not check it count as finite. One read on a GPU, however many buckets there are.
+    """
+    checked = [bucket.findings for bucket in buckets]
+    found = [findings for findings in checked if findings is not None]
+    rows = iter(torch.stack(found).tolist() if found else [])
+    return [(0, True) if findings is None else _as_numbers(next(rows)) for findings in checked]
+
+
+def _as_numbers(row: list[float]) -> tuple[int, bool]:
+    return int(row[0]), row[1] > 0
 
 
 class GradientReducer(ABC):
@@ -60,13 +79,12 @@ class GradientReducer(ABC):
     """List to which a codec's collectives are appended, if somebody has set one, who also empties it."""
 
     @abstractmethod
-    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Start to sum the bucket's blocks and flags over the workers, in place.
 
         Args:
             bucket: Bucket to sum; leave it alone until the work is done.
-            divisor: Function that returns the divisor of numerators, once the weights of all workers are known. May be
-                called from another thread.
+            divisor: Divisor of numerators. May be called from another thread.
             step: Number of updates done before.
             loss_scale: Scale of fp16's gradients, which stays in the sum.
         """

@@ -1,6 +1,7 @@
 """The reducers of gradients: uncompressed, or through a codec."""
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -8,13 +9,14 @@ from torch import Size, Tensor
 from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
 from paceline.comm.program_group import ProgramGroup
-from paceline.compression.codec import Codec, State, is_finite
+from paceline.comm.streams import SideStream, wait_in_queue
+from paceline.compression.codec import Codec, State, all_of, is_finite
 from paceline.compression.exchange import exchange_blocks
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm
-from paceline.sync.reducer import FlatBucket, GradientReducer
+from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer
 
-_BUCKET_BYTES = 16 * 2**20
+CODED_BUCKET_BYTES = 16 * 2**20
 """Size of a bucket if the codec has no own: few, since each costs some messages, however small its payloads are."""
 
 
@@ -33,7 +35,7 @@ class DenseReducer(GradientReducer):
         self._program = ProgramGroup(group, program) if program is not None else None
         self._group = self._program or group
 
-    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Start one all-reduce."""
         return self._group.all_reduce(bucket.buffer, name=bucket.name)
 
@@ -41,8 +43,9 @@ class DenseReducer(GradientReducer):
         """Divide, which a divisor of exactly 1 saves; on CPUs look for what is not finite."""
         if divisor != 1.0:
             bucket.numerators.div_(divisor)
-        is_seen = bucket.buffer.device.type == "cpu" and not bucket.numerators.sum().isfinite()
-        bucket.has_overflown = is_seen and not is_finite(bucket.numerators)
+        is_odd = bucket.buffer.device.type == "cpu" and not bucket.numerators.sum().isfinite()  # or the sum overflowed
+        if is_odd and not is_finite(bucket.numerators):
+            bucket.findings = torch.zeros(2)
 
     def commit(self, unused: Collection[str]) -> None:
         """Do nothing: there is no state."""
@@ -67,7 +70,7 @@ class CodecReducer(GradientReducer):
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None, seed: int) -> None:
         self._codec = codec
         self._seed = seed
-        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or _BUCKET_BYTES, codec.max_in_flight
+        self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or CODED_BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
         self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0
@@ -75,16 +78,17 @@ class CodecReducer(GradientReducer):
         self._states: dict[str, State] = {}
         self._pending: dict[str, State] = {}
 
-    def reduce(self, bucket: FlatBucket, divisor: Callable[[], float], step: int, loss_scale: float = 1.0) -> Work:
+    def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Queue the bucket; every rank uses the thread of the same number for it."""
         thread = self._threads[self._num_reductions % len(self._threads)]
         self._num_reductions += 1
 
         def job() -> None:
-            with torch.cuda.device_of(bucket.buffer):  # a thread begins on GPU 0; -1 for a CPU tensor changes nothing
-                self._reduce(bucket, thread.group, divisor() * loss_scale, step, loss_scale)
+            self._reduce(bucket, thread.group, divisor() * loss_scale, step, loss_scale)
 
-        return thread.channel.submit(job)
+        if bucket.buffer.device.type == "cpu":
+            return thread.channel.submit(job)
+        return thread.submit_to_stream(job, bucket.buffer.device)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
         """Do nothing: the codec has divided already."""
@@ -118,7 +122,7 @@ class CodecReducer(GradientReducer):
         for thread in self._threads:
             thread.close()
 
-    def _reduce(self, bucket: FlatBucket, group: Group, divisor: float, step: int, loss_scale: float) -> None:
+    def _reduce(self, bucket: FlatBucket, group: Group, divisor: float | Tensor, step: int, loss_scale: float) -> None:
         values = {}
         for block, view in bucket.blocks.items():
             if view.is_complex():
@@ -126,7 +130,8 @@ class CodecReducer(GradientReducer):
                     f"parameters must be real for codec {self._codec.name!r}, but {block} is {view.dtype}"
                 )
             value = view.float().contiguous()
-            values[block] = value / divisor if divisor != 1.0 else value
+            is_one = not isinstance(divisor, Tensor) and divisor == 1.0
+            values[block] = value if is_one else value / divisor
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
         done = exchange_blocks(
             self._codec,
@@ -139,9 +144,9 @@ class CodecReducer(GradientReducer):
             tail=tail,
             timed=self.timed,
         )
-        bucket.num_non_finite = int(tail[-1])
         # An all-reduce does not tell whose part was not finite; if nobody's was, the sum is too large.
-        bucket.has_overflown = not bucket.num_non_finite and not all(is_finite(each.total) for each in done.values())
+        bucket.findings = torch.stack([tail[-1], torch.ones_like(tail[-1])])
+        bucket.findings[1] = all_of(is_finite(each.total) for each in done.values())
         bucket.flags.copy_(tail[:-1])
         for block, exchanged in done.items():
             self._pending[block] = exchanged.state
@@ -151,7 +156,7 @@ class CodecReducer(GradientReducer):
 
 
 class _CodecThread:
-    """A thread that sums buckets through a codec, with its own connections."""
+    """A thread that sums buckets through a codec, with its own connections, and on a GPU its own stream."""
 
     def __init__(self, group: Group, program: Algorithm | None) -> None:
         self._connections = group.duplicate("codec")
@@ -159,6 +164,23 @@ class _CodecThread:
         if program is not None:
             self.group = ProgramGroup(self._connections, program, runs_here=True)
         self.channel = Channel("paceline-codec")
+        self._stream: SideStream | None = None
+
+    def submit_to_stream(self, job: Callable[[], None], device: torch.device) -> Work:
+        """Run a job that queues work on a GPU: after what the caller has queued, beside what it queues from now on.
+
+        The stream's memory is safe: each job begins after a mark of the computing stream, which has by then waited for
+        all jobs of earlier steps.
+        """
+        stream = self._stream = self._stream or SideStream(device)
+        ready, ended = stream.mark(), []
+
+        def run() -> None:
+            with torch.cuda.device(device if device.type == "cuda" else -1), stream.running(ready):  # else on GPU 0
+                job()
+                ended.append(stream.mark())
+
+        return _StreamWork(self.channel.submit(run), ended, device)
 
     def close(self) -> None:
         """Close them."""
@@ -166,6 +188,19 @@ class _CodecThread:
         if self.group is not self._connections:
             self.group.close()
         self._connections.close()
+
+
+class _StreamWork(Work):
+    """A job whose result is queued on another stream: waiting makes the caller's stream wait too."""
+
+    def __init__(self, job: Work, ended: list[Any], device: torch.device) -> None:
+        self._job, self._ended, self._device = job, ended, device
+
+    def wait(self) -> None:
+        """Block until the job is queued, and queue what follows after it."""
+        self._job.wait()
+        self.began_s, self.ended_s = self._job.began_s, self._job.ended_s
+        wait_in_queue(self._device, self._ended[0])
 
 
 def of_block(tensors: Mapping[str, Tensor], block: str) -> State:

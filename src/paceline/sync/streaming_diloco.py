@@ -163,7 +163,7 @@ class StreamingSynchroniser(Synchroniser):
             self._make_fragments()
             for fragment in self._fragments:
                 fragment.load_state(shared)
-        self._outer.load_state(shared)
+        self._outer.load_state(shared, warns=self._context.group.rank == 0)
         self._feedback.load_state(saved)
 
     def document(self) -> dict[str, Any]:

@@ -145,14 +145,14 @@ def check_growth(growth: Growth, model: Model, sync: Rule, layout: Layout) -> No
     first = size.width if growth.widths else size.num_layers
     if first is None:
         raise ValueError(f"growth must be of a model that knows its {what}, such as transformer_lm; leave it out")
-    sizes = [size, *(growth.size_at(step, size) for step in growth.steps)]
-    depths, widths = [one.num_layers or 0 for one in sizes], [one.width or 0 for one in sizes]
-    if not growth.widths and any(later <= earlier for earlier, later in pairwise(depths)):
-        raise ValueError(f"growth.depths must ascend from the model's {first} layers, but got {depths[1:]}")
-    if growth.widths and any(later <= earlier or later % earlier for earlier, later in pairwise(widths)):
+    later = list(growth.widths) or [growth.depth_at(step, first) for step in growth.steps]
+    pairs = list(pairwise([first, *later]))
+    if not growth.widths and any(after <= before for before, after in pairs):
+        raise ValueError(f"growth.depths must ascend from the model's {first} layers, but got {later}")
+    if growth.widths and any(after <= before or after % before for before, after in pairs):
         raise ValueError(
             f"growth.widths must each be a larger multiple of the one before, from the model's {first} on, but got "
-            f"{widths[1:]}: norms stay the same only if every unit has as many copies"
+            f"{later}: norms stay the same only if every unit has as many copies"
         )
     if growth.widths and isinstance(sync, EveryStep) and not isinstance(sync.codec, NoCodec):
         raise ValueError(

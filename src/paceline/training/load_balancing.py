@@ -17,14 +17,17 @@ On the wire it costs 16 bytes per worker and interval; no worker waits for them:
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isnan, nan
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Work
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.streams import record
 from paceline.data import Loader
 from paceline.monitor.events import Event, SharesChanged, SlowWorker
 from paceline.replica.step_result import StepTimes
@@ -64,8 +67,10 @@ class LoadBalancer:
         self._interval, self._is_following = interval, is_following
         self._stopwatch = _Stopwatch(self._group.device, clock)
         self._num_samples = 0
-        self._steps: list[tuple[float, int]] = []
-        """Seconds of computing, and samples, of each step since the last message."""
+        self._steps: list[_MeasuredStep] = []
+        """Steps since the last message."""
+        self._running: list[_MeasuredStep] = []
+        """Steps that were not over then."""
         self._sent: tuple[Work, Tensor] | None = None
         self._last: Tensor | None = None
         self._named: set[int] = set()
@@ -83,12 +88,16 @@ class LoadBalancer:
             return []
         # If gradients are applied in the next forward, the worker waits in there.
         waited_s = sum(bucket.waited_s for bucket in times.buckets if bucket.landed_s < times.backward_ended_s)
-        self._steps.append((max(0.0, self._stopwatch.read() - waited_s), self._num_samples))
+        self._steps.append(_MeasuredStep(self._stopwatch.take(), waited_s, self._num_samples))
         self._num_samples = 0
         if number % self._interval:
             return []
-        steps, self._steps = self._steps, []
-        if len(steps) < self._interval:  # the run resumed within an interval
+        measured, self._steps = self._steps, []
+        # On a GPU the last step still runs: the host does not wait for it, and it counts in the next interval.
+        known = [step for step in [*self._running, *measured] if step.is_over]
+        self._running = [step for step in measured if not step.is_over]
+        steps = [(step.read(), step.num_samples) for step in known]
+        if len(measured) < self._interval:  # the run resumed within an interval
             return []
         events = self._receive()
         self._send(steps)
@@ -193,33 +202,64 @@ _TICK_S = 1e-9
 """Time below the resolution of a clock."""
 
 
+@dataclass(frozen=True)
+class _Span:
+    """A computation's time: by the host's clock, or by two events of a GPU's queue."""
+
+    host_s: float = 0.0
+    events: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.events is None or bool(self.events[1].query())
+
+    def read(self) -> float:
+        if self.events is None:
+            return self.host_s
+        began, ended = self.events
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+
+@dataclass(frozen=True)
+class _MeasuredStep:
+    """Computations of one step."""
+
+    spans: list[_Span]
+    waited_s: float
+    """Time of them in which the worker waited for others."""
+    num_samples: int
+
+    @property
+    def is_over(self) -> bool:
+        return all(span.is_over for span in self.spans)
+
+    def read(self) -> float:
+        return max(0.0, sum(span.read() for span in self.spans) - self.waited_s)
+
+
 class _Stopwatch:
-    """Sums computing times; on a GPU those of its queue, since the host runs ahead of it."""
+    """Measures computations; on a GPU in its queue, since the host runs ahead of it."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._clock = clock
-        self._sum_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[_Span] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the stopwatch inside."""
-        if self._is_cuda:
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
+        if self._device.type != "cpu":
+            began = record(self._device, is_timed=True)
             yield
-            ended.record()
-            self._events.append((began, ended))
+            if began is not None:
+                self._spans.append(_Span(events=(began, record(self._device, is_timed=True))))
         else:
             began_s = self._clock()
             yield
-            self._sum_s += self._clock() - began_s
+            self._spans.append(_Span(self._clock() - began_s))
 
-    def read(self) -> float:
-        """Return the sum, and reset it."""
-        for began, ended in self._events:
-            ended.synchronize()
-            self._sum_s += began.elapsed_time(ended) / 1e3
-        sum_s, self._sum_s, self._events = self._sum_s, 0.0, []
-        return sum_s
+    def take(self) -> list[_Span]:
+        """Return what was measured since the last call."""
+        spans, self._spans = self._spans, []
+        return spans

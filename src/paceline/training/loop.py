@@ -22,7 +22,9 @@ from paceline.monitor.events import (
     StoppedEarly,
     Warned,
 )
+from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
+from paceline.parallel.mismatch import explain_failure
 from paceline.parallel.mixture_of_experts import balance_loss
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
@@ -31,7 +33,7 @@ from paceline.training.best import BestSoFar
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
-from paceline.training.model import ModelSize, resize, size_of
+from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
@@ -183,18 +185,16 @@ def _finish(session: Session) -> bool:
 
 @contextmanager
 def _explaining(session: Session) -> Iterator[None]:
-    """Name the rank that lost others, if torch, not a group of Paceline's, connects the ranks of a layout."""
+    """Name the rank that lost others, where torch connects ranks of a layout; find ranks that ran other operations."""
     training = session.training
     try:
         yield
-    except RuntimeError as error:
-        if training.run.layout.is_plain or not is_lost_peer(error):
+    except (RuntimeError, CommunicationError) as error:
+        mesh = session.replica.shard.mesh
+        if mesh is None or not (isinstance(error, CommunicationError) or is_lost_peer(error)):
             raise
-        world = session.replica.shard.world
-        raise CommunicationError(
-            f"rank {world.rank} of {world.size} lost others of its layout after step {training.step}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        lost = f"rank {mesh.world.rank} of {mesh.world.size} lost others of its layout after step {training.step}"
+        raise explain_failure(error, mesh, lost) from error
 
 
 def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
@@ -258,8 +258,8 @@ def maybe_grow(session: Session) -> None:
         return
     if any(after is not None and after < (before or 0) for before, after in zip(present, size, strict=True)):
         raise SettingsError(
-            f"a model must not become shallower or narrower, but it has {_describe(present)} and growth gives it "
-            f"{_describe(size)} at step {training.step}; resume with the growth that the run was started with"
+            f"a model must not become shallower or narrower, but it has {describe_size(*present)} and growth gives it "
+            f"{describe_size(*size)} at step {training.step}; resume with the growth that the run was started with"
         )
     depth, width = training.model.layer_stack, training.model.unit_width
     state, feedback = old.state.document(), old.state.feedback()
@@ -292,10 +292,6 @@ def maybe_grow(session: Session) -> None:
             method="widen" if run.growth.widths else run.growth.method,
         )
     )
-
-
-def _describe(size: ModelSize) -> str:
-    return f"{size.num_layers} layers" + (f" of width {size.width}" if size.width is not None else "")
 
 
 def next_boundary(session: Session, step: int) -> int:

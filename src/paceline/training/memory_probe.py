@@ -18,7 +18,7 @@ class MemoryProbe:
     """Measures the memory of one early step on the rank that reports it.
 
     On CPUs the tensors of that step are counted, which makes it slightly longer; on GPUs torch's allocator counts all
-    steps up to it.
+    steps up to it, and nothing before the first, such as building the model.
 
     Args:
         is_on: Whether this rank measures.
@@ -27,11 +27,15 @@ class MemoryProbe:
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
         self._num_steps = 0
+        self._has_begun = False
         self._tracker: StorageTracker | None = None
 
     @contextmanager
     def watching(self, replica: Replica, batch: Batch) -> Iterator[None]:
         """Measure, inside, the training of `replica` on a micro-batch."""
+        if self._is_on and not self._has_begun and replica.group.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(replica.group.device)
+        self._has_begun = True
         is_due = self._is_on and self._num_steps == MEASURED_STEP and replica.group.device.type == "cpu"
         if not is_due:
             yield

@@ -10,7 +10,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from paceline.data.base import Source
-from paceline.data.batch import Batch, call, describe
+from paceline.data.batch import NEXT_LABELS, Batch, call, describe
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.errors import SettingsError
 from paceline.functions import Function
@@ -124,10 +124,14 @@ class NextToken(Objective):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
-        is_shifted = isinstance(batch.data, Mapping)
+        next_labels = batch.data.get(NEXT_LABELS) if isinstance(batch.data, Mapping) else None
+        is_shifted = isinstance(batch.data, Mapping) and next_labels is None
         targets = batch.targets[..., 1:] if is_shifted else batch.targets
-        # Counted before the model runs, so that on a GPU the host waits for the batch alone.
-        num_tokens = batch.count(targets != NOT_ASKED)
+        targets = targets if next_labels is None else next_labels
+        # In host memory, so that the host does not wait for a GPU.
+        counted = batch.on_host
+        asked = counted.targets[..., 1:] if is_shifted else counted.targets
+        num_tokens = counted.count((asked if next_labels is None else counted.data[NEXT_LABELS]) != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
         logits = logits[..., :-1, :] if is_shifted else logits
         total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
@@ -167,8 +171,9 @@ class MaskedLM(Objective):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens to predict, weighted by their number, and the number of correct ones."""
-        # Counted before the model runs, so that on a GPU the host waits for the batch alone.
-        num_asked = batch.count(batch.targets != NOT_ASKED)
+        # In host memory, so that the host does not wait for a GPU.
+        counted = batch.on_host
+        num_asked = counted.count(counted.targets != NOT_ASKED)
         logits = _logits(call(model, batch.inputs))
         total = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
         correct = (logits.detach().argmax(-1) == batch.targets).sum() * int(num_asked > 0)

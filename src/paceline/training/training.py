@@ -16,6 +16,7 @@ from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.mixture_of_experts import list_mixtures
 from paceline.parallel.parallelize import parallelize
+from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
 from paceline.training.compiling import NO_COMPILER, compile_blocks
@@ -138,10 +139,19 @@ def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
         sample=_read_sample(splits, group.device),
+        gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
     if run.compiler != NO_COMPILER:
         compile_blocks(module, run.compiler)
     return module, save_optimizer(run, run.optimizer.build(module))
+
+
+def choose_gather_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which sharded parameters are gathered: on GPUs that of a forward in bf16.
+
+    On CPUs, and in fp16, it is the parameters' own; fp16 could not hold all of them.
+    """
+    return torch.bfloat16 if precision == "bf16" and device.type != "cpu" else None
 
 
 def _read_sample(splits: Splits, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from paceline.comm.heartbeat import Heartbeat, describe_ranks
 from paceline.comm.shared_memory.futex import fence
-from paceline.errors import CommunicationError, PeerTimeoutError
+from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError
 
 NUM_ENTRIES = 512
 """Number of operations whose entries are kept."""
@@ -73,7 +73,7 @@ class FlightRecorder:
         self.size = len(names)
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout_s = timeout_s
-        self.failure: CommunicationError | None = None
+        self.failure: PacelineError | None = None
         self._memory = memory
         self.address = address
         self._descriptor = descriptor
@@ -122,7 +122,7 @@ class FlightRecorder:
         """Compare the operation of all ranks, once all have begun it.
 
         Raises:
-            CommunicationError: Ranks run different operations; the message names them.
+            MismatchError: Ranks run different operations; the message names them.
         """
         for other in self.others:
             place = self._entry_place(other, operation.sequence)
@@ -134,7 +134,8 @@ class FlightRecorder:
 
         Raises:
             PeerTimeoutError: The others did not come in time.
-            CommunicationError: One of them is dead or has left, or runs another operation.
+            CommunicationError: One of them is dead or has left.
+            MismatchError: One of them runs another operation.
         """
         if self.failure is not None:
             raise self.failure
@@ -160,7 +161,7 @@ class FlightRecorder:
         kind, _, _, _, pid = _LOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
-    def _fail(self, error: CommunicationError) -> NoReturn:
+    def _fail(self, error: PacelineError) -> NoReturn:
         self.failure = error
         raise error
 
@@ -170,7 +171,7 @@ class FlightRecorder:
             name, what = self._read_entry(rank, operation.sequence)
             runs.append(f"rank {called} runs {name!r} ({what})" if what else f"rank {called} has not begun it")
         self._fail(
-            CommunicationError(
+            MismatchError(
                 f"operation {operation.sequence} must be the same on every rank, but {', '.join(runs)}; "
                 "every rank must run the same operations in the same order"
             )

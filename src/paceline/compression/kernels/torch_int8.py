@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from paceline.compression.codec import Flag, flag_of
 from paceline.compression.kernels.torch_rows import cut_tiles, decode, fill_rows
 from paceline.compression.rows import RowLayout
 
@@ -25,7 +26,7 @@ def encode(
     *,
     first_tile: int = 0,
     key: int | None = None,
-) -> bool:
+) -> Flag:
     """Encode ``value + residual`` into `payload`, and the encoding error into `new_residual`.
 
     Args:
@@ -56,7 +57,7 @@ def encode(
     if new_residual is not None:
         torch.sub(wanted, (rounded * scales.unsqueeze(1)).view(-1)[: len(wanted)], out=new_residual)
     fill_rows(payload, rows, scales, rounded.to(torch.int8).view(torch.uint8).view(-1)[: len(wanted)])
-    return bool(finite.all())
+    return flag_of(finite.all())
 
 
 def _uniform(num_tiles: int, tile: int, first_tile: int, key: int, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from paceline.compression.codec import Flag, flag_of
 from paceline.compression.kernels.torch_rows import cut_tiles, decode, fill_rows
 from paceline.compression.rows import RowLayout
 
@@ -11,7 +12,7 @@ __all__ = ["decode", "encode"]
 
 def encode(
     value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
-) -> bool:
+) -> Flag:
     """Encode ``value + residual`` into `payload`, and the encoding error into `new_residual`.
 
     Args:
@@ -38,4 +39,4 @@ def encode(
     # Eight flags as one 64-bit number: the product brings bit 0 of byte i to bit 56 + i.
     words = signs.view(torch.int64).view(-1)[: -(-num_elements // 8)]
     fill_rows(payload, rows, scales, ((words * 0x0102040810204080 >> 56) & 0xFF).to(torch.uint8))
-    return bool(scales.isfinite().all())
+    return flag_of(scales.isfinite().all())

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from paceline.compression.codec import Flag, flag_of
+
 
 def select(
     value: Tensor, residual: Tensor | None, num_kept: int, remainder: Tensor, indices: Tensor, values: Tensor
-) -> bool:
+) -> Flag:
     """Split ``value + residual`` into its `num_kept` largest magnitudes and the rest.
 
     Args:
@@ -24,14 +26,12 @@ def select(
         remainder.copy_(value)
     else:
         torch.add(value, residual, out=remainder)
-    # As integers, the bits without the sign are ordered like the magnitudes; NaN comes above infinity.
-    magnitudes = remainder.view(torch.int32) & 0x7FFFFFFF
-    threshold = magnitudes.topk(num_kept, sorted=False).values.min()
-    above = magnitudes > threshold
-    equal = magnitudes == threshold
-    first_equal = equal & (equal.cumsum(0) <= num_kept - above.sum())
-    places = (above | first_equal).nonzero().squeeze(1)
+    # As integers, the bits without the sign are ordered like the magnitudes; NaN comes above infinity. Subtracting the
+    # place makes all different, so that no number of results is unknown, which the host would have to wait for.
+    magnitudes = (remainder.view(torch.int32) & 0x7FFFFFFF).long() << 32
+    magnitudes -= torch.arange(len(magnitudes), device=value.device)
+    places = magnitudes.topk(num_kept, sorted=False).indices.sort().values
     indices.copy_(places)
     values.copy_(remainder[places])
     remainder[places] = 0
-    return bool(values.isfinite().all())
+    return flag_of(values.isfinite().all())

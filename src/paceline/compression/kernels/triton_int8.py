@@ -29,11 +29,11 @@ def encode(
     *,
     first_tile: int = 0,
     key: int | None = None,
-) -> bool:
+) -> Tensor:
     """See the reference, `torch_int8.encode`."""
     assert (residual is None) == (new_residual is None)
     is_finite = torch.ones(1, dtype=torch.int32, device=value.device)
-    keys = torch.tensor([key or 0], dtype=torch.int64, device=value.device).to(torch.uint32)
+    keys = torch.full((1,), key or 0, dtype=torch.int64, device=value.device).to(torch.uint32)
     if len(value):
         _encode[(-(-len(value) // rows.tile),)](
             value,
@@ -52,7 +52,7 @@ def encode(
             key is not None,
             enable_fp_fusion=False,
         )
-    return bool(is_finite)
+    return is_finite[0] > 0
 
 
 @triton.jit

@@ -15,7 +15,7 @@ __all__ = ["decode", "encode"]
 
 def encode(
     value: Tensor, residual: Tensor | None, rows: RowLayout, payload: Tensor, new_residual: Tensor | None
-) -> bool:
+) -> Tensor:
     """See the reference, `torch_one_bit.encode`."""
     assert (residual is None) == (new_residual is None)
     is_finite = torch.ones(1, dtype=torch.int32, device=value.device)
@@ -34,7 +34,7 @@ def encode(
             new_residual is not None,
             enable_fp_fusion=False,
         )
-    return bool(is_finite)
+    return is_finite[0] > 0
 
 
 @triton.jit

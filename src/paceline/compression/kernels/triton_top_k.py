@@ -18,7 +18,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 def select(
     value: Tensor, residual: Tensor | None, num_kept: int, remainder: Tensor, indices: Tensor, values: Tensor
-) -> bool:
+) -> Tensor:
     """See the reference, `torch_top_k.select`."""
     size = value.numel()
     grid = (triton.cdiv(size, _BLOCK),)
@@ -36,7 +36,7 @@ def select(
     _count_reached[grid](remainder, threshold, above, equal, size, _BLOCK)
     before = (above.cumsum(0) - above, equal.cumsum(0) - equal)
     _take[grid](remainder, threshold, rank, *before, indices, values, size, _BLOCK)
-    return bool(values.isfinite().all())
+    return values.isfinite().all()
 
 
 def _descend(histogram: Tensor, threshold: Tensor, rank: Tensor, shift: int) -> None:

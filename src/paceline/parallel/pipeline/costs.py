@@ -75,11 +75,16 @@ def cut(
         sample: Inputs of the first layer, for about one micro-batch.
 
     Raises:
-        SettingsError: There are too few layers, or `cuts` names an unknown one.
+        SettingsError: There are too few layers, `cuts` names an unknown one, or there is no sample to measure with.
     """
     num_stages = settings.count_stages(mesh.size("pipeline"), len(layers))
     if isinstance(settings.cuts, tuple):
         return cut_at(settings.cuts, [layer.name for layer in layers])
+    if len(sample) == 0:
+        raise SettingsError(
+            "sample must be inputs of a sample for a pipeline, unless its cuts are named, but got none; "
+            "give parallelize one"
+        )
     with undisturbed(model):
         if settings.cuts == "estimated":
             return partition(estimate(model, layers, sample), num_stages)

@@ -10,20 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.data.batch import select
-from paceline.errors import CommunicationError, SettingsError
+from paceline.comm.torch_group import is_lost_peer
+from paceline.data.batch import list_tensors, select
+from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.mismatch import explain_failure
 from paceline.parallel.pipeline.costs import cut, undisturbed
 from paceline.parallel.pipeline.forward import Description, ForwardPass
-from paceline.parallel.pipeline.layers import PipelineLayer, find_owned, keep_only, list_layers, list_paths
+from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only, list_paths
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
 from paceline.parallel.pipeline.settings import PipelineSettings
-from paceline.parallel.pipeline.stages import Stage, Value
+from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
+from paceline.parallel.pipeline.traced import check_same_layers, find_layers, list_opened
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
-_NETWORK_WORDS = ("connection", "timed out", "timeout", "socket", "transport", "peer", "broken pipe", "nccl")
 
 
 class Pipeline:
@@ -37,7 +39,8 @@ class Pipeline:
             removed, all others keep their names.
         mesh: Mesh of the layout.
         settings: Order of work and cuts.
-        sample: Inputs of the first layer, for about one micro-batch, with which costs are measured.
+        sample: Inputs of the model, for about one micro-batch: a tensor, several, or a mapping by name. Costs are
+            measured with them, and a model that does not list its layers is run on them to find these.
         peers: Ranks that gather parameters of stages together with this one, or share their experts: all run them
             equally often.
 
@@ -50,13 +53,13 @@ class Pipeline:
         module: nn.Module,
         mesh: Mesh,
         settings: PipelineSettings,
-        sample: Value,
+        sample: Any,
         peers: Group | None = None,
     ) -> None:
         self.settings = settings
         self.num_ranks = mesh.size("pipeline")
         self.place = mesh.coordinate("pipeline")
-        self._ranks = mesh.ranks("pipeline")
+        self._mesh = mesh
         self._group = mesh.process_group("pipeline")
         self._device = mesh.world.device
         self._clock = Clock(self._device)
@@ -64,9 +67,10 @@ class Pipeline:
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self._num_losses = 0
-        layers = list_layers(module, settings.sequence)
+        layers = find_layers(module, settings.sequence, sample)
+        check_same_layers(layers, mesh)
         self.layers_of_stages = [
-            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, _as_tuple(sample))
+            [layers[i] for i in places] for places in cut(module, layers, settings, mesh, tuple(list_tensors(sample)))
         ]
         """Layers of each stage of the whole pipeline."""
         self.num_stages = len(self.layers_of_stages)
@@ -76,7 +80,7 @@ class Pipeline:
         """Names of the parameters and buffers that several ranks hold a copy of, with the positions of these ranks on
         the pipeline axis. Gradients of such a parameter must be summed over them."""
         mine = self._layers_at(self.place)
-        keep_only(module, find_owned(module, mine), list_paths(mine))
+        keep_only(module, find_owned(module, mine), list_paths(mine), list_opened(layers))
         self.module = module
         """This rank's part of the model, under the names of the whole."""
         self.stages = [
@@ -104,12 +108,13 @@ class Pipeline:
             data: Tensors of the same number of samples, in any nesting, of which the loss gets those of a micro-batch.
             loss: Function from the output and the data of one micro-batch to the value that backward starts from: a
                 sum.
-            timed: Whether to fill `times`. On a GPU every operation is then waited for.
+            timed: Whether to fill `times`. On a GPU the host then waits once before the step and once after it.
 
         Raises:
             CommunicationError: Another rank is gone, or did not answer in time.
+            MismatchError: Ranks of an axis ran different operations.
         """
-        inputs = _as_tuple(inputs)
+        inputs = as_tuple(inputs)
         made = self._make(inputs)
         num_samples = len(inputs[0])
         is_last = self.place == self.last_place
@@ -121,7 +126,8 @@ class Pipeline:
             return loss(output, select(data, chunk, num_samples))
 
         self._loss = loss_of
-        self._clock.is_running = timed
+        if timed:
+            self._clock.start()
         with self._explaining("a step"):
             made.schedule.step(
                 *(inputs if self.place == self._place_of(0) else ()),
@@ -129,7 +135,7 @@ class Pipeline:
                 losses=losses,
                 return_outputs=False,
             )
-        self._loss, self._clock.is_running = None, False
+        self._loss = None
         if timed:
             self.times = self._collect(made.num_micro_batches)
         return [one.detach() for one in losses or []]
@@ -139,7 +145,7 @@ class Pipeline:
 
         Every rank of the pipeline calls it with the same samples. The training mode of modules does not change.
         """
-        inputs = _as_tuple(inputs)
+        inputs = as_tuple(inputs)
         num_micro_batches = self.settings.count_micro_batches(math.gcd(*self._gather_counts(inputs)), self.num_ranks)
         with self._explaining("an evaluation"):
             outputs = self._forward().run(list(zip(*(one.chunk(num_micro_batches) for one in inputs), strict=True)))
@@ -183,12 +189,10 @@ class Pipeline:
 
     def _check_gatherable(self, module: nn.Module) -> None:
         """Refuse parameters outside of all modules of their stage, or in two stages of a rank: FSDP gathers modules."""
-        modules = dict(module.named_modules())
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         holders: dict[tuple[Tensor, int], int] = {}
         for stage, layers in enumerate(self.layers_of_stages):
-            owned_modules = [modules[name] for layer in layers for name in layer.owns if name in modules]
-            inside = {parameter for owned in owned_modules for parameter in owned.parameters()}
+            inside = {parameter for held in find_modules(module, layers).values() for parameter in held.parameters()}
             for parameter in find_owned(module, layers) & names.keys():
                 is_shared = holders.setdefault((parameter, self._place_of(stage)), stage) != stage
                 if is_shared or parameter not in inside:
@@ -225,10 +229,10 @@ class Pipeline:
         """Return the number of samples of each peer."""
         if self._peers is None or self._peers.size == 1:
             return [len(inputs[0])]
-        counts = torch.zeros(self._peers.size, 1, dtype=torch.int64, device=self._device)
-        mine = torch.tensor([len(inputs[0])], device=self._device)
-        self._peers.all_gather(counts, mine, name="samples of a pipeline").wait()
-        return [int(count) for count in counts]
+        counts, mine = torch.zeros(self._peers.size, 1, dtype=torch.int64), torch.tensor([len(inputs[0])])
+        # In host memory: to read it, the host need not wait for a GPU.
+        self._peers.on_cpu().all_gather(counts, mine, name="samples of a pipeline").wait()
+        return [number for (number,) in counts.tolist()]
 
     def _make_stage(self, stage: Stage, takes: Description, gives: Description) -> TimedStage:
         return TimedStage(
@@ -250,15 +254,14 @@ class Pipeline:
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 
     def _collect(self, num_micro_batches: int) -> PipelineTimes:
-        spans, self._clock.spans = self._clock.spans, []
         settings = self.settings
         return PipelineTimes(
             order=settings.order,
-            ranks=self._ranks,
+            ranks=self._mesh.ranks("pipeline"),
             num_micro_batches=num_micro_batches,
             stages_per_rank=settings.num_local_stages,
             formula=settings.behaviour.bubble(self.num_ranks, settings.num_local_stages, num_micro_batches),
-            spans=spans,
+            spans=self._clock.stop(),
         )
 
     @contextmanager
@@ -266,16 +269,10 @@ class Pipeline:
         try:
             yield
         except RuntimeError as error:
-            if not any(word in str(error).lower() for word in _NETWORK_WORDS):
+            if not is_lost_peer(error):
                 raise
-            raise CommunicationError(
-                f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-
-
-def _as_tuple(value: Value) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
+            reports = f"{what} of the pipeline lost a rank: position {self.place} of {self.num_ranks} reports"
+            raise explain_failure(error, self._mesh, reports) from error
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from paceline.errors import SettingsError
 from paceline.parallel.pipeline.orders import Order
-from paceline.parallel.pipeline.stages import Stage, Value
+from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
+from paceline.parallel.pipeline.traced import DTYPES
 
 Description = tuple[Tensor, ...]
 """Tensors on the meta device: shape, dtype and whether a gradient comes back."""
 
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)  # fmt: skip
-_MAX_TENSORS = 4
+Gradients = tuple[bool, ...]
+"""Whether a gradient comes back, for each tensor of a value."""
+
+_MAX_TENSORS = 32
 _MAX_DIMS = 8
 _HEADER = 1 + _MAX_TENSORS * (3 + _MAX_DIMS)
 
@@ -26,7 +26,9 @@ class ForwardPass:
     """One forward pass of micro-batches through the stages of all ranks; one object per pass.
 
     Each message has a header, so that no rank need know shapes beforehand. Stage by stage, each runs all micro-batches
-    one after the other; messages cannot deadlock.
+    one after the other; messages cannot deadlock. Where ranks have several stages each, two ranks may send to each
+    other, and on NCCL what is queued first must end first: a stage then sends once it has received all of its inputs,
+    so that both ranks queue their messages stage by stage.
     """
 
     def __init__(self, stages: Sequence[Stage], num_stages: int, order: Order, group: dist.ProcessGroup) -> None:
@@ -35,7 +37,7 @@ class ForwardPass:
         self._order = order
         self._group = group
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
-        self._handed_over: dict[tuple[int, int], tuple[Value, bool]] = {}
+        self._handed_over: dict[tuple[int, int], tuple[Value, Gradients]] = {}
         self._sends: list[tuple[dist.Work, Tensor]] = []
         self.descriptions: dict[int, tuple[Description, Description]] = {}
         """Inputs and outputs of each stage of this rank, for the last micro-batch."""
@@ -50,73 +52,79 @@ class ForwardPass:
     def _run(self, chunks: Sequence[Value]) -> list[Value]:
         outputs: list[Value] = []
         for stage in self._stages:
+            late: list[tuple[Value, Gradients, int, int]] = []
             for i, chunk in enumerate(chunks):
-                value, has_gradient = (chunk, False) if stage.index == 0 else self._take(stage.index, i)
+                value, gradients = self._begin(chunk) if stage.index == 0 else self._take(stage.index, i)
                 output = stage(*value) if isinstance(value, tuple) else stage(value)
-                gives = has_gradient or any(parameter.requires_grad for parameter in stage.parameters())
-                self.descriptions[stage.index] = (_describe(value, has_gradient), _describe(output, gives))
+                gives = stage.list_gradients(output, any(gradients))
+                self.descriptions[stage.index] = (_describe(value, gradients), _describe(output, gives))
                 if stage.index == self._num_stages - 1:
                     outputs.append(output)
-                else:
+                elif self._num_stages == dist.get_world_size(self._group):
                     self._give(output, gives, stage.index + 1, i)
+                else:
+                    late.append((output, gives, stage.index + 1, i))
+            for given in late:
+                self._give(*given)
         for work, _ in self._sends:
             work.wait()
         return outputs
 
+    def _begin(self, chunk: Value) -> tuple[Value, Gradients]:
+        return chunk, (False,) * len(as_tuple(chunk))
+
     def _place(self, stage: int) -> int:
         return self._order.place(stage, dist.get_world_size(self._group))
 
-    def _give(self, value: Value, has_gradient: bool, stage: int, micro_batch: int) -> None:
+    def _give(self, value: Value, gradients: Gradients, stage: int, micro_batch: int) -> None:
         place = self._place(stage)
         if place == dist.get_rank(self._group):
-            self._handed_over[stage, micro_batch] = value, has_gradient
+            self._handed_over[stage, micro_batch] = value, gradients
             return
-        tensors = value if isinstance(value, tuple) else (value,)
-        header = torch.tensor(_encode(tensors, has_gradient), device=self._device)
+        tensors = as_tuple(value)
+        header = torch.tensor(_encode(tensors, gradients), device=self._device)
         for tensor in (header, *tensors):
             work = dist.isend(tensor, group=self._group, group_dst=place)
             assert work is not None
             self._sends.append((work, tensor))  # the tensor must live until it is sent
 
-    def _take(self, stage: int, micro_batch: int) -> tuple[Value, bool]:
+    def _take(self, stage: int, micro_batch: int) -> tuple[Value, Gradients]:
         if (stage, micro_batch) in self._handed_over:
             return self._handed_over.pop((stage, micro_batch))
         place = self._place(stage - 1)
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self._group, group_src=place)
-        tensors, has_gradient = _decode(header.tolist(), self._device)
+        tensors, gradients = _decode(header.tolist(), self._device)
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=place)
-        return (tensors[0] if len(tensors) == 1 else tuple(tensors)), has_gradient
+        return (tensors[0] if len(tensors) == 1 else tuple(tensors)), gradients
 
 
-def _describe(value: Value, has_gradient: bool) -> Description:
-    tensors = value if isinstance(value, tuple) else (value,)
-    return tuple(
-        torch.empty_like(one, device="meta").requires_grad_(has_gradient and one.is_floating_point()) for one in tensors
-    )
+def _describe(value: Value, gradients: Gradients) -> Description:
+    pairs = zip(as_tuple(value), gradients, strict=True)
+    return tuple(torch.empty_like(one, device="meta").requires_grad_(has_gradient) for one, has_gradient in pairs)
 
 
-def _encode(tensors: Sequence[Tensor], has_gradient: bool) -> list[int]:
-    numbers = [len(tensors) * 2 + has_gradient]
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
+def _encode(tensors: Sequence[Tensor], gradients: Gradients) -> list[int]:
+    if len(tensors) > _MAX_TENSORS:
+        raise SettingsError(f"a stage must return {_MAX_TENSORS} tensors at most, but got {len(tensors)}; join some")
+    numbers = [len(tensors)]
+    for tensor, has_gradient in zip(tensors, gradients, strict=True):
+        if type(tensor) is not Tensor or tensor.dtype not in DTYPES or tensor.dim() > _MAX_DIMS:
             raise SettingsError(
                 f"a stage must return plain tensors of {_MAX_DIMS} dims at most, but got {type(tensor).__name__} of "
                 f"{tensor.dtype} with {tensor.dim()} dims; cut the model elsewhere"
             )
-        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    if len(tensors) > _MAX_TENSORS:
-        raise SettingsError(f"a stage must return {_MAX_TENSORS} tensors at most, but got {len(tensors)}; join some")
+        numbers += [DTYPES.index(tensor.dtype), int(has_gradient), tensor.dim(), *tensor.shape]
     return numbers + [0] * (_HEADER - len(numbers))
 
 
-def _decode(numbers: list[int], device: torch.device) -> tuple[list[Tensor], bool]:
-    count, has_gradient = divmod(numbers[0], 2)
-    tensors, at = [], 1
-    for _ in range(count):
-        dtype, num_dims = numbers[at : at + 2]
-        shape = numbers[at + 2 : at + 2 + num_dims]
-        tensors.append(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
-        at += 2 + num_dims
-    return tensors, bool(has_gradient)
+def _decode(numbers: list[int], device: torch.device) -> tuple[list[Tensor], Gradients]:
+    tensors, gradients, at = [], [], 1
+    for _ in range(numbers[0]):
+        dtype, has_gradient, num_dims = numbers[at : at + 3]
+        shape = numbers[at + 3 : at + 3 + num_dims]
+        tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))
+        gradients.append(bool(has_gradient))
+        at += 3 + num_dims
+    return tensors, tuple(gradients)

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import SettingsError
+
+LAYERS_ADVICE = (
+    'give the pipeline a sequence (--pipeline.sequence \'["embedding", "layers.*", "head"]\') of its children as they '
+    "are executed, or give the model a method `pipeline_layers`"
+)
+"""Advice for a model that cannot be cut by itself."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,10 @@ def list_layers(module: nn.Module, sequence: Sequence[str] = ()) -> list[Pipelin
     else:
         children = ", ".join(name for name, _ in module.named_children())
         raise SettingsError(
-            f"a model must be a sequence of layers to run as a pipeline, but got {type(module).__name__}; give the "
-            f"pipeline a sequence (--pipeline.sequence) of its children as they are executed (it has: {children}), or "
-            "give the model a method `pipeline_layers`"
+            "a model must be a sequence of layers to run as a pipeline without a sample, but got "
+            f"{type(module).__name__}; give parallelize a sample, give the pipeline a sequence (--pipeline.sequence) "
+            f"of the model's children as they are executed (it has: {children}), or give the model a method "
+            "`pipeline_layers`"
         )
     _check(module, layers)
     return layers
@@ -79,6 +87,20 @@ def find_owned(module: nn.Module, layers: Sequence[PipelineLayer]) -> set[Tensor
     return owned
 
 
+def find_modules(module: nn.Module, layers: Sequence[PipelineLayer]) -> dict[str, nn.Module]:
+    """Return the modules that `layers` use, by name: those that they own, and those that hold a parameter they own.
+
+    A parameter of a module around others, such as the model itself, has none.
+    """
+    modules = dict(module.named_modules())
+    found = {}
+    for name in dict.fromkeys(name for layer in layers for name in layer.owns):
+        holder = name if name in modules else name.rpartition(".")[0]
+        if holder == name or (holder and not any(True for _ in modules[holder].children())):
+            found[holder] = modules[holder]
+    return found
+
+
 def list_paths(layers: Sequence[PipelineLayer]) -> set[str]:
     """Return the names of the modules that `layers` use, and of all around them."""
     paths: set[str] = set()
@@ -88,7 +110,13 @@ def list_paths(layers: Sequence[PipelineLayer]) -> set[str]:
     return paths
 
 
-def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[str] = (), name: str = "") -> None:
+def keep_only(
+    module: nn.Module,
+    owned: Collection[Tensor],
+    used: Collection[str] = (),
+    opened: Collection[str] = (),
+    name: str = "",
+) -> None:
     """Remove all parameters and buffers from `module` except `owned`, whose names do not change.
 
     A submodule without remaining tensors becomes an `AbsentModule`.
@@ -96,28 +124,59 @@ def keep_only(module: nn.Module, owned: Collection[Tensor], opened: Collection[s
     Args:
         module: Module to remove them from.
         owned: Parameters and buffers to keep.
-        opened: Names of modules that remain, since something without tensors in them is used.
+        used: Names of modules that remain, since something without tensors in them is used.
+        opened: Names of modules that remain, since their forward runs on every rank. In place of what is removed from
+            them they keep a tensor of the same shape in a few bytes, whose values are NaN.
         name: Name of `module` among them.
     """
     kept = {id(tensor) for tensor in owned}
     holders: list[dict[str, Any]] = [module._parameters, module._buffers]
     for holder in holders:
-        for leaf, tensor in holder.items():
+        for leaf, tensor in list(holder.items()):
             if tensor is not None and id(tensor) not in kept:
                 holder[leaf] = None
+                if name in opened:
+                    del holder[leaf]
+                    object.__setattr__(module, leaf, _make_ghost(tensor))
     for leaf, child in list(module._modules.items()):  # under all its names, if it has several
         if child is None:
             continue
         tensors = [*child.parameters(), *child.buffers()]
         place = f"{name}.{leaf}" if name else leaf
-        if tensors and place not in opened and not any(id(tensor) in kept for tensor in tensors):
-            setattr(module, leaf, AbsentModule())
+        is_empty = bool(tensors) and not any(id(tensor) in kept for tensor in tensors)
+        if is_empty and place not in used and place not in opened:
+            setattr(module, leaf, AbsentModule(child if opened else None))
         else:
-            keep_only(child, owned, opened, place)
+            keep_only(child, owned, used, opened, place)
+
+
+def _make_ghost(tensor: Tensor) -> Tensor:
+    """Return a tensor like another in a few bytes; numbers computed from it are NaN."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 class AbsentModule(nn.Module):
-    """Placeholder of a submodule that another rank of the pipeline holds."""
+    """Placeholder of a submodule that another rank of the pipeline holds.
+
+    Args:
+        original: The submodule, if its attributes are still asked for: it loses its values.
+    """
+
+    def __init__(self, original: nn.Module | None = None) -> None:
+        super().__init__()
+        for part in original.modules() if original is not None else ():
+            tensors = {**part._parameters, **part._buffers}
+            part._parameters.clear()
+            part._buffers.clear()
+            for name, tensor in tensors.items():
+                object.__setattr__(part, name, None if tensor is None else _make_ghost(tensor))
+        self._original = (original,)  # in a tuple: it is no submodule of this one
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the absent module, such as a dtype that forwards around it ask for."""
+        (original,) = self.__dict__.get("_original", (None,))
+        return getattr(original, name) if original is not None else super().__getattr__(name)
 
     def forward(self, *_: Any) -> NoReturn:
         """Raise an error: there is nothing to run here."""

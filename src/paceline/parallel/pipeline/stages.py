@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
+from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned
+from paceline.parallel.pipeline.traced import join_parts, list_gradients
 
 Value = Tensor | tuple[Tensor, ...]
 """Value between two layers."""
@@ -26,12 +27,12 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = list(layers)
         self.index = index
+        self._functions = join_parts(self.layers)
         self._splits_backward = splits_backward
         self._model = (model,)  # in a tuple: as a submodule it would make all of the model part of the stage
-        modules = dict(model.named_modules())
-        for name in dict.fromkeys(name for layer in layers for name in layer.owns if name in modules):
-            self.add_module(name.replace(".", "_"), modules[name])
-        first = [modules[name] for name in layers[0].owns if name in modules]
+        for name, module in find_modules(model, layers).items():
+            self.add_module(name.replace(".", "_"), module)
+        first = find_modules(model, layers[:1]).values()
         self._begins_in_place = any(getattr(one, "inplace", False) for module in first for one in module.modules())
 
     def forward(self, *values: Tensor) -> Value:
@@ -39,9 +40,14 @@ class Stage(nn.Module):
         value: Value = values[0] if len(values) == 1 else values
         if self._begins_in_place:
             value = _each(value, lambda one: one.clone())  # autograd forbids changing a received tensor
-        for layer in self.layers:
-            value = layer.run(value)
+        for run in self._functions:
+            value = run(value)
         return _each(value, lambda one: self._sendable(one, values))
+
+    def list_gradients(self, output: Value, has_input_gradient: bool) -> tuple[bool, ...]:
+        """Return for each tensor of an output whether a gradient comes back for it."""
+        gives = has_input_gradient or any(parameter.requires_grad for parameter in self.parameters())
+        return list_gradients(self._functions[-1], as_tuple(output), gives)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Yield the layers' present parameters, also if the model has replaced them since the split."""
@@ -53,6 +59,11 @@ class Stage(nn.Module):
         # A split backward detaches outputs in place, which views and inputs must not be.
         is_shared = output._base is not None or any(output is one for one in inputs)
         return output.clone() if self._splits_backward and is_shared else output.contiguous()
+
+
+def as_tuple(value: Value) -> tuple[Tensor, ...]:
+    """Return the tensors of a value."""
+    return (value,) if isinstance(value, Tensor) else value
 
 
 def _each(value: Value, change: Any) -> Value:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from paceline.comm.streams import record
+from paceline.errors import SettingsError
 from paceline.monitor.events import PipelineMeasured
 
 WorkKind = Literal["forward", "backward", "inputs", "weights"]
@@ -33,7 +35,26 @@ class Clock:
 
     device: torch.device
     is_running: bool = False
-    spans: list[Span] = field(default_factory=list)
+    _open: list[tuple[WorkKind, int, int, Any, Any]] = field(default_factory=list)
+    """Operations with their beginnings and ends: times, or on a GPU events of its queue."""
+    _start: tuple[float, Any] = (0.0, None)
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.is_running, self._open = True, []
+        if self.device.type != "cpu":  # once a timed step: events tell times from this one
+            torch.accelerator.synchronize(self.device)
+            self._start = time.perf_counter(), record(self.device, is_timed=True)
+
+    def stop(self) -> list[Span]:
+        """Record no longer, and return what was recorded, waiting once for all of it on a GPU."""
+        self.is_running = False
+        if self._open and self.device.type != "cpu":
+            self._open[-1][-1].synchronize()
+        return [
+            Span(work, stage, micro_batch, self._to_s(began), self._to_s(ended))
+            for work, stage, micro_batch, began, ended in self._open
+        ]
 
     @contextmanager
     def watch(self, work: WorkKind, stage: int, micro_batch: int) -> Iterator[None]:
@@ -41,14 +62,18 @@ class Clock:
         if not self.is_running:
             yield
             return
-        began_s = self._now()
+        began = self._now()
         yield
-        self.spans.append(Span(work, stage, micro_batch, began_s, self._now()))
+        self._open.append((work, stage, micro_batch, began, self._now()))
 
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter()
+    def _now(self) -> Any:
+        return time.perf_counter() if self.device.type == "cpu" else record(self.device, is_timed=True)
+
+    def _to_s(self, moment: Any) -> float:
+        if self.device.type == "cpu":
+            return float(moment)
+        began_s, began = self._start
+        return began_s + float(began.elapsed_time(moment)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -115,7 +140,15 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run a micro-batch backward to the weights."""
         with self._clock.watch("weights", self.stage_index, bwd_chunk_id), self._without_autocast():
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            try:
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            except RuntimeError as error:
+                if "graph a second time" not in str(error):
+                    raise
+                raise SettingsError(
+                    "pipeline.order must not split backward for a model whose stage uses a parameter several times, "
+                    "which torch cannot; take 1f1b or interleaved (--pipeline.order 1f1b)"
+                ) from error
 
     def _without_autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, enabled=False)

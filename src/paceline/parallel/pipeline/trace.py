@@ -1,0 +1,263 @@
+"""A model's forward as it calls its parts, recorded once: what each part needs of the parts before it."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from paceline.data.batch import call, map_tensors
+from paceline.errors import SettingsError
+from paceline.parallel.pipeline.layers import LAYERS_ADVICE
+
+Source = tuple[int, int]
+"""Origin of a tensor: the number of a call (`INPUTS` for the model's inputs) and the place among its tensors."""
+INPUTS = -1
+CallModule = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Function that takes the place of the call of a module, given its arguments."""
+
+_METADATA = {
+    "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "__len__", "is_contiguous",
+    "get_device", "is_floating_point", "is_complex", "data_ptr", "storage_offset", "untyped_storage",
+    "type", "__hash__", "__get__", "register_hook", "requires_grad_",
+    "result_type", "can_cast", "backward", "is_same_size", "__repr__", "__format__",
+}  # fmt: skip
+"""Functions that read no values of a tensor, or return tensors."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Nesting of tensors and other values, without the tensors."""
+
+    spec: TreeSpec
+    values: tuple[Any, ...]
+    """Values in their order, None in the place of each tensor."""
+    places: tuple[int, ...]
+    """Places of the tensors among the values."""
+
+    @classmethod
+    def of(cls, data: Any) -> tuple["Structure", list[Tensor]]:
+        """Return the structure of `data`, and its tensors."""
+        values, spec = tree_flatten(dict(data) if isinstance(data, Mapping) and type(data) is not dict else data)
+        places = tuple(i for i, value in enumerate(values) if isinstance(value, Tensor))
+        tensors = [values[i] for i in places]
+        others = tuple(None if isinstance(value, Tensor) else value for value in values)
+        return cls(spec, others, places), tensors
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the data with other tensors."""
+        values = list(self.values)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        return tree_unflatten(values, self.spec)
+
+
+class Described(NamedTuple):
+    """Properties of a tensor that are the same for any inputs."""
+
+    num_dims: int
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class PartCall:
+    """Call of a part of the model by the forward of a module around it."""
+
+    name: str
+    """Name of the submodule."""
+    output: Structure
+    tensors: tuple[Described, ...]
+    """Tensors of the output."""
+    needs: frozenset[Source | str]
+    """Outputs of earlier calls, inputs of the model, and names of parameters and buffers that the arguments use."""
+
+
+@dataclass
+class ForwardTrace:
+    """Calls of a model's parts in one forward, in their order.
+
+    A part is a submodule that an *opened* module calls in its own forward: a block, an embedding, a head. Opened are
+    the model and what contains a list of blocks. All that their forwards do between calls (masks, positions, sums) is
+    no part of the record but its effect: which of the earlier results a call uses.
+    """
+
+    opened: frozenset[str]
+    inputs: Structure
+    """Inputs of the model."""
+    input_tensors: tuple[Described, ...]
+    calls: list[PartCall] = field(default_factory=list)
+    output_needs: frozenset[Source | str] = frozenset()
+    """Outputs, inputs and names, as in `PartCall.needs`, that the model's output uses."""
+    read: frozenset[Source | str] = frozenset()
+    """Names, inputs and outputs that forwards between the calls read as numbers, to choose what they do."""
+
+    def tensors_of(self, number: int) -> tuple[Described, ...]:
+        """Return the tensors of the inputs, or of the output of a call."""
+        return self.input_tensors if number == INPUTS else self.calls[number].tensors
+
+    def find_crossing(self, begin: int) -> list[Source]:
+        """Return the tensors from before call `begin` that it or what follows uses: inputs first."""
+        needs = self.output_needs.union(self.read, *(made.needs for made in self.calls[begin:]))
+        return sorted(one for one in needs if not isinstance(one, str) and one[0] < begin)
+
+    def find_parameters(self, begin: int, end: int) -> list[str]:
+        """Return the names of the parameters and buffers used between calls for those from `begin` to `end`."""
+        needs = self.read.union(*(made.needs for made in self.calls[begin:end]))
+        if end == len(self.calls):
+            needs |= self.output_needs
+        return sorted(one for one in needs if isinstance(one, str))
+
+
+class ForwardRecorder(TorchFunctionMode):
+    """Mode under which one forward of a model makes its `ForwardTrace`."""
+
+    def __init__(self, model: nn.Module, opened: frozenset[str], inputs: Any) -> None:
+        super().__init__()
+        self._names = {module: name for name, module in model.named_modules()}
+        structure, tensors = Structure.of(inputs)
+        self.trace = ForwardTrace(opened, structure, _describe(tensors))
+        self._needs: dict[int, frozenset[Source | str]] = {}
+        self._kept: list[Any] = []  # so that no storage has the address of an earlier one
+        self._reads: frozenset[Source | str] = frozenset()
+        self._is_inside = False
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self._needs.setdefault(self._key(tensor), frozenset({name}))
+        for number, tensor in enumerate(tensors):
+            self._needs[self._key(tensor)] = frozenset({(INPUTS, number)})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch between two calls, and note that its results use its arguments."""
+        kwargs = kwargs or {}
+        if self._is_inside:
+            return func(*args, **kwargs)
+        needs = self._of((args, kwargs))
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        changed = _list_tensors(result)
+        if not changed and result is not None and name not in _METADATA:
+            self._reads |= needs
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            changed = [*changed, *_list_tensors(args[:1])]
+        if "out" in kwargs:
+            changed = [*changed, *_list_tensors(kwargs["out"])]
+        for tensor in changed:
+            self._add(tensor, needs)
+        return result
+
+    def call_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a part of the model, and add it to the trace."""
+        number = len(self.trace.calls)
+        needs = self._of((args, kwargs))
+        self._is_inside = True
+        try:
+            output = call_module(module, *args, **kwargs)
+        finally:
+            self._is_inside = False
+        structure, tensors = Structure.of(output)
+        if odd := [value for value in structure.values if not isinstance(value, str | bool | None)]:
+            raise SettingsError(
+                f"a part of a model run as a pipeline must return tensors, but {self._names[module]} returns "
+                f"{type(odd[0]).__name__} too; {LAYERS_ADVICE}"
+            )
+        for place, tensor in enumerate(tensors):
+            self._needs[self._key(tensor)] = frozenset({(number, place)})
+        self._kept.append(tensors)
+        self.trace.calls.append(PartCall(self._names[module], structure, _describe(tensors), needs))
+        return output
+
+    def finish(self, output: Tensor) -> ForwardTrace:
+        """Return the trace of a forward that has returned `output`."""
+        self.trace.output_needs, self.trace.read = self._of(output), self._reads
+        return self.trace
+
+    def _of(self, data: Any) -> frozenset[Source | str]:
+        found: frozenset[Source | str] = frozenset()
+        for tensor in _list_tensors(data):
+            known = self._needs.get(self._key(tensor))
+            if known is None and tensor.grad_fn is not None and not self._is_inside:
+                raise SettingsError(
+                    "a model run as a pipeline must pass results of its blocks on as arguments and outputs, but its "
+                    f"forward takes a tensor of the shape {tuple(tensor.shape)} from elsewhere, such as an attribute "
+                    f"that a block has set; {LAYERS_ADVICE}"
+                )
+            found |= known or frozenset()
+        return found
+
+    def _add(self, tensor: Tensor, needs: frozenset[Source | str]) -> None:
+        key = self._key(tensor)
+        self._needs[key] = self._needs.get(key, frozenset()) | needs
+        self._kept.append(tensor)
+
+    def _key(self, tensor: Tensor) -> int:
+        with torch._C.DisableTorchFunction():
+            try:
+                return int(tensor.untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError):  # a wrapper, as inside torch.vmap
+                return id(tensor)
+
+
+_here = threading.local()
+call_module = nn.Module.__call__
+"""Torch's own way to call a module."""
+
+
+@contextmanager
+def calls_replaced(model: nn.Module, opened: frozenset[str], replacement: CallModule) -> Iterator[None]:
+    """While active, this thread calls `replacement` where an opened module of `model` calls one that is not.
+
+    Inside of such a call modules are called as always.
+    """
+    inside = {model.get_submodule(name) for name in opened}
+
+    def replaced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module in inside or getattr(_here, "model", None) is not model:
+            return call_module(module, *args, **kwargs)
+        _here.model = None
+        nn.Module.__call__ = call_module  # type: ignore[method-assign]
+        try:
+            return replacement(module, args, kwargs)
+        finally:
+            _here.model = model
+            nn.Module.__call__ = replaced  # type: ignore[method-assign]
+
+    # As torch.fx does while it traces; hooks, FSDP and compiled blocks stay what they are.
+    _here.model = model
+    nn.Module.__call__ = replaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _here.model = None
+        nn.Module.__call__ = call_module  # type: ignore[method-assign]
+
+
+def record(model: nn.Module, opened: frozenset[str], inputs: Any) -> ForwardTrace:
+    """Run a model forward on `inputs`, and return its trace."""
+    inputs = map_tensors(lambda tensor: tensor.clone(), inputs)  # no two of which share memory
+    recorder = ForwardRecorder(model, opened, inputs)
+    keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
+    with recorder, calls_replaced(model, opened, recorder.call_part), torch.enable_grad(), keeps_nothing:
+        return recorder.finish(find_output(call(model, inputs)))
+
+
+def find_output(output: Any) -> Tensor:
+    """Return the tensor that a loss is computed from: the output, or its ``logits``."""
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise SettingsError(
+            "a model run as a pipeline must return one tensor, or an object with logits, but got "
+            f"{type(output).__name__}; return the tensor that the loss is computed from"
+        )
+    return found
+
+
+def _list_tensors(data: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(data) if isinstance(value, Tensor)]
+
+
+def _describe(tensors: Sequence[Tensor]) -> tuple[Described, ...]:
+    return tuple(Described(tensor.dim(), tensor.requires_grad) for tensor in tensors)

@@ -1,0 +1,345 @@
+"""A model whose forward is no plain sequence, cut where it calls its blocks: each rank runs that forward in part.
+
+The forward of the model itself runs on every rank, on the calls that are its own; all other calls return what the
+rank before has sent, or, where only shapes matter, an empty tensor. It stops before the first call of the next rank. So
+masks, positions and whatever else is computed between calls is as in the whole model, for any inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.streams import send_to
+from paceline.data.batch import call, describe, map_tensors
+from paceline.errors import PacelineError, SettingsError
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline.costs import undisturbed
+from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
+from paceline.parallel.pipeline.trace import (
+    INPUTS,
+    ForwardTrace,
+    Source,
+    call_module,
+    calls_replaced,
+    find_output,
+    record,
+)
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_MAX_SHAPES = 64
+_TOLERANCE = 1e-4
+"""Largest relative difference of an output, for sums in another order; one of something else is larger."""
+
+
+def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = None) -> list[PipelineLayer]:
+    """Return the layers of any model: those that it lists, or those found by running it once on `sample`.
+
+    Args:
+        module: Model.
+        sequence: See `list_layers`.
+        sample: Inputs of the model for at least one sample, as its forward takes them: a mapping by name.
+
+    Raises:
+        SettingsError: The model cannot be cut.
+    """
+    if sequence or sample is None or is_listed(module):
+        return list_layers(module, sequence)
+    opened = find_opened(module)
+    with undisturbed(module):
+        try:
+            trace = record(module, opened, sample)
+            layers = _make_layers(module, trace)
+            _check(module, layers, sample)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise SettingsError(
+                f"a model must run on a sample to be cut into stages, but {type(module).__name__} says on "
+                f"{describe(sample)}: {type(error).__name__}: {error}; {LAYERS_ADVICE}"
+            ) from error
+    return layers
+
+
+def is_listed(module: nn.Module) -> bool:
+    """Return whether a model says itself what its layers are."""
+    return isinstance(module, HasPipelineLayers) or type(module) is nn.Sequential
+
+
+def find_opened(module: nn.Module) -> frozenset[str]:
+    """Return the names of the modules around the blocks, the model's own among them.
+
+    Blocks are what the model's plan for a pipeline names (``_pp_plan`` of transformers), or the children of the
+    outermost lists.
+    """
+    base = getattr(module, "base_model", module)
+    planned = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+    place = next((name for name, child in module.named_modules() if child is base), "")
+    names = [f"{place}.{name}" if place else name for name in planned]
+    modules = dict(module.named_modules())
+    lists = [name for name in names if isinstance(modules.get(name), _LISTS)] or list(_find_lists(module, ""))
+    opened = {""}
+    for name in lists:
+        parts = name.split(".")
+        opened.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return frozenset(opened)
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _find_lists(module: nn.Module, prefix: str) -> list[str]:
+    found = []
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if isinstance(child, _LISTS) and any(True for _ in child.parameters()):
+            found.append(name)
+            nested = [(f"{name}.{i}", part) for i, part in child.named_children() if isinstance(part, _LISTS[:2])]
+            found += [inner for at, part in nested for inner in [at, *_find_lists(part, f"{at}.")]]
+        elif not isinstance(child, _LISTS):
+            found += _find_lists(child, f"{name}.")
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a model's forward: its calls from `begin` to before `end`, as the function of a `PipelineLayer`.
+
+    Its value is a tuple of the tensors that cross its beginning (`ForwardTrace.find_crossing`), and, but for the first,
+    one of the shapes and dtypes of all others from before it.
+    """
+
+    model: nn.Module
+    trace: ForwardTrace
+    begin: int
+    end: int
+    fills_with: float = 0.0
+    """Value of tensors of which only the shape matters."""
+    shapes: dict[tuple[Any, ...], dict[Source, list[int]]] = field(default_factory=dict, compare=False, repr=False)
+    """Shapes and dtypes of these tensors, by the shapes of those that cross the beginning."""
+
+    def __call__(self, value: Any) -> Any:
+        """Return what crosses the end, or the model's output."""
+        run = _PartRun(self, (value,) if isinstance(value, Tensor) else value)
+        try:
+            with calls_replaced(self.model, self.trace.opened, run.call_part):
+                output = call(self.model, run.fill(INPUTS))
+        except _EndOfPartError:
+            return run.finish()
+        if self.end < len(self.trace.calls) or run.number < self.end:
+            raise run.refuse("nothing more")
+        return find_output(output)
+
+    def join(self, later: "Part") -> "Part":
+        """Return this part and one that begins at its end as one."""
+        return replace(self, end=later.end)
+
+
+class _EndOfPartError(BaseException):
+    """Signal that the forward of a model has come to the end of a part; no `except` of a model's takes it."""
+
+
+class _PartRun:
+    """One run of a part."""
+
+    def __init__(self, part: Part, value: tuple[Tensor, ...]) -> None:
+        self._part = part
+        self._trace = part.trace
+        self.number = 0
+        """Number of calls made."""
+        if part.begin == 0:
+            self._known = {(INPUTS, place): tensor for place, tensor in enumerate(value)}
+            self._shapes: dict[Source, list[int]] = {}
+            return
+        crossing = self._trace.find_crossing(part.begin)
+        self._known = dict(zip(crossing, value[:-1], strict=True))
+        key = (part.begin, *(tensor.shape for tensor in value[:-1]))
+        if value[-1].device.type == "cpu" or key not in part.shapes:  # to read it on a GPU, the host would wait
+            if len(part.shapes) == _MAX_SHAPES:
+                part.shapes.clear()
+            part.shapes[key] = _decode(self._trace, part.begin, value[-1])
+        self._shapes = part.shapes[key]
+
+    def call_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of this part, or return what it would."""
+        number, calls = self.number, self._trace.calls
+        if number >= len(calls) or self._part.model.get_submodule(calls[number].name) is not module:
+            known = {id(one): name for name, one in self._part.model.named_modules()}
+            raise self.refuse(known.get(id(module), type(module).__name__))
+        if number == self._part.end:
+            raise _EndOfPartError
+        self.number += 1
+        if number < self._part.begin:
+            return self.fill(number)
+        output = call_module(module, *args, **kwargs)
+        structure, tensors = calls[number].output.of(output)
+        if structure != calls[number].output or [one.dim() for one in tensors] != [
+            one.num_dims for one in calls[number].tensors
+        ]:
+            raise self.refuse(f"{calls[number].name} with another output, {describe(output)}")
+        self._known |= {(number, place): tensor for place, tensor in enumerate(tensors)}
+        return output
+
+    def fill(self, number: int) -> Any:
+        """Return the inputs or the output of an earlier call: what was sent, and empty tensors of the right shape."""
+        found = self._trace.inputs if number == INPUTS else self._trace.calls[number].output
+        sources = [(number, place) for place in range(len(self._trace.tensors_of(number)))]
+        return found.fill([self._known[one] if one in self._known else self._make(one) for one in sources])
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return what crosses the end of the part."""
+        values = [self._known[source] for source in self._trace.find_crossing(self._part.end)]
+        numbers: list[int] = []
+        for source in _find_shaped(self._trace, self._part.end):
+            known = self._known.get(source)
+            numbers += [DTYPES.index(known.dtype), *known.shape] if known is not None else self._shapes[source]
+        return (*values, send_to(values[0].device, torch.tensor(numbers, dtype=torch.int64)))
+
+    def refuse(self, what: str) -> SettingsError:
+        """Return the error of a forward that is not the recorded one."""
+        calls = self._trace.calls
+        wanted = calls[self.number].name if self.number < len(calls) else "the end"
+        return SettingsError(
+            f"a model run as a pipeline must call its parts in the order in which it did on the sample, but call "
+            f"{self.number + 1} is {what}, where it was {wanted}; {LAYERS_ADVICE}"
+        )
+
+    def _make(self, source: Source) -> Tensor:
+        dtype, *shape = self._shapes[source]
+        device = next(iter(self._known.values())).device
+        made = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        if not made.is_floating_point():
+            return made.zero_()  # it may be an index
+        return made.fill_(self._part.fills_with) if self._part.fills_with else made
+
+
+def _find_shaped(trace: ForwardTrace, end: int) -> list[Source]:
+    """Return the tensors from before call `end` whose shapes cross it, but not their values."""
+    everything = [(number, i) for number in range(INPUTS, end) for i in range(len(trace.tensors_of(number)))]
+    crossing = set(trace.find_crossing(end))
+    return [source for source in everything if source not in crossing]
+
+
+def _decode(trace: ForwardTrace, begin: int, encoded: Tensor) -> dict[Source, list[int]]:
+    numbers = encoded.tolist()
+    shapes, at = {}, 0
+    for number, place in _find_shaped(trace, begin):
+        length = 1 + trace.tensors_of(number)[place].num_dims
+        shapes[number, place] = numbers[at : at + length]
+        at += length
+    return shapes
+
+
+def _make_layers(module: nn.Module, trace: ForwardTrace) -> list[PipelineLayer]:
+    """Return a layer for each call of a block, and one for the calls before them; others are of the block before."""
+    lists = {name for name in trace.opened if isinstance(module.get_submodule(name), _LISTS)}
+    blocks = [i for i, made in enumerate(trace.calls) if made.name.rpartition(".")[0] in lists]
+    if not blocks:  # no lists: a layer for each call that has something to learn
+        blocks = [
+            i for i, made in enumerate(trace.calls) if any(True for _ in module.get_submodule(made.name).parameters())
+        ]
+    after = blocks[-1] + 1 if blocks else 0
+    begins = sorted({0, *blocks, *([after] if after < len(trace.calls) else [])})
+    layers: list[PipelineLayer] = []
+    for begin, end in pairwise([*begins, len(trace.calls)]):
+        names = dict.fromkeys(made.name for made in trace.calls[begin:end])
+        owns = (
+            *(name for name in names if _has_tensors(module.get_submodule(name))),
+            *trace.find_parameters(begin, end),
+        )
+        name = next(iter([*owns, *names]), "model")
+        number = sum(layer.name.partition(" ")[0] == name for layer in layers)
+        name = f"{name} {number + 1}" if number else name
+        layers.append(PipelineLayer(name, owns, Part(module, trace, begin, end)))
+    return _own_rest(module, layers)
+
+
+def _own_rest(module: nn.Module, layers: list[PipelineLayer]) -> list[PipelineLayer]:
+    """Give the tensors that no call used, such as those of a pooler whose output is dropped, to the last layer."""
+    used = {id(tensor) for tensor in find_owned(module, layers)}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    rest = tuple(name for name, tensor in named if id(tensor) not in used)
+    return [*layers[:-1], replace(layers[-1], owns=(*layers[-1].owns, *rest))]
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in [*module.parameters(), *module.buffers()])
+
+
+def list_opened(layers: Sequence[PipelineLayer]) -> frozenset[str]:
+    """Return the names of the modules whose forward runs on every rank."""
+    runs = [layer.run for layer in layers]
+    return frozenset().union(*(run.trace.opened for run in runs if isinstance(run, Part)))
+
+
+def check_same_layers(layers: Sequence[PipelineLayer], mesh: Mesh) -> None:
+    """Raise `SettingsError` if ranks have found different layers."""
+    runs = [layer.run for layer in layers]
+    crossing = [[list(source) for source in run.trace.find_crossing(run.end)] for run in runs if isinstance(run, Part)]
+    if not crossing:
+        return
+    mine = [[layer.name for layer in layers], crossing]
+    everybody = mesh.world.gather_documents(mine, name="layers of a pipeline")
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            raise SettingsError(
+                f"every rank must find the same layers of a model, but rank {rank} has {theirs} where rank 0 has "
+                f"{everybody[0]}; give all ranks the same sample"
+            )
+
+
+def list_gradients(run: Any, tensors: Sequence[Tensor], gives: bool) -> tuple[bool, ...]:
+    """Return for each tensor that a layer's function has returned whether a gradient comes back for it.
+
+    Args:
+        run: The function.
+        tensors: Tensors that it has returned.
+        gives: Whether anything before it is trained, or it itself.
+    """
+    known = [gives and tensor.is_floating_point() for tensor in tensors]
+    if isinstance(run, Part) and run.end < len(run.trace.calls):
+        crossing = run.trace.find_crossing(run.end)
+        return (*(run.trace.tensors_of(number)[place].has_gradient for number, place in crossing), False)
+    return tuple(known)
+
+
+def join_parts(layers: Sequence[PipelineLayer]) -> list[Any]:
+    """Return the functions of consecutive layers, those of parts of one forward as one."""
+    functions: list[Any] = []
+    for layer in layers:
+        last = functions[-1] if functions else None
+        if isinstance(layer.run, Part) and isinstance(last, Part):
+            functions[-1] = last.join(layer.run)
+        else:
+            functions.append(layer.run)
+    return functions
+
+
+def _check(module: nn.Module, layers: Sequence[PipelineLayer], sample: Any) -> None:
+    """Refuse a model whose layers, one after the other, compute something else than its forward."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()  # no dropout
+    try:
+        with torch.no_grad():
+            expected = find_output(call(module, map_tensors(torch.clone, sample)))
+            _, tensors = layers[0].run.trace.inputs.of(map_tensors(torch.clone, sample))  # type: ignore[attr-defined]
+            value: Any = tuple(tensors)
+            for layer in layers:
+                assert isinstance(layer.run, Part)
+                value = replace(layer.run, fills_with=float("nan"))(value)
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    difference = (value - expected).abs().max() if value.shape == expected.shape else torch.tensor(torch.inf)
+    if not difference <= _TOLERANCE * expected.abs().max().clamp(min=1e-6):
+        raise SettingsError(
+            f"a model run as a pipeline must compute the same as the whole one, but {type(module).__name__}, cut at "
+            f"{', '.join(layer.name for layer in layers[1:])}, differs by {float(difference):.3g} in its output: its "
+            f"blocks share something that is no argument of theirs; {LAYERS_ADVICE}"
+        )
