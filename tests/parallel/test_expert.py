@@ -305,6 +305,7 @@ CASES: list[Any] = [
             ("free", {"expert": 2, "context": 2}, 2),
             ("free", {"expert": 2, "pipeline": 2}, 1),
             ("free", {"expert": 2, "data": 2}, 1, "local"),
+            ("mixtral", {"expert": 2, "context": 2}, 1),
         ],
         [{"expert": 4}, {"expert": 2, "data": 2}, {"sharded": 4}, {"expert": 2, "sharded": 2, "zero_stage": 1}],
     ),
