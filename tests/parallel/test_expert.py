@@ -60,15 +60,19 @@ class Extra(nn.Module):
 class Stack(nn.Module):
     """A user's own experts."""
 
-    def __init__(self, *, mixes_tokens: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_experts, self.mixes_tokens = 4, mixes_tokens
+        self.num_experts, self.is_broken = 4, ""
         self.matrix = nn.Parameter(torch.randn(4, 16, 16) * 0.1)
 
     def forward(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         is_mine = F.one_hot(index, self.num_experts + 1)[..., :-1] * weight[..., None]
         mapped = torch.einsum("nke,eij,nj->ni", is_mine.to(tokens), self.matrix, tokens)
-        return mapped.cumsum(0) if self.mixes_tokens else mapped
+        if self.is_broken == "squares":
+            return mapped + 1e-3 * weight.square().sum(1, keepdim=True)
+        if self.is_broken == "counts" and self.num_experts != 4:
+            raise ValueError("four experts are wanted")
+        return mapped.cumsum(0) if self.is_broken == "mixes" else mapped
 
 
 def make_model(settings: dict[str, Any] | None = None) -> nn.Module:
@@ -239,9 +243,10 @@ def count_bytes(group: Group) -> list[int]:
 def refuse_strange_experts(group: Group) -> list[str]:
     """Return the refusals of experts that see several tokens, and of experts without a sample to prove them by."""
     refusals = []
-    for mixes_tokens, sample in ((True, samples_of(0, 0, 1)[0]), (False, None)):
+    some = samples_of(0, 0, 1)[0]
+    for broken, sample in (("mixes", some), ("squares", some), ("counts", some), ("", None)):
         model = make_stacked()
-        model.layers[1].mlp.experts.mixes_tokens = mixes_tokens
+        model.layers[1].mlp.experts.is_broken = broken
         with pytest.raises(SettingsError) as caught:
             parallelize(model, Layout(expert=2), group=group, sample=sample)
         refusals.append(str(caught.value))
@@ -325,9 +330,11 @@ def test_experts_that_are_shared_train_as_in_one_process(
     if num_ranks == 2:
         first, second, price = found.pop("bytes")
         assert first == second == price > 0
-        mixing, unproved, diverged = found.pop("refusals")
+        mixing, squaring, counting, unproved, diverged = found.pop("refusals")
         assert "differ, first in parameter norm.weight" in diverged
-        assert "layers.1.mlp.experts (Stack) differs by" in mixing
+        assert "but layers.1.mlp.experts (Stack) has another output, by" in mixing
+        assert "but layers.1.mlp.experts (Stack) has another output, by" in squaring
+        assert "(Stack) fails on a rank's part with ValueError: four experts are wanted" in counting
         assert "sample must be inputs of at least one sample for a tensor or expert axis" in unproved
     assert len(found) == len(cases) + 1
     for name, (difference, progress) in found.items():
@@ -348,6 +355,9 @@ def test_models_whose_experts_do_not_fit_are_refused() -> None:
     assert "over tensor(2); take the expert axis instead" in refuse(make_model(), tensor=2)
     assert "while capacity and balance are of whole samples" in refuse(make_model(), context=2)
     assert "a balance of 0.05, whose loss a stage of pipeline(2)" in refuse(make_model(), pipeline=2)
+    stack = Stack()
+    stack.num_experts = None
+    assert "num_experts, but 0, a Stack, has none" in refuse(nn.Sequential(stack), expert=2)
     stack = Stack()
     stack.bias = nn.Parameter(torch.zeros(16))
     assert "but 0.bias has the shape (16,)" in refuse(nn.Sequential(stack), expert=2)

@@ -29,6 +29,8 @@ from paceline.topology.layout import Layout
 _KINDS: set[type[nn.Module]] = {Experts}
 _TRANSFORMERS = ("hidden_states", "top_k_index", "top_k_weights")
 """Parameters of the forward of experts in the transformers library."""
+_PASSED = ("output", "gradient of tokens", "gradient of weights")
+"""Results of experts that are no gradients of parameters."""
 
 
 def register_experts(kind: type[nn.Module]) -> type[nn.Module]:
@@ -63,6 +65,11 @@ def check_experts(module: nn.Module, layout: Layout) -> None:
         )
     for name, experts in found.items():
         number = _num_experts(experts)
+        if number < 1:
+            raise SettingsError(
+                f"experts must have their number as an attribute num_experts, but {name}, a {type(experts).__name__}, "
+                "has none; set it where the class is made"
+            )
         if layout.pipeline > 1 and type(experts) is not Experts:
             raise SettingsError(
                 f"experts beside pipeline({layout.pipeline}) must be those of paceline.parallel.MixtureOfExperts, but "
@@ -150,31 +157,37 @@ class _Proof:
 
     def compare(self, mesh: Mesh) -> None:
         """Raise `SettingsError` on all ranks if the experts compute something else on one."""
-        size, place = mesh.size("expert"), mesh.coordinate("expert")
-        found = self._run()
-        error = 0.0
-        for key, whole in self._whole.items():
-            # Every rank sends the same tokens, so that experts see each as often as there are ranks.
-            is_parameter = key not in ("output", "tokens")
-            expected = whole.chunk(size)[place] * size if is_parameter else whole
-            wrong = relative_error(found[key], expected, float(whole.norm()) / size)
-            error = max(error, wrong if wrong > tolerance(whole.dtype) else 0.0)
-        worst = max(mesh.world.gather_documents(error, name="comparison of divided experts"))
-        if worst:
+        said = self._find_difference(mesh.size("expert"), mesh.coordinate("expert"))
+        if wrong := next(filter(None, mesh.world.gather_documents(said, name="comparison of divided experts")), ""):
             raise SettingsError(
                 f"divided experts must compute what whole ones do, but {self._name} ({type(self._module).__name__}) "
-                f"differs by {worst:.1e} of its size; its experts must see each token by itself, and its output be the "
-                "sum of a token's experts, each times its weight; or set Layout(expert=1) (--layout.expert 1)"
+                f"{wrong}; its experts must see each token by itself, and its output be the sum of a token's experts, "
+                "each times its weight; or set Layout(expert=1) (--layout.expert 1)"
             )
+
+    def _find_difference(self, size: int, place: int) -> str:
+        try:
+            found = self._run()
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+            return f"fails on a rank's part with {type(error).__name__}: {error}"
+        for key, whole in self._whole.items():
+            # Every rank sends the same tokens, so that experts see each as often as there are ranks.
+            expected = whole if key in _PASSED else whole.chunk(size)[place] * size
+            error = relative_error(found[key], expected, float(whole.norm()) / size)
+            if error > tolerance(whole.dtype):
+                return f"has another {key if key in _PASSED else f'gradient of {key}'}, by {error:.1e} of its size"
+        return ""
 
     def _run(self) -> dict[str, Tensor]:
         x_NW, index_NK, weight_NK = self._inputs
-        x_NW = x_NW.clone().requires_grad_()
+        given = x_NW.clone().requires_grad_(), weight_NK.clone().requires_grad_()
         with torch.enable_grad():
-            output = self._module(x_NW, index_NK, weight_NK)
-            weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-            (output * weights.to(output)).sum().backward()
-        results = {"output": output.detach(), "tokens": x_NW.grad if x_NW.grad is not None else torch.zeros_like(x_NW)}
+            output = self._module(given[0], index_NK, given[1])
+            factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            (output * factors.to(output)).sum().backward()
+        results = {"output": output.detach()}
+        for name, tensor in zip(_PASSED[1:], given, strict=True):
+            results[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
                 results[name] = local(parameter.grad).clone()
