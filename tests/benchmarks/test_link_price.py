@@ -38,7 +38,10 @@ def about(seconds):
 def test_backward_hides_gradients_but_not_steps():
     assert price(EveryStep()) == about(ALL_REDUCE_S)
     assert price(EveryStep(), compute_s=3.0) == about(3 + ALL_REDUCE_S - 2)
-    assert price(EveryStep(), compute_s=30.0) == 30
+    assert price(EveryStep(), compute_s=30.0) == about(30 + ALL_REDUCE_S / 2), "the last of two buckets"
+    small = [Size([100, 100])]
+    one_bucket = price_training(EveryStep(), small, LINK, 30.0, 1)
+    assert one_bucket == about(30 + 0.06), "it is ready when backward ends"
     coded = EveryStep(codec="one_bit", codec_of="step")
     assert price(coded, compute_s=3.0) == about(3 + price(coded))
 
@@ -53,6 +56,13 @@ def test_workers_that_step_alone_wait_once_in_a_period():
     streaming = StreamingDiLoCo(period=10, num_fragments=1, delay=2)
     assert price(streaming, 10, compute_s=1.0) == about(10 + ALL_REDUCE_S - 2)
     assert price(DiLoCo(period=10), 10, compute_s=1.0) == about(10 + ALL_REDUCE_S)
+
+
+def test_exchanges_that_travel_at_the_same_time_share_the_link():
+    """Each of four fragments, of a quarter of the bytes, has 2 steps to arrive in, but their turns are a step apart."""
+    streaming = StreamingDiLoCo(period=4, num_fragments=4, delay=2)
+    assert price(streaming, 100, compute_s=1.0) == about(25 * ALL_REDUCE_S)
+    assert price(streaming, 100, compute_s=2.0) == about(200)
 
 
 def test_synchronous_steps_are_priced_as_such():

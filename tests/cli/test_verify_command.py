@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -65,6 +66,7 @@ def test_settings_of_the_algorithm_can_be_overridden():
         (["ring", "--collective", "reduce"], UnknownNameError, "--collective must be a known name"),
         (["torus", "--collective", "broadcast"], SettingsError, "a torus program must be one of"),
         (["ring", "--ranks", "5:2"], SettingsError, "--ranks must be a number from 1 on, or two as in 2:17"),
+        (["ring", "--ranks", "2:"], SettingsError, "or two as in 2:17, the smaller first, but got '2:'"),
         (["ring", "--ranks", "0"], SettingsError, "but got '0'"),
         (["ring", "--ranks", "many"], SettingsError, "but got 'many'"),
         (["ring", "--ranks_per_host", "2"], UnknownNameError, "--ranks_per_host must be the path of a setting"),
@@ -146,6 +148,46 @@ def test_what_fails_in_an_algorithm_of_the_users_is_named(tmp_path):
     assert isinstance(error, ProgramError)
     assert str(error).startswith("failing_of_k all_reduce for 2 ranks: its code must not fail, but raised ZeroDivision")
     assert "must define _build" in str(run(f"{file}:Unfinished").exception)
+
+
+ODD = """
+import paceline
+from paceline.programs import Algorithm, Collective, Program
+from paceline.programs.base import make_round
+
+@paceline.register("odd")
+class Odd(Algorithm):
+    collectives = {collectives}
+
+    def _build(self, collective, num_ranks, root):
+        return Program(collective, "odd", num_ranks, 1, {num_rounds}, lambda index: make_round(0, 1, 0, 1, adds=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("collectives", "num_rounds", "kind", "words"),
+    [
+        ("frozenset()", 1, SettingsError, "collectives of Odd must be a set such as .*but got frozenset"),
+        ("'all_reduce'", 1, SettingsError, "collectives of Odd must be .* got 'all_reduce'; correct it"),
+        ("{'all_reduces'}", 1, SettingsError, "collectives of Odd must be .*, of some of all_gather, "),
+        ("{Collective.ALL_REDUCE}", -1, ProgramError, "num_rounds must be a whole number .*, but odd has -1"),
+        ("{Collective.ALL_REDUCE}", 1.0, ProgramError, "num_rounds must be a whole number .*, but odd has 1.0"),
+    ],
+)
+def test_what_a_program_of_the_users_says_of_itself_is_checked(tmp_path, collectives, num_rounds, kind, words):
+    file = tmp_path / "odd_programs.py"
+    file.write_text(ODD.format(collectives=collectives, num_rounds=num_rounds))
+    error = run(f"{file}:Odd", "--ranks", "2").exception
+    assert isinstance(error, kind)
+    assert re.search(words, str(error)), error
+    assert len(str(error).splitlines()) == 1
+
+
+def test_nothing_to_prove_is_refused(tmp_path):
+    file = tmp_path / "odd_programs.py"
+    file.write_text(ODD.format(collectives="{Collective.ALL_TO_ALL}", num_rounds=1))
+    error = run(f"{file}:Odd", "--ranks", "2", "--num_chunks", "4").exception
+    assert "num_chunks must be left out" in str(error)
 
 
 def test_proofs_need_no_torch():

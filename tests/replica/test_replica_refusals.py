@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm import LocalGroup
-from paceline.errors import CommunicationError, GradientError, NonFiniteError, SettingsError
+from paceline.errors import CommunicationError, DivergenceError, GradientError, NonFiniteError, SettingsError
 from paceline.replica import Loss, Replica
-from paceline.sync import EveryStep
+from paceline.sync import DPSGD, EveryStep
 from training_models import make_batch, make_module, make_replica, run_one_step
 
 
@@ -208,3 +208,30 @@ def test_a_step_that_is_not_finite_is_dropped_and_the_next_can_be_made(num_worke
     expected = LocalGroup.run(num_workers, lambda group: train(group, good), timeout_s=20)
     for found in LocalGroup.run(num_workers, lambda group: train(group, dict(sorted(stained.items()))), timeout_s=20):
         assert torch.equal(found, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("sync", "kind", "words"),
+    [
+        (EveryStep(program="ring"), DivergenceError, r"look for the program 'ring', code that changes it on one rank"),
+        (DPSGD(), NonFiniteError, "the loss must be finite"),
+    ],
+)
+def test_a_backward_after_a_failed_update_is_refused_for_its_true_reason(sync, kind, words):
+    def work(group):
+        model = nn.Linear(2, 1)
+        replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group, sync=sync, hash_interval=1)
+        replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+        replica.update()
+        with torch.no_grad():
+            model.bias.add_(group.rank if kind is DivergenceError else 0.0)
+        factor = float("nan") if kind is NonFiniteError else 1.0
+        replica.backward(replica(torch.ones(1, 2)).sum() * factor, weight=1)
+        with pytest.raises(kind, match=words):
+            replica.update()
+        is_own = "of a rule that lets workers differ, or in a layout, " if kind is NonFiniteError else ""
+        told = f"must not follow an update that failed, but the last one raised {kind.__name__} {is_own}after which"
+        with pytest.raises(GradientError, match=told):
+            replica.backward(replica(torch.ones(1, 2)).sum(), weight=1)
+
+    LocalGroup.run(2, work)

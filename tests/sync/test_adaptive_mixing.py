@@ -131,6 +131,19 @@ def test_sketches_keep_distances():
     assert float(about) == pytest.approx(float(exact), rel=0.1)
 
 
+def test_the_bytes_of_a_choice_are_counted():
+    """Three probes and a byte to each of two candidates, and a sketch of 8 KiB to each other worker."""
+
+    def run(group):
+        replica = make_replica(group, AdaptiveMixing(interval=2))
+        model_bytes = sum(parameter.nbytes for parameter in replica.module.parameters())
+        plain, choosing = (take_step(replica, step).wire_bytes for step in range(2))
+        return choosing - 2 * (3 * model_bytes + 1) - 2 * 8192, {plain, plain // 2}  # to two neighbours, or to one
+
+    for mixing_bytes, expected in LocalGroup.run(3, run):
+        assert mixing_bytes in expected
+
+
 @pytest.mark.parametrize("num_resumed", [4, 3])
 def test_what_was_chosen_is_saved(num_resumed):
     rule = AdaptiveMixing(interval=2, target=1e9, probe_bytes=64)

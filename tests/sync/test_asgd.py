@@ -200,6 +200,8 @@ def test_what_cannot_be_is_refused():
         train(
             1, paper(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.Adagrad(module.parameters())
         )
+    with pytest.raises(SettingsError, match=r"must have momentum with correct_momentum, but got SGD without"):
+        train(1, paper(correct_momentum=True), 1, make_optimizer=lambda module: torch.optim.SGD(module.parameters()))
     with pytest.raises(SettingsError, match=r"num_servers must be at most the number of processes.* got 3 for 2"):
         train(2, paper(num_servers=3), 1)
 

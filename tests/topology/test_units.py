@@ -15,7 +15,7 @@ from paceline.topology import BytesPerSecond, parse_size
         ("12.5GB/s", 12.5e9),
         ("1 tB", 1e12),
         ("2KiB/s", 2048),
-        ("1.5e9", 1.5e9),
+        ("1.5e9B/s", 1.5e9),
         (3000, 3000),
         (0.5, 0.5),
     ],
@@ -34,10 +34,26 @@ def test_a_size_is_bytes(text, num_bytes):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gbit", "0gbit", "-1gbit", "nan", "inf", "1e999", "1.2.3gbit", "5 parsecs", "100ibit", "3/s", True, None],
+    [
+        "",
+        "gbit",
+        "0gbit",
+        "-1gbit",
+        "nan",
+        "inf",
+        "1e999",
+        "1.2.3gbit",
+        "5 parsecs",
+        "100ibit",
+        "3/s",
+        "50",
+        "1.5e9",
+        True,
+        None,
+    ],
 )
 def test_what_is_no_speed_is_refused_with_examples(text):
-    with pytest.raises(SettingsError, match=r"^a speed must be like 100gbit, 12\.5GB/s or a number of bytes/s"):
+    with pytest.raises(SettingsError, match=r"^a speed must be like 50mbit, 100gbit or 12\.5GB/s, with its unit"):
         BytesPerSecond.parse(text)
 
 

@@ -1,7 +1,8 @@
 """The time that a training takes on hosts whose link is slower than this machine: computing, and what is exchanged.
 
 Computing is measured; exchanges are those that a rule states by `traffic`, priced as the simulator prices them. Of an
-exchange, what its rule hides behind computing is free. The work of encoding counts as nothing.
+exchange, what its rule hides behind computing is free, but a link carries one exchange after another. The work of
+encoding counts as nothing.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from paceline.comm.pacing import HEADERS
 from paceline.simulator import simulate_collective
 from paceline.sync import Rule, Traffic
 from paceline.sync.parameter_server.settings import ServerSettings
+from paceline.sync.rule import find_exposed_s
 from paceline.topology import BytesPerSecond, Switch
 
 
@@ -78,8 +80,9 @@ def price_training(rule: Rule, shapes: Sequence[Size], link: Link, compute_s: fl
         own_s = sum((each.wire_bytes / link.bandwidth + link.latency_s) / each.period for each in traffic)
         server_s = max(link.exchange_s(each, num_servers) / each.period for each in traffic)
         return num_steps * max(compute_s + own_s, server_s)
-    exposed_s = sum(
-        each.count(num_steps) * max(0.0, link.exchange_s(each, num_servers) - each.overlap * compute_s)
-        for each in traffic
-    )
-    return num_steps * compute_s + exposed_s
+    exposed_s = busy_s = 0.0
+    for each in traffic:
+        exchange_s, count = link.exchange_s(each, num_servers), each.count(num_steps)
+        exposed_s += count * find_exposed_s(exchange_s, each.overlap * compute_s, each.last_part)
+        busy_s += count * exchange_s
+    return max(num_steps * compute_s + exposed_s, busy_s)

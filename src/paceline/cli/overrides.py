@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 from paceline.errors import SettingsError, UnknownNameError
 from paceline.functions import Function, check_number, find_hint
 from paceline.registry import Family, Settings, describe_rule, explain, find_variant, list_variants
+from paceline.topology.units import BytesPerSecond
 
 S = TypeVar("S", bound=Settings)
 
@@ -148,6 +149,7 @@ def _set(cls: type[Settings], document: dict[str, Any], parts: list[str], path: 
         _set(child_class, child, rest, path, value)
     elif isinstance(child, dict) and len(rest) == 1:
         hint = find_hint(document["path"], rest[0]) if issubclass(cls, Function) and "path" in document else None
+        hint = BytesPerSecond if BytesPerSecond in get_args(field.annotation) else hint
         given = _from_json(value) if hint is None else to_jsonable_python(_validate(hint, path, value))
         document[name] = {**child, rest[0]: given}
     else:
@@ -229,6 +231,8 @@ def _validate(annotation: Any, path: str, value: str | list[str]) -> Any:
     candidates: tuple[Any, ...] = (value,)
     if isinstance(value, str):
         candidates = (None, value) if value.lower() == "none" else (value, _from_json(value))
+        if BytesPerSecond in (annotation, *get_args(annotation)):  # a number of bytes/s goes into JSON only
+            candidates = tuple(candidate for candidate in candidates if isinstance(candidate, str | None))
     refused = None
     for candidate in candidates:
         try:

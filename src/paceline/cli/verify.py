@@ -1,8 +1,7 @@
 """`paceline verify`: the proof of a collective program."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +23,7 @@ def verify(
     """
     from paceline.cli.overrides import apply_overrides, parse_pairs
     from paceline.programs import list_algorithms
+    from paceline.programs.verify import named_proof
     from paceline.programs.verify import verify as prove
 
     names = list(list_algorithms()) if algorithm == "all" else [algorithm]
@@ -34,7 +34,7 @@ def verify(
     for settings in chosen:
         for wanted in _collectives(settings, collective, is_alone=len(chosen) == 1):
             for num_ranks in numbers:
-                with _named(f"{settings.name} {wanted} for {num_ranks} ranks"):
+                with named_proof(settings, wanted, num_ranks):
                     summary = prove(settings.build(wanted, num_ranks, root=root))
                 typer.echo(
                     f"{settings.name:18} {wanted:15} {num_ranks:5}  {summary.num_rounds:6}  {summary.num_transfers:9}  "
@@ -46,19 +46,6 @@ def verify(
 def find_settings(arguments: Sequence[str]) -> "Algorithm | None":
     """Return the settings of the named algorithm."""
     return _find(arguments[0]) if arguments and arguments[0] != "all" else None
-
-
-@contextmanager
-def _named(proved: str) -> Iterator[None]:
-    """While active, errors name what is proved, and one in the algorithm's own code is an error of the program."""
-    from paceline.errors import PacelineError, ProgramError
-
-    try:
-        yield
-    except PacelineError as error:
-        raise type(error)(f"{proved}: {error}") from error
-    except Exception as error:
-        raise ProgramError(f"{proved}: its code must not fail, but raised {type(error).__name__}: {error}") from error
 
 
 def _find(name: str, pairs: Iterable[tuple[str, str]] = ()) -> "Algorithm":
@@ -106,22 +93,28 @@ def parse_ranks(text: str) -> list[int]:
     """
     from paceline.errors import SettingsError
 
-    first, _, last = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        numbers = list(range(int(first), int(last or first) + 1))
+        numbers = list(range(int(first), int(last if colon else first) + 1))
     except ValueError:
         numbers = []
     if not numbers or numbers[0] < 1:
-        raise SettingsError(f"--ranks must be a number from 1 on, or two as in 2:17, but got {text!r}; correct it")
+        raise SettingsError(
+            f"--ranks must be a number from 1 on, or two as in 2:17, the smaller first, but got {text!r}; correct it"
+        )
     return numbers
 
 
 def _collectives(settings: "Algorithm", name: str | None, *, is_alone: bool) -> "list[Collective]":
-    from paceline.errors import unknown_name
+    from paceline.errors import SettingsError, unknown_name
     from paceline.programs import Collective
 
     if name is None:
         fits = settings.collectives - ({Collective.ALL_TO_ALL} if settings.num_chunks else set())
+        if not fits:
+            raise SettingsError(
+                f"num_chunks must be left out of {settings.name}, which has all_to_all only; leave it out"
+            )
         return sorted(fits)
     known = {collective.value: collective for collective in Collective}
     wanted = known.get(name.replace("-", "_"))

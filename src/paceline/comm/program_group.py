@@ -11,6 +11,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.execute import Scratch, check_tensors, execute
 from paceline.comm.group import DoneWork, Group, Work
 from paceline.comm.program_choice import ProgramChoice
+from paceline.comm.proven_program import build_program
 from paceline.programs import Algorithm, Collective, HalvingDoubling, Program, RecursiveDoubling, find_algorithm
 
 
@@ -21,6 +22,9 @@ class ProgramGroup(Group):
     algorithm lacks (see `Algorithm.collectives`), and everything in a world of one, run on the group itself; `needs`
     lists those that must be programs. The group also sends messages and allocates buffers. The group's owner closes it:
     closing a program group closes the duplicate, and the group itself only to report an error.
+
+    A program of a user's own is proved before it runs, and must be the same on all ranks: those of `needs` when the
+    group is made, others when they are first used.
 
     Args:
         group: Group that can send messages; every rank makes its `ProgramGroup` at the same time.
@@ -34,6 +38,7 @@ class ProgramGroup(Group):
 
     Raises:
         SettingsError: There is no such algorithm, or it lacks a collective of `needs` for that number of ranks.
+        ProgramError: A program of `needs` is wrong.
     """
 
     def __init__(
@@ -48,12 +53,12 @@ class ProgramGroup(Group):
     ) -> None:
         super().__init__(group.rank, group.size, group.device, group.epoch, group.names)
         self.algorithm = find_algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
-        for collective in needs:
-            self.algorithm.build(collective, group.size)
         self._group = group
         self._needs = tuple(needs)
         self._segment_bytes = segment_bytes
-        self._programs: dict[tuple[Collective, int], Program] = {}
+        self._programs: dict[tuple[Collective, int], Program] = {
+            (collective, 0): build_program(self.algorithm, collective, group) for collective in sorted(needs)
+        }
         self._scratch = Scratch()
         self._messages = group.duplicate(f"{self.algorithm.name} program")
         self._owned: list[Group] = [self._messages]
@@ -143,7 +148,7 @@ class ProgramGroup(Group):
 
     def _submit(self, collective: Collective, tensor: Tensor, output: Tensor | None, name: str, root: int = 0) -> Work:
         if (collective, root) not in self._programs:
-            self._programs[collective, root] = self.algorithm.build(collective, self.size, root=root)
+            self._programs[collective, root] = build_program(self.algorithm, collective, self._group, root=root)
         program = self._programs[collective, root]
         check_tensors(program, tensor, output, self._segment_bytes)
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
-from typing import ClassVar, Self
+from numbers import Integral
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -136,7 +137,8 @@ class Program:
         owners: Rank that owns each chunk, shape ``(num_chunks,)``; for reduce-scatter and all-gather.
 
     Raises:
-        ProgramError: There is no rank or no chunk; or, when it is read, a round is no `Round` of arrays.
+        ProgramError: There is no rank or no chunk, or the number of rounds is none; or, when it is read, a round is no
+            `Round` of arrays.
     """
 
     def __init__(
@@ -156,6 +158,11 @@ class Program:
             raise ProgramError(
                 f"a program must have at least one rank and one chunk, but {name} has {num_ranks} ranks and "
                 f"{num_chunks} chunks; correct it"
+            )
+        given: object = num_rounds  # of the user's own code
+        if not isinstance(given, Integral) or given < 0:
+            raise ProgramError(
+                f"num_rounds must be a whole number of at least 0, but {name} has {num_rounds!r}; correct it"
             )
         self.collective = collective
         self.name = name
@@ -213,6 +220,21 @@ class Program:
         """Return the rounds, one after another."""
         return (self._make_round(index) for index in range(self.num_rounds))
 
+    def read(self) -> Self:
+        """Return the same program with all its rounds made, so that they can be no others later."""
+        made = list(self.rounds())
+        return type(self)(
+            self.collective,
+            self.name,
+            self.num_ranks,
+            self.num_chunks,
+            len(made),
+            made.__getitem__,
+            root=self.root,
+            owners=self.owners,
+            classes=self._classes,
+        )
+
     def round_classes(self) -> list[tuple[int, int]]:
         """Return (index of a round, number of rounds like it), in order: together they are all rounds.
 
@@ -257,6 +279,23 @@ class Algorithm(Family):
 
     num_chunks: int | None = Field(default=None, ge=1)
     """Number of chunks of the buffer; None for the algorithm's own choice. All-to-all has num_ranks squared."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        """Refuse an algorithm for no collectives.
+
+        Raises:
+            SettingsError: `collectives` of the class is no set of collectives, or empty.
+        """
+        super().__pydantic_init_subclass__(**settings)
+        found: object = getattr(cls, "collectives", None)
+        if found is None and cls.__abstractmethods__:
+            return
+        if not isinstance(found, set | frozenset) or not found or not found <= set(Collective):
+            raise SettingsError(
+                f"collectives of {cls.__name__} must be a set such as frozenset({{Collective.ALL_REDUCE}}), of some of "
+                f"{', '.join(sorted(Collective))}, but got {found!r}; correct it"
+            )
 
     def build(self, collective: Collective, num_ranks: int, *, root: int = 0) -> Program:
         """Return the program of `collective` for `num_ranks`.

@@ -9,14 +9,15 @@ round, then stands for all. It stands for eager sends too, which end before they
 data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ProgramError
-from paceline.programs.base import Collective, Integers, Program, Round
+from paceline.errors import PacelineError, ProgramError
+from paceline.programs.base import Algorithm, Collective, Integers, Program, Round
 from paceline.programs.rendezvous import describe, join_ranks
 
 Words = NDArray[np.uint64]
@@ -55,6 +56,18 @@ def verify(program: Program) -> ProgramSummary:
     for begin in range(0, program.num_chunks, length):
         _Contents(program, begin, min(begin + length, program.num_chunks)).prove(rounds)
     return _summarise(program, rounds)
+
+
+@contextmanager
+def named_proof(algorithm: Algorithm, collective: Collective, num_ranks: int) -> Iterator[None]:
+    """While active, errors name what is proved, and one in the algorithm's own code is an error of the program."""
+    about = f"{algorithm.name} {collective} for {num_ranks} ranks"
+    try:
+        yield
+    except PacelineError as error:
+        raise type(error)(f"{about}: {error}") from error
+    except Exception as error:
+        raise ProgramError(f"{about}: its code must not fail, but raised {type(error).__name__}: {error}") from error
 
 
 class _Contents:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.errors import GradientError, SettingsError
+from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
@@ -182,12 +182,20 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
 
 
-def refuse_backward(frozen: Mapping[str, nn.Parameter], *, is_exchanging: bool) -> None:
+def refuse_backward(
+    frozen: Mapping[str, nn.Parameter], failure: type[Exception] | None, *, is_exchanging: bool
+) -> None:
     """Raise GradientError for a backward whose gradients would be lost; the message says why."""
+    if failure is not None:
+        why = "of a rule that lets workers differ, or in a layout, " if issubclass(failure, NonFiniteError) else ""
+        raise GradientError(
+            f"backward must not follow an update that failed, but the last one raised {failure.__name__} {why}"
+            "after which workers may be out of step; end the run, and go on from a checkpoint"
+        )
     if is_exchanging:
         raise GradientError(
-            "update() must be called after backward(last=True), and end well, but backward was called again; after a "
-            "NonFiniteError of a rule that lets workers differ, or in a layout, end the run and go on from a checkpoint"
+            "update() must be called after backward(last=True), and both must end well, but backward was called again; "
+            "call update, or if backward raised an error, end the run and go on from a checkpoint"
         )
     for name, parameter in frozen.items():
         if parameter.requires_grad:

@@ -13,6 +13,7 @@ from paceline.errors import DivergenceError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.zero_redundancy import local_optimizer
+from paceline.sync.every_step import EveryStep
 from paceline.sync.rule import Rule
 
 
@@ -80,6 +81,8 @@ class ReplicaComparison:
         self._module, self._shard = module, shard
         self._optimizer = local_optimizer(optimizer)
         self.interval = interval if shard.world.size > 1 and rule.keeps_replicas_equal else 0
+        program = rule.program if isinstance(rule, EveryStep) else None
+        self._suspects = f"the program {program.name!r}, " if program is not None else ""
         self._start = self._hash_buffers() if self.interval else {}
         self._own: set[str] = set()
         """Buffers that are local to each worker."""
@@ -118,8 +121,9 @@ class ReplicaComparison:
             differences = [difference for theirs in everybody for difference in theirs]
         if difference := next(filter(None, differences), ""):
             raise DivergenceError(
-                f"replicas must be equal, but at step {step} {difference}; look for code that changes it on one rank "
-                "only, or a faulty machine, and resume from the last checkpoint, which was compared before it was saved"
+                f"replicas must be equal, but at step {step} {difference}; look for {self._suspects}code that changes "
+                "it on one rank only, or a faulty machine, and resume from the last checkpoint, which was compared "
+                "before it was saved"
             )
 
     def _compare_replicas(self, held: Mapping[str, Mapping[str, int]], buffers: Mapping[str, int]) -> str:

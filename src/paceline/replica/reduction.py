@@ -77,6 +77,8 @@ class GradientReduction:
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
         self._phase = 0
+        self.failure: type[Exception] | None = None
+        """Kind of error of an update after which there can be no other."""
         self._end: weakref.finalize[Any, GradientReduction] | None = None
         self._end_common: weakref.finalize[Any, GradientReduction] | None = None
         self.reduce_group = shard.group
@@ -272,11 +274,18 @@ class GradientReduction:
                 self.gradients.collect()
             self.gradients.finish()
 
-    def abandon(self) -> bool:
+    def abandon(self, error: Exception) -> bool:
         """Drop a step that has failed on all workers alike; return False if they may be out of step now."""
+        self.failure = type(error)
         at_update = self.landing is None or isinstance(self.landing, StepCoding)
         is_plain = self._shard.is_whole and self._shard.mesh is None
-        if not (at_update and is_plain and self._rule.keeps_replicas_equal and self.covers_all_workers):
+        if not (
+            isinstance(error, NonFiniteError)
+            and at_update
+            and is_plain
+            and self._rule.keeps_replicas_equal
+            and self.covers_all_workers
+        ):
             return False
         if self.gradients is not None:
             for bucket in self.gradients.buckets:
@@ -285,6 +294,7 @@ class GradientReduction:
             self.gradients.reducer.roll_back()
             self.gradients.reset()
         self._drop_gradients()
+        self.failure = None
         return True
 
     def begin_backward(self, *, is_first: bool) -> None:

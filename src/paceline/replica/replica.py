@@ -14,7 +14,7 @@ from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
 from paceline.data.batch import Batch, is_borrowed, list_tensors
-from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
 from paceline.parallel.local import local
 from paceline.parallel.parallelize import find_shard
@@ -231,7 +231,7 @@ class Replica:
         is_mean = reduction == "mean" or isinstance(loss, Loss)
         loss, weight = read_loss(loss, weight, reduction)
         if self._scalars is not None or any(p.requires_grad for p in self._frozen.values()):
-            refuse_backward(self._frozen, is_exchanging=self._scalars is not None)
+            refuse_backward(self._frozen, self._reduction.failure, is_exchanging=self._scalars is not None)
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
         factor = weight if is_mean else float(weight > 0)
@@ -302,8 +302,8 @@ class Replica:
             raise GradientError("backward(last=True) must come before update(), but it did not; call replica.backward")
         try:
             return self._update(self._scalars)
-        except NonFiniteError:
-            if self._reduction.abandon():
+        except Exception as error:
+            if self._reduction.abandon(error):
                 self._end_step()
             raise
 

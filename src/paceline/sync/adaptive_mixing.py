@@ -146,7 +146,7 @@ class AdaptiveSynchroniser(Synchroniser):
         group.on_cpu().all_gather(sketches, sketch(model, self._context.seed), name="sketches").wait()
         lengths = group.gather_documents(float((model - before).double().norm()), name="lengths of steps")
         num_bytes = self._rule.probe_bytes or min(model.nbytes, _MOST_PROBE_BYTES)
-        seconds, wire_bytes = measure_links(self._group, self._candidates, num_bytes)
+        seconds, probe_bytes = measure_links(self._group, self._candidates, num_bytes)
         everybody = group.gather_documents(seconds, name="times of links")
         edges = None
         if group.rank == 0:
@@ -156,7 +156,7 @@ class AdaptiveSynchroniser(Synchroniser):
             table = np.array(everybody)
             edges = sorted(choose_edges(table + table.T, self._candidates, num_pairs))
         self._choose(group.gather_documents(edges, name="edges")[0])
-        return wire_bytes
+        return probe_bytes + (group.size - 1) * sketches[0].nbytes
 
     def _choose(self, edges: Sequence[Sequence[int]]) -> None:
         self._edges = {(a, b) for a, b in edges}

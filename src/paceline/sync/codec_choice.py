@@ -13,6 +13,7 @@ from torch import Size
 from paceline.comm.link_speed import LinkSpeed
 from paceline.compression import Codec, NoCodec
 from paceline.sync.reducers import CODED_BUCKET_BYTES
+from paceline.sync.rule import find_exposed_s
 
 CodecOf = Literal["gradient", "step"]
 
@@ -95,6 +96,13 @@ class CodecPrice:
         return self.num_messages * link.latency_s + self.sent_bytes / link.bytes_per_s
 
 
+def count_buckets(codec: Codec, num_bytes: float, bucket_bytes: int | None = None) -> int:
+    """Return the number of buckets of so many bytes of gradients; by default they have the codec's own size."""
+    default_bytes = _PLAIN_BUCKET_BYTES if isinstance(codec, NoCodec) else CODED_BUCKET_BYTES
+    num_buckets = math.ceil(num_bytes / (bucket_bytes or codec.bucket_bytes or default_bytes))
+    return max(num_buckets, 2 if num_bytes > _FIRST_BUCKET_BYTES else 1)
+
+
 def price_codec(
     codec: Codec,
     shapes: Sequence[Size],
@@ -117,9 +125,7 @@ def price_codec(
     num_bytes = _FLOAT_BYTES * sum(shape.numel() for shape in shapes)
     sent_bytes = sum(codec.wire_bytes(shape, num_workers) for shape in shapes)
     is_plain = isinstance(codec, NoCodec)
-    default_bytes = codec.bucket_bytes or (_PLAIN_BUCKET_BYTES if is_plain else CODED_BUCKET_BYTES)
-    num_buckets = math.ceil(num_bytes / (bucket_bytes or default_bytes))
-    num_buckets = max(num_buckets, 2 if num_bytes > _FIRST_BUCKET_BYTES else 1)
+    num_buckets = count_buckets(codec, num_bytes, bucket_bytes)
     rounds = max(len(codec.payloads(shape, num_workers)) for shape in shapes)
     return CodecPrice(
         codec,
@@ -205,7 +211,7 @@ def rank_codecs(
         overlap_s = numbers.gradient_overlap_s if price.codec_of == "gradient" else numbers.step_overlap_s
         wire_s = price.wire_s(numbers.link)
         # The last bucket cannot hide: backward is over when it is ready. Encoding takes time from computing.
-        exposed_s = max(wire_s - overlap_s, wire_s / price.num_buckets)
+        exposed_s = find_exposed_s(wire_s, overlap_s, 1 / price.num_buckets)
         step_s = (numbers.compute_s + price.encode_s + exposed_s) * (corrections or {}).get(price.codec.name, 1.0)
         measured = LOSSES.get((price.codec.name, price.codec_of, numbers.is_adaptive))
         ratio = measured.ratio if measured is not None else math.inf

@@ -13,16 +13,11 @@ from paceline.compression.codec import Algebra, CodecSetting
 from paceline.errors import SettingsError
 from paceline.programs import Algorithm, Collective, Direct, list_algorithms
 from paceline.registry import register
+from paceline.sync.codec_choice import count_buckets
 from paceline.sync.reducer import GradientReducer
-from paceline.sync.reducers import CodecReducer, DenseReducer
+from paceline.sync.reducers import NEEDS, CodecReducer, DenseReducer
 from paceline.sync.rule import Rule, Traffic
 
-_NEEDS = {
-    Algebra.LINEAR: {Collective.ALL_REDUCE},
-    Algebra.REQUANTISE: {Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.ALL_GATHER},
-    Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
-}
-"""Collectives of a codec's payloads; small blocks are summed uncompressed in any case."""
 _BACKWARD = 2 / 3
 """Backward's part of a step's computing, in which gradients are ready one after another."""
 
@@ -74,7 +69,7 @@ class EveryStep(Rule):
     def _check_pair(self) -> Self:
         if not isinstance(self.codec, Codec):
             return self._check_auto()
-        needs = _NEEDS[self.codec.algebra]
+        needs = NEEDS[self.codec.algebra]
         if self.program is not None and not needs <= self.program.collectives:
             legal = [name for name, known in list_algorithms().items() if needs <= known.collectives]
             raise SettingsError(
@@ -156,15 +151,19 @@ class EveryStep(Rule):
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a step, of gradients, encoded if there is a codec; what codec auto begins with is none.
 
-        Backward hides that of gradients; steps count as exposed, since clipped ones are known only after it.
+        Backward hides that of gradients but for the last bucket; steps count as exposed, since clipped ones are known
+        only after it.
         """
         num_bytes = 4 * sum(shape.numel() for shape in shapes)
         codec = self.codec if isinstance(self.codec, Codec) else NoCodec()
         wire_bytes = sum(codec.wire_bytes(shape, num_workers) for shape in shapes)
         overlap = 0.0 if self.codec_of == "step" else _BACKWARD
-        encoded = Traffic("all_reduce", num_bytes, wire_bytes, first_step=self.dense_steps, overlap=overlap)
+        last = 1 / count_buckets(codec, num_bytes)
+        first_step = self.dense_steps
+        encoded = Traffic("all_reduce", num_bytes, wire_bytes, first_step=first_step, overlap=overlap, last_part=last)
         if not self.dense_steps:
             return (encoded,)
         dense_bytes = sum(NoCodec().wire_bytes(shape, num_workers) for shape in shapes)
-        dense = Traffic("all_reduce", num_bytes, dense_bytes, end_step=self.dense_steps, overlap=_BACKWARD)
+        last = 1 / count_buckets(NoCodec(), num_bytes)
+        dense = Traffic("all_reduce", num_bytes, dense_bytes, end_step=first_step, overlap=_BACKWARD, last_part=last)
         return (dense, encoded)

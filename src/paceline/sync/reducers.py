@@ -10,14 +10,21 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
 from paceline.comm.program_group import ProgramGroup
 from paceline.comm.streams import SideStream, wait_in_queue
-from paceline.compression.codec import Codec, State, all_of, is_finite
+from paceline.compression.codec import Algebra, Codec, State, all_of, is_finite
 from paceline.compression.exchange import exchange_blocks
 from paceline.errors import SettingsError
-from paceline.programs import Algorithm
+from paceline.programs import Algorithm, Collective
 from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer
 
 CODED_BUCKET_BYTES = 16 * 2**20
 """Size of a bucket if the codec has no own: few, since each costs some messages, however small its payloads are."""
+
+NEEDS = {
+    Algebra.LINEAR: {Collective.ALL_REDUCE},
+    Algebra.REQUANTISE: {Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.ALL_GATHER},
+    Algebra.GATHER: {Collective.ALL_REDUCE, Collective.ALL_GATHER},
+}
+"""Collectives of a codec's payloads; small blocks are summed uncompressed in any case."""
 
 
 class DenseReducer(GradientReducer):
@@ -32,7 +39,8 @@ class DenseReducer(GradientReducer):
 
     def __init__(self, group: Group, program: Algorithm | None) -> None:
         self._size = group.size
-        self._program = ProgramGroup(group, program) if program is not None else None
+        needs = [Collective.ALL_REDUCE] if group.size > 1 else []
+        self._program = ProgramGroup(group, program, needs=needs) if program is not None else None
         self._group = self._program or group
 
     def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
@@ -72,7 +80,7 @@ class CodecReducer(GradientReducer):
         self._seed = seed
         self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or CODED_BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
-        self._threads = [_CodecThread(group, program) for _ in range(self.max_in_flight)]
+        self._threads = [_CodecThread(group, codec, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}
@@ -158,11 +166,12 @@ class CodecReducer(GradientReducer):
 class _CodecThread:
     """A thread that sums buckets through a codec, with its own connections, and on a GPU its own stream."""
 
-    def __init__(self, group: Group, program: Algorithm | None) -> None:
+    def __init__(self, group: Group, codec: Codec, program: Algorithm | None) -> None:
         self._connections = group.duplicate("codec")
         self.group = self._connections
         if program is not None:
-            self.group = ProgramGroup(self._connections, program, runs_here=True)
+            needs = NEEDS[codec.algebra] & program.collectives if group.size > 1 else set()
+            self.group = ProgramGroup(self._connections, program, needs=needs, runs_here=True)
         self.channel = Channel("paceline-codec")
         self._stream: SideStream | None = None
 

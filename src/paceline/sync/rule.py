@@ -33,6 +33,7 @@ class Traffic:
         first_step: Step with which the first period begins.
         end_step: Step from which on it no longer happens; None if it continues.
         overlap: Computing that can hide it, in steps: 0 if workers wait for it, 1 if it travels during a whole step.
+        last_part: Part of it that is ready only when that computing ends, and so never hides.
     """
 
     collective: str
@@ -43,11 +44,23 @@ class Traffic:
     first_step: int = 0
     end_step: int | None = None
     overlap: float = 0.0
+    last_part: float = 0.0
 
     def count(self, num_steps: float) -> float:
         """Return the number of exchanges in the first `num_steps` of a training; parts of a period count as such."""
         end_step = num_steps if self.end_step is None else min(num_steps, self.end_step)
         return max(end_step - self.first_step, 0) / self.period
+
+
+def find_exposed_s(exchange_s: float, hidden_s: float, last_part: float = 0.0) -> float:
+    """Return the time for which an exchange keeps workers waiting.
+
+    Args:
+        exchange_s: Time of the exchange.
+        hidden_s: Time of computing behind which it can hide.
+        last_part: Part of the exchange that is ready only when that computing ends.
+    """
+    return max(exchange_s - hidden_s, last_part * exchange_s)
 
 
 class Rule(Family):

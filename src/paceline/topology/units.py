@@ -14,7 +14,10 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class BytesPerSecond(float):
-    """A speed in bytes/s; as a field it also takes text with a unit, ``100gbit``, ``12.5GB/s``."""
+    """A speed in bytes/s; as a field it also takes text with a unit, ``100gbit``, ``12.5GB/s``.
+
+    Text without a unit is refused: who writes 50 may mean any.
+    """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -23,12 +26,12 @@ class BytesPerSecond(float):
 
     @classmethod
     def parse(cls, value: float | str) -> Self:
-        """Return `value` in bytes/s; a plain number is bytes/s already.
+        """Return `value` in bytes/s; a number that is no text is bytes/s already.
 
         Raises:
-            SettingsError: `value` is not a positive speed.
+            SettingsError: `value` is not a positive speed, or text without a unit.
         """
-        speed = _parse(value, "a speed", "100gbit, 12.5GB/s or a number of bytes/s", has_time=True)
+        speed = _parse(value, "a speed", "50mbit, 100gbit or 12.5GB/s, with its unit", has_time=True)
         return cls(speed)
 
 
@@ -47,6 +50,8 @@ def _parse(value: Any, what: str, examples: str, *, has_time: bool) -> float:
         raise refusal
     found = _NUMBER.fullmatch(str(value))
     if found is None or (found[3] and not (has_time and found[2])):
+        raise refusal
+    if has_time and isinstance(value, str) and not found[2]:
         raise refusal
     factor = 1.0
     if found[2]:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Size
 
+from paceline.schedules.batch_size import GrowingBatch, NoiseScaleBatch, SteppedBatch
 from paceline.schedules.learning_rate import DecaySchedule
 from paceline.sync.diloco import DiLoCo
-from paceline.sync.idle import find_idleness
+from paceline.sync.idle import find_idle_codec, find_idleness
 from paceline.training.run import Run
 
 _LEAST_ROUNDS = 25
@@ -31,11 +32,39 @@ def list_idle(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int
             f"the learning rate only rises: its warm-up takes {run.schedule.warmup_steps} steps, the run {num_steps}; "
             "lower --schedule.warmup_steps"
         )
+    yield from _list_idle_batch(run, num_steps)
     if late := [step for step in run.growth.steps if step >= num_steps]:
         yield f"the model does not grow at step {late[0]}: the run ends after {num_steps}; lower --growth.steps"
 
 
+def _list_idle_batch(run: Run, num_steps: int) -> Iterator[str]:
+    schedule, first = run.batch_schedule, run.global_batch
+    if isinstance(schedule, SteppedBatch):
+        if late := [step for step, _ in schedule.steps if step >= num_steps]:
+            yield f"the batch does not change at step {late[0]}: the run ends after {num_steps}; lower its step"
+        if not schedule.steps:
+            yield "batch_schedule stepped never changes the batch, since it has no steps; give --batch_schedule.steps"
+    elif isinstance(schedule, GrowingBatch | NoiseScaleBatch):
+        if schedule.interval >= num_steps:
+            yield (
+                f"batch_schedule {schedule.name} never changes the batch: its interval is {schedule.interval} steps, "
+                f"the run {num_steps}; lower --batch_schedule.interval"
+            )
+        elif isinstance(schedule, GrowingBatch) and not schedule.plan(first, num_steps):
+            yield (
+                f"batch_schedule growing never changes the batch of {first}: its factor is {schedule.factor:g} and "
+                f"max_batch {schedule.max_batch}; raise one of them"
+            )
+        elif isinstance(schedule, NoiseScaleBatch) and schedule.smallest(first) == schedule.max_batch:
+            yield (
+                f"batch_schedule noise_scale never changes the batch of {first}, since it is the smallest and the "
+                "largest; raise --batch_schedule.max_batch"
+            )
+
+
 def _list_idle_rule(run: Run, num_steps: int, shapes: Sequence[Size], num_workers: int) -> Iterator[str]:
+    if (codec := find_idle_codec(run.sync, shapes, num_workers)) is not None:
+        yield f"{codec.reason}; lower --sync.{codec.field}, or take another codec"
     if (idleness := find_idleness(run.sync, num_steps, shapes, num_workers)) is not None:
         yield f"{idleness.reason}; lower --sync.{idleness.field}"
     elif isinstance(run.sync, DiLoCo):

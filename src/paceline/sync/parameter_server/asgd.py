@@ -85,10 +85,12 @@ class ASGD(ServedRule):
     ) -> ServerUpdate:
         """Return the update that applies pushes on arrival."""
         corrects = self.correct_momentum
-        if corrects and not all(_MOMENTUM.keys() & group.keys() for group in optimizer.param_groups):
+        if corrects and not any(
+            group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups
+        ):
             raise SettingsError(
-                f"the optimizer must have momentum with correct_momentum, but got {type(optimizer).__name__}; "
-                "take SGD or AdamW, or turn correct_momentum off"
+                f"the optimizer must have momentum with correct_momentum, but got {type(optimizer).__name__} without; "
+                "take AdamW, or SGD with momentum, or turn correct_momentum off"
             )
         if corrects is None:
             corrects = all("betas" in group for group in optimizer.param_groups)
