@@ -1,5 +1,6 @@
 """Memory that each rank needs for a step, estimated before anything is allocated."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -64,7 +65,7 @@ def estimate_step(
     return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
-def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estimate:
+def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, expert_share: float = 0.0) -> Estimate:
     """Return the memory of a rank of a layout, from that of a worker with a whole model.
 
     Computed from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
@@ -73,7 +74,13 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
     as many micro-batches as there are stages, or of all if they are fewer. Tensors that are whole on every rank (norms,
     embeddings of another stage), and a block's parameters gathered from the sharded axis, are left out: the result may
     be a fifth too low.
-    fifth too low.
+
+    Args:
+        whole: Memory of a worker with a whole model.
+        layout: The layout.
+        num_micro_batches: Number of micro-batches of a step.
+        expert_share: Part of the parameters that are experts', which the expert axis divides, with their gradients and
+            their optimizer state.
     """
     model = layout.tensor * layout.pipeline
     accumulates = num_micro_batches > 1 or layout.pipeline > 1
@@ -86,6 +93,10 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
     bytes_of = {
         category: -(-num_bytes // (model * sharded.get(category, 1))) for category, num_bytes in whole.bytes_of.items()
     }
+    held = 1 - expert_share + expert_share / layout.expert
+    of_parameters: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
+    for category in of_parameters:
+        bytes_of[category] = math.ceil(bytes_of[category] * held)
     for category in ("activations", "temporary"):
         bytes_of[category] = -(-whole.bytes_of[category] * in_flight // (model * layout.context))
     return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from paceline.errors import SettingsError
 from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
+from paceline.parallel.expert import find_experts
 from paceline.training.model import resize, size_of
 from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
 from paceline.training.run import Run
@@ -39,7 +40,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     choices = choose_blocks(run, splits, num_workers, device)
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
-    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    needed = whole
+    if not run.layout.is_plain:
+        needed = divide(whole, run.layout, run.num_micro_batches, _expert_share(outline(run.model, splits)))
     if run.memory.offloads_parameters:
         needed = _move_parameters(needed, outline(run.model, splits))
     return needed if run.ema is None else _add_averages(needed, run, splits)
@@ -92,8 +95,15 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
     num_bytes = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     layout = run.layout
     num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
-    held = needed.bytes_of["optimizer"] + -(-num_bytes // num_holders)
+    experts = _expert_share(outline(run.model, splits))
+    held = needed.bytes_of["optimizer"] + ceil(num_bytes * (1 - experts + experts / layout.expert) / num_holders)
     return Estimate({**needed.bytes_of, "optimizer": held}, needed.host_bytes)
+
+
+def _expert_share(module: nn.Module) -> float:
+    """Return the part of a model's parameters that are experts'."""
+    held = sum(p.numel() for experts in find_experts(module).values() for p in experts.parameters())
+    return held / sum(p.numel() for p in module.parameters())
 
 
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:

@@ -14,6 +14,7 @@ from paceline.data.datasets import SEEDING
 from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
+from paceline.parallel.mixture_of_experts import list_mixtures
 from paceline.parallel.parallelize import parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
@@ -64,6 +65,8 @@ class Training:
     """Least distance of workers from their consensus since this start."""
     has_drifted: bool = False
     """Whether the log has warned that workers drift apart."""
+    has_experts: bool = False
+    """Whether the model has mixture-of-experts layers of ours, whose use is balanced and counted."""
     about_initial: str = ""
     """Message about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
@@ -85,6 +88,7 @@ def start_training(
     if run.initial is not None and group.rank == 0 and checkpoint is None:
         about_initial = run.initial.load_into(module)  # the others are sent what rank 0 has
     num_parameters = count_parameters(module)
+    has_experts = any(list_mixtures(module))
     module, optimizer = prepare(run, module, splits, group)
     training = Training(
         run,
@@ -99,6 +103,7 @@ def start_training(
         log,
         num_steps=run.count_steps(splits),
         best=BestSoFar(run.keep_best, run.stop_after),
+        has_experts=has_experts,
         about_initial=about_initial,
     )
     return training, checkpoint
