@@ -23,7 +23,7 @@ def test_layouts_divide():
     tensor = divide(whole, Layout(tensor=2, pipeline=2), num_micro_batches=4).bytes_of
     assert tensor["parameters"] == tensor["gradients"] == 200
     assert tensor["optimizer"] == 400
-    assert tensor["activations"] == 4000  # half of the layers, of two micro-batches, halved over the tensor axis
+    assert tensor["activations"] == 2000  # half of the layers, halved over the tensor axis
     by_stage = [divide(whole, Layout(sharded=4, zero_stage=stage)).bytes_of for stage in (1, 2, 3)]
     assert [part["optimizer"] for part in by_stage] == [400, 400, 400]
     assert [part["gradients"] for part in by_stage] == [800, 200, 200]

@@ -4,8 +4,11 @@ import pytest
 import torch
 from memory_models import Pictures, compute_loss, make_transformer
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline.memory import StorageTracker, counting
+from paceline.memory.absent_group import absent_world
 
 
 def train_step(module, optimizer, loss):
@@ -86,3 +89,31 @@ def test_views_of_what_was_there_before_are_nothing_new():
         assert tracker.now["temporary"] == 0
         tracker.label("activations", [view], is_part=True)
         assert tracker.now["activations"] == 40
+
+
+def test_storages_count_with_the_size_that_they_are_given():
+    before = torch.ones(100)
+    with torch.no_grad(), StorageTracker("cpu") as tracker:
+        made = torch.ones(100)
+        made.untyped_storage().resize_(0)
+        assert tracker.now["temporary"] == 0
+        made.untyped_storage().resize_(800)
+        assert tracker.now["temporary"] == tracker.peak_bytes == 800
+        before.untyped_storage().resize_(1000)  # as FSDP does with what it gathers into
+        assert tracker.now["parameters"] == 1000
+        del made, before
+        assert not any(tracker.now.values())
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_of_what_ranks_share_this_ranks_part_counts():
+    with absent_world(0, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        weight = distribute_tensor(torch.ones(40, 10), mesh, [Shard(0)])
+        with torch.no_grad(), StorageTracker("cpu") as tracker:
+            tracker.label("parameters", [weight])
+            assert tracker.now["parameters"] == 400
+            doubled = weight * 2
+            assert tracker.now["temporary"] == 400
+            assert doubled.full_tensor().shape == (40, 10)
+            assert tracker.now["temporary"] == 400

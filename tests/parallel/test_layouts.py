@@ -62,9 +62,9 @@ EIGHT = [
 ]
 
 
-def make_model(num_layers: int = 2) -> torch.nn.Module:
+def make_model(num_layers: int = 2, width: int = 16) -> torch.nn.Module:
     torch.manual_seed(0)
-    settings = TransformerLM(width=16, num_layers=num_layers, num_heads=4)
+    settings = TransformerLM(width=width, num_layers=num_layers, num_heads=4)
     return settings.build(Spec(num_classes=32, input_shape=(NUM_TOKENS,)))
 
 

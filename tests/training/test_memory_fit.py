@@ -1,6 +1,5 @@
 """Runs that do not fit are refused, with what would fit."""
 
-import math
 import re
 
 import pytest
@@ -38,15 +37,14 @@ def test_what_nothing_helps_says_so():
         check_fit(make_run(), TEXT, 1, CPU, 1000)
 
 
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"tensor": 2, "pipeline": 2}])
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"sharded": 2, "zero_stage": 3}])
 def test_moving_averages_are_as_large_as_a_ranks_part_of_the_parameters(axes):
     without = make_run(layout=Layout(**axes), num_micro_batches=4)
-    kept = [
-        estimate(run, TEXT, 4, CPU).bytes_of["optimizer"] for run in (without, without.model_copy(update={"ema": 0.9}))
-    ]
+    kept = [estimate(run, TEXT, 4, CPU).bytes_of for run in (without, without.model_copy(update={"ema": 0.9}))]
     num_parameters = sum(parameter.numel() for parameter in without.model.build(TEXT.train.spec).parameters())
-    num_ranks = math.prod(axes.values())
-    assert kept[1] - kept[0] == pytest.approx(4 * num_parameters / num_ranks, abs=4)
+    num_holders = axes.get("tensor", 1) * axes.get("sharded", 1)
+    averages = kept[1]["optimizer"] - kept[0]["optimizer"]
+    assert averages == pytest.approx(4 * num_parameters / num_holders, rel=0.02)  # norms are whole on every rank
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])

@@ -15,7 +15,7 @@ from training_models import make_batch, make_module, make_replica
 def test_buffers_of_gradients_count_from_the_beginning_of_the_step():
     def worker(group):
         replica = make_replica(make_module(), group, bucket_bytes=200)
-        probe = MemoryProbe(is_on=group.rank == 0)
+        probe = MemoryProbe(replica.shard, is_together=True)
         inputs, targets = make_batch()
         batch = Batch((inputs, targets), len(inputs), Interval(0, len(inputs)), True)
         found = []
@@ -42,7 +42,7 @@ def test_on_a_gpu_the_peak_is_of_what_comes_after_the_build(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocated["peak"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: allocated.update(peak=allocated["now"]))
     replica = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda", 0)))
-    probe = MemoryProbe(is_on=True)
+    probe = MemoryProbe(SimpleNamespace(mesh=None, world=SimpleNamespace(rank=0)), is_together=True)
     found = []
     for step_bytes in (300, 200, 100):
         with probe.watching(replica, None):

@@ -3,7 +3,7 @@
 import copy
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.checkpoint.storage import Block
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
 from paceline.comm.streams import record
 
@@ -72,6 +73,33 @@ class AsyncSaver:
         self._in_flight.append(
             self._executor.submit(save, self._buffers, document, step, self._process_group, is_best=is_best)
         )
+
+    def start_blocks(
+        self, blocks: Mapping[str, Sequence[Block]], document: Mapping[str, Any], step: int, *, is_best: bool = False
+    ) -> None:
+        """Begin to save this process's blocks of tensors, as `start` does, by `CheckpointStore.save_blocks`.
+
+        Raises:
+            CheckpointError: The save before this one failed; this one did not begin.
+        """
+        assert self._process_group is not None, "processes that save together need a group"
+        if self._in_flight:
+            self._unreported.append(self._take_result())
+        keys = {f"{name} {place}": block for name, parts in blocks.items() for place, block in enumerate(parts)}
+        self._copy({key: block.tensor for key, block in keys.items()})
+        copied = {
+            name: [part._replace(tensor=self._buffers[f"{name} {place}"]) for place, part in enumerate(parts)]
+            for name, parts in blocks.items()
+        }
+        document = copy.deepcopy(dict(document))
+        self._in_flight.append(
+            self._executor.submit(self._store.save_blocks, copied, document, step, self._process_group, is_best=is_best)
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes save together with this one."""
+        return self._process_group is not None
 
     def finished(self) -> list[SavedCheckpoint]:
         """Return the saves that have finished and were not reported yet, the oldest first. Never waits.

@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,22 +121,83 @@ class SafetensorsWriter(StorageWriter):
         tensors = {}
         for name, tensor in sorted(metadata.state_dict_metadata.items()):
             assert isinstance(tensor, TensorStorageMetadata)
-            tensors[name] = _join(name, tensor, chunks[name])
-        write_file(self.directory / DOCUMENT_NAME, self._document)
-        manifest = Manifest(
-            format=FORMAT,
-            step=self._step,
-            document_bytes=len(self._document),
-            document_digest=digest(self._document),
-            files=tuple(files),
-            tensors=tensors,
-        )
-        commit(self.directory, manifest)
+            tensors[name] = _join(name, tensor.size, tensor.properties.dtype, chunks[name])
+        finish(self.directory, self._document, self._step, files, tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` could be a directory to write to: never, see `reset`."""
         return False
+
+
+class Block(NamedTuple):
+    """A block of a tensor of which other processes may save the rest."""
+
+    tensor: Tensor
+    """Values of the block."""
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Index of the block's first element in the whole tensor."""
+
+
+class WrittenBlocks(NamedTuple):
+    """The files of one process, and its blocks in them."""
+
+    files: list[TensorFile]
+    chunks: list[tuple[str, tuple[int, ...], torch.dtype, Chunk]]
+    """Name, whole shape, dtype and record of each block."""
+
+
+def write_blocks(
+    directory: Path, rank: int, blocks: Mapping[str, Sequence[Block]], max_file_bytes: int = 2**30
+) -> WrittenBlocks:
+    """Write a process's blocks of tensors into its own files in a directory that the processes share, durably.
+
+    Raises:
+        OSError: The disk is full, or another failure of the file system.
+        CheckpointError: A tensor is of a dtype that cannot be stored.
+    """
+    entries = [_check_dtype(_block_entry(name, block)) for name, parts in blocks.items() for block in parts]
+    wholes = {name: parts[0].whole for name, parts in blocks.items() if parts}
+    written = WrittenBlocks([], [])
+    for part, some in enumerate(split_entries(entries, max_file_bytes)):
+        file, chunks = write_tensor_file(directory / f"tensors-{rank:05d}-{part:05d}.safetensors", some)
+        written.files.append(file)
+        named = zip(some, chunks, strict=True)
+        written.chunks.extend((entry.name, wholes[entry.name], entry.dtype, chunk) for entry, chunk in named)
+    return written
+
+
+def finish_blocks(directory: Path, document: bytes, step: int, written: Sequence[WrittenBlocks]) -> None:
+    """Commit a checkpoint whose blocks all processes have written.
+
+    Raises:
+        CheckpointError: A tensor is not complete.
+    """
+    found: defaultdict[str, list[Chunk]] = defaultdict(list)
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, whole, dtype, chunk in (record for one in written for record in one.chunks):
+        found[name].append(chunk)
+        specs[name] = whole, dtype
+    tensors = {name: _join(name, torch.Size(specs[name][0]), specs[name][1], found[name]) for name in sorted(found)}
+    finish(directory, document, step, [file for one in written for file in one.files], tensors)
+
+
+def finish(
+    directory: Path, document: bytes, step: int, files: Sequence[TensorFile], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Write document, manifest and commit marker, in this order."""
+    write_file(directory / DOCUMENT_NAME, document)
+    manifest = Manifest(
+        format=FORMAT,
+        step=step,
+        document_bytes=len(document),
+        document_digest=digest(document),
+        files=tuple(files),
+        tensors=dict(tensors),
+    )
+    commit(directory, manifest)
 
 
 class SafetensorsReader(StorageReader):
@@ -265,15 +326,27 @@ def _to_entry(item: WriteItem, planner: SavePlanner) -> Entry:
     )
 
 
-def _join(name: str, tensor: TensorStorageMetadata, chunks: Sequence[Chunk]) -> StoredTensor:
-    num_elements = sum(math.prod(chunk.shape) for chunk in chunks)
-    if num_elements != tensor.size.numel():
+def _block_entry(name: str, block: Block) -> Entry:
+    shape = tuple(block.tensor.shape)
+    return Entry(name, block.tensor.dtype, block.offsets, shape, shape == block.whole, resolve=lambda: block.tensor)
+
+
+def _check_dtype(entry: Entry) -> Entry:
+    if entry.dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"tensor {name!r} must be saved whole, but got {num_elements} of {tensor.size.numel()} elements; "
+            f"tensor {entry.name!r} must be of a dtype that safetensors knows, but got {entry.dtype}; convert it"
+        )
+    return entry
+
+
+def _join(name: str, size: torch.Size, dtype: torch.dtype, chunks: Sequence[Chunk]) -> StoredTensor:
+    num_elements = sum(math.prod(chunk.shape) for chunk in chunks)
+    if num_elements != size.numel():
+        raise CheckpointError(
+            f"tensor {name!r} must be saved whole, but got {num_elements} of {size.numel()} elements; "
             "save from all ranks that hold a shard of it, with their process group"
         )
-    dtype = DTYPE_NAMES[tensor.properties.dtype]
-    return StoredTensor(dtype=dtype, shape=tuple(tensor.size), chunks=tuple(chunks))
+    return StoredTensor(dtype=DTYPE_NAMES[dtype], shape=tuple(size), chunks=tuple(chunks))
 
 
 def _to_metadata(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
 from paceline.checkpoint.manifest import DamagedError
-from paceline.checkpoint.storage import SafetensorsWriter, save_tensors
+from paceline.checkpoint.storage import (
+    Block,
+    SafetensorsWriter,
+    WrittenBlocks,
+    finish_blocks,
+    save_tensors,
+    write_blocks,
+)
 from paceline.errors import CheckpointError, SettingsError, StorageError, advise_on_storage, storing
 
 BEST_NAME = "best.json"
@@ -115,6 +122,68 @@ class CheckpointStore:
                 self.mark_best(path)
             self._prune(path)
         return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
+
+    def save_blocks(
+        self,
+        blocks: Mapping[str, Sequence[Block]],
+        document: Mapping[str, Any],
+        step: int,
+        process_group: dist.ProcessGroup,
+        *,
+        is_best: bool = False,
+    ) -> SavedCheckpoint:
+        """Write a new checkpoint as `save` does, together with other processes, each its own blocks of tensors.
+
+        No process holds, sends or reads what another one writes. The checkpoint is of whole tensors, as if one process
+        had saved them: it loads into any layout.
+
+        Args:
+            blocks: Blocks that this process writes, by the tensor's name; all together they make each tensor once.
+            document: Everything else; rank 0's is saved.
+            step: Step after which it is saved.
+            process_group: The processes, which all see the directory.
+            is_best: Whether the checkpoint becomes the best one.
+
+        Raises:
+            StorageError: The disk of one failed; older checkpoints are untouched, and the new one is removed.
+            CheckpointError: The write failed otherwise; the same holds.
+        """
+        start_s = time.perf_counter()
+        rank = dist.get_rank(process_group)
+        path, content = self._begin(document, step, process_group)
+        num_bytes = sum(block.tensor.nbytes for parts in blocks.values() for block in parts)
+        outcome: WrittenBlocks | CheckpointError
+        try:
+            outcome = write_blocks(path, rank, blocks)
+        except (OSError, CheckpointError) as error:
+            outcome = _explain(path, error, num_bytes, rank)
+        gathered: list[Any] | None = [None] * dist.get_world_size(process_group) if rank == 0 else None
+        dist.gather_object(outcome, gathered, group=process_group, group_dst=0)
+        failed: list[CheckpointError | None] = [None]
+        if gathered is not None:
+            failed = [self._finish(path, content, step, gathered)]
+        dist.broadcast_object_list(failed, group=process_group, group_src=0)
+        if failed[0] is not None:
+            raise failed[0]
+        saved = SavedCheckpoint(path, Checkpoint.open(path).num_bytes, time.perf_counter() - start_s, step)
+        if rank == 0:
+            if is_best:
+                self.mark_best(path)
+            self._prune(path)
+        return saved
+
+    def _finish(self, path: Path, document: bytes, step: int, gathered: Sequence[Any]) -> CheckpointError | None:
+        """Commit what all processes have written, or remove it and return the first error."""
+        error = next((one for one in gathered if isinstance(one, CheckpointError)), None)
+        try:
+            if error is None:
+                finish_blocks(path, document, step, gathered)
+        except (OSError, CheckpointError) as failure:
+            error = _explain(path, failure, len(document))
+        if error is not None:
+            with contextlib.suppress(OSError):  # the next save tries again
+                remove_checkpoint(path)
+        return error
 
     def mark_best(self, path: Path) -> None:
         """Make a committed checkpoint the best one, atomically.
@@ -265,8 +334,8 @@ def _encode(document: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def _explain(path: Path, error: BaseException, num_bytes: int) -> CheckpointError:
-    where = f"checkpoint {path}"
+def _explain(path: Path, error: BaseException, num_bytes: int, rank: int | None = None) -> CheckpointError:
+    where = f"checkpoint {path}" if rank is None else f"checkpoint {path}, rank {rank},"
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items())
         where = f"checkpoint {path}, rank {rank},"

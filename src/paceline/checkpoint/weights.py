@@ -8,7 +8,7 @@ A file of safetensors has each tensor once, under its first name, with its other
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -150,24 +150,52 @@ def load_weights(module: nn.Module, weights: Weights, *, strict: bool = True) ->
         CheckpointError: A weight does not fit and must, or none does, tensors that are tied here differ there, or a
             parameter is not a number.
     """
+    sources, misfits = match_weights(module, weights, strict=strict)
+    for names in _list_tensors(module).values():
+        name, target = names[0]
+        if name in sources:
+            target.detach().copy_(sources[name]())
+    return misfits
+
+
+def match_weights(
+    module: nn.Module, weights: Weights, *, strict: bool = True
+) -> tuple[dict[str, Callable[[], Tensor]], str]:
+    """Return functions that read the values of tensors of a module, and what `load_weights` returns.
+
+    Args:
+        module: Whole module, perhaps on the meta device.
+        weights: Weights to read.
+        strict: Whether all weights must fit.
+
+    Returns:
+        Functions by all names of each tensor that gets values, and a text that lists misfits.
+    """
     misfits = find_misfits(module, weights, strict=strict)
+    sources: dict[str, Callable[[], Tensor]] = {}
     for names in _list_tensors(module).values():
         target = names[0][1]
-        sources = [name for name, _ in names if name in weights.specs and _fits(weights.specs[name], target)]
-        read = [weights.read(name).to(target.dtype) for name in sources]
-        if isinstance(target, nn.Parameter) and any(tensor.isnan().any() for tensor in read):
-            raise CheckpointError(
-                f"weights must be numbers, but {' and '.join(sources)} in {weights.place} have NaN; give weights of a "
-                "training that did not diverge"
-            )
-        if any(not torch.equal(read[0], other) for other in read[1:]):
-            raise CheckpointError(
-                f"weights that are tied in the model must be the same, but {' and '.join(sources)} differ in "
-                f"{weights.place}; build the model without tying them"
-            )
-        if read:
-            target.detach().copy_(read[0])
-    return misfits
+        fitting = [name for name, _ in names if name in weights.specs and _fits(weights.specs[name], target)]
+        if fitting:
+            read = partial(_read_tied, weights, fitting, target.dtype, is_number=isinstance(target, nn.Parameter))
+            sources |= {name: read for name, _ in names}
+    return sources, misfits
+
+
+def _read_tied(weights: Weights, names: Sequence[str], dtype: torch.dtype, *, is_number: bool) -> Tensor:
+    """Return the values that weights have under one name or several."""
+    values = weights.read(names[0]).to(dtype)
+    if is_number and values.isnan().any():
+        raise CheckpointError(
+            f"weights must be numbers, but {' and '.join(names)} in {weights.place} have NaN; give weights of a "
+            "training that did not diverge"
+        )
+    if any(not torch.equal(values, weights.read(other).to(dtype)) for other in names[1:]):
+        raise CheckpointError(
+            f"weights that are tied in the model must be the same, but {' and '.join(names)} differ in "
+            f"{weights.place}; build the model without tying them"
+        )
+    return values
 
 
 def find_misfits(module: nn.Module, weights: Weights, *, strict: bool = True) -> str:

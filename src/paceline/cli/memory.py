@@ -39,6 +39,8 @@ def _print(needed: "Estimate", num_ranks: int, device: str) -> None:
     for category, num_bytes in needed.bytes_of.items():
         typer.echo(f"  {category:14} {_size(num_bytes):>9}")
     typer.echo(f"  {'in all':14} {_size(needed.peak_bytes):>9}")
+    if needed.is_rough:
+        typer.echo("  divided by the layout's axes, since ranks could not be rehearsed: it may be a third too low")
     if needed.host_bytes:
         typer.echo(f"  {'on the host':14} {_size(needed.host_bytes):>9}")
 

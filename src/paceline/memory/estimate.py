@@ -1,12 +1,11 @@
 """Memory that each rank needs for a step, estimated before anything is allocated."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
-from torch import Size
+from torch import Size, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.compression import AutoCodec
@@ -33,6 +32,8 @@ class Estimate:
     """Bytes on the device, by purpose."""
     host_bytes: int = 0
     """Bytes offloaded to CPU memory, if the device is a GPU."""
+    is_rough: bool = False
+    """Whether the layout's axes divided it, since ranks could not be rehearsed: it may be far off."""
 
     @property
     def peak_bytes(self) -> int:
@@ -61,24 +62,25 @@ def estimate_step(
     bytes_of = dict(rehearsed.peak)
     if num_workers > 1:
         bytes_of["communication"] += _count_rule(rule, step, num_workers, num_steps)
-        bytes_of["communication"] += _count_codec(rule, step, num_workers)
+        shapes = {name: tuple(p.shape) for name, p in _outline(step).named_parameters() if p.requires_grad}
+        bytes_of["communication"] += count_codec(rule, shapes, num_workers)
     return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
 def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, expert_share: float = 0.0) -> Estimate:
-    """Return the memory of a rank of a layout, from that of a worker with a whole model.
+    """Return the memory of a rank of a layout, roughly, from that of a worker with a whole model.
 
-    Computed from the division alone: the tensor axis and the pipeline divide parameters, gradients, optimizer state and
-    activations; the context axis activations; of the sharded axis stage 1 divides optimizer state, stage 2 gradients
-    too unless micro-batches add them up in full, stage 3 parameters too. A stage of a pipeline holds the activations of
-    as many micro-batches as there are stages, or of all if they are fewer. Tensors that are whole on every rank (norms,
-    embeddings of another stage), and a block's parameters gathered from the sharded axis, are left out: the result may
-    be a fifth too low.
+    For models whose ranks cannot be rehearsed. Computed from the division alone: tensor axis and pipeline divide
+    parameters, gradients, optimizer state and activations; the context axis activations; of the sharded axis stage 1
+    divides optimizer state, stage 2 gradients too unless micro-batches add them up in full, stage 3 parameters too. A
+    stage of a pipeline counts as if it held the activations of all its micro-batches. Tensors that are whole on every
+    rank (norms, embeddings of another stage), and a block's parameters gathered from the sharded axis, are left out:
+    the result may be a third too low.
 
     Args:
         whole: Memory of a worker with a whole model.
-        layout: The layout.
-        num_micro_batches: Number of micro-batches of a step.
+        layout: Layout of the ranks.
+        num_micro_batches: Micro-batches over which the run accumulates gradients; a pipeline's own are apart.
         expert_share: Part of the parameters that are experts', which the expert axis divides, with their gradients and
             their optimizer state.
     """
@@ -89,54 +91,70 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, expert_s
         "gradients": layout.sharded if layout.zero_stage >= 2 and not accumulates else 1,
         "parameters": layout.sharded if layout.zero_stage == 3 else 1,
     }
-    in_flight = min(layout.pipeline, num_micro_batches)
     bytes_of = {
         category: -(-num_bytes // (model * sharded.get(category, 1))) for category, num_bytes in whole.bytes_of.items()
     }
     held = 1 - expert_share + expert_share / layout.expert
     of_parameters: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
     for category in of_parameters:
-        bytes_of[category] = math.ceil(bytes_of[category] * held)
+        bytes_of[category] = ceil(bytes_of[category] * held)
     for category in ("activations", "temporary"):
-        bytes_of[category] = -(-whole.bytes_of[category] * in_flight // (model * layout.context))
-    return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)))
+        bytes_of[category] = ceil(whole.bytes_of[category] / (model * layout.context))
+    return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)), is_rough=True)
 
 
 def _count_rule(rule: Rule, step: StepDescription, num_workers: int, num_steps: int) -> int:
     """Return the bytes that the rule's state needs in a sync step, beside summed gradients."""
-    if rule.is_asynchronous or rule.num_server_processes:
-        # A worker keeps the pulled and the pushed values; a server keeps the shared state in its process.
-        return 2 * sum(4 * prod(shape) for shape in _shapes(step).values())
     group = AbsentGroup(0, num_workers, step.device)
     with FakeTensorMode(allow_non_fake_inputs=True), UnknownValues():  # type: ignore[no-untyped-call]
         with step.device:
             module, optimizer = step.build({})
-        tracker = StorageTracker(step.device.type)
-        with tracker:
-            synchroniser = rule.start_synchroniser(WorkerContext(module, optimizer, group, world=group))
-            if synchroniser is None:
-                return 0
-            later = range(num_steps, num_steps + _STEPS_TRIED)
-            number = next((number for number in later if synchroniser.is_sync_step(number)), num_steps)
-            local_step = LocalStep(number, 1.0, float(num_workers))
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.grad = torch.empty_like(parameter)
-                tracker.label("gradients", [p.grad for p in module.parameters() if p.grad is not None])
-                synchroniser.before_update(local_step)
-                synchroniser.after_update(local_step)
-        synchroniser.close()
-        return sum(tracker.now.values()) - tracker.now["gradients"]
+        return count_synchroniser(rule, WorkerContext(module, optimizer, group, world=group), num_steps)
 
 
-def _count_codec(rule: Rule, step: StepDescription, num_workers: int) -> int:
-    """Return the bytes of a codec's state of all blocks, while it makes the next state."""
+def count_synchroniser(rule: Rule, context: WorkerContext, num_steps: int) -> int:
+    """Return the bytes that the rule's state needs in a sync step; called in a rehearsal.
+
+    Args:
+        rule: Synchronisation rule of the workers.
+        context: Objects that the rule works on, without contents, in a group that does not exist.
+        num_steps: Number of steps of the run; the first exchange after them is counted.
+    """
+    module, group = context.module, context.group
+    if rule.is_asynchronous or rule.num_server_processes:
+        # A worker keeps the pulled and the pushed values; a server keeps the shared state in its process.
+        return 2 * sum(4 * p.numel() for p in module.parameters() if p.requires_grad)
+    tracker = StorageTracker(group.device.type)
+    with tracker:
+        synchroniser = rule.start_synchroniser(context)
+        if synchroniser is None:
+            return 0
+        later = range(num_steps, num_steps + _STEPS_TRIED)
+        number = next((number for number in later if synchroniser.is_sync_step(number)), num_steps)
+        local_step = LocalStep(number, 1.0, float(group.size))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            tracker.label("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+            synchroniser.before_update(local_step)
+            synchroniser.after_update(local_step)
+    synchroniser.close()
+    return sum(tracker.now.values()) - tracker.now["gradients"]
+
+
+def count_codec(rule: Rule, shapes: Mapping[str, tuple[int, ...]], num_workers: int) -> int:
+    """Return the bytes of a codec's state of all blocks, while it makes the next state.
+
+    Args:
+        rule: Synchronisation rule of the workers.
+        shapes: Shapes of the blocks that it exchanges.
+        num_workers: Number of workers.
+    """
     if not isinstance(rule, EveryStep | PeriodicRule):
         return 0
     codecs = rule.codec.candidates if isinstance(rule.codec, AutoCodec) else (rule.codec,)
-    shapes = _shapes(step).values()
     return max(
-        sum(_count_block(codec, shape, num_workers) for shape in shapes if not codec.is_dense(Size(shape)))
+        sum(_count_block(codec, shape, num_workers) for shape in shapes.values() if not codec.is_dense(Size(shape)))
         for codec in codecs
         if isinstance(codec, Codec)
     )
@@ -157,7 +175,7 @@ def _count_block(codec: Codec, shape: tuple[int, ...], num_workers: int) -> int:
             return int(kept * shape[0] / rows)
 
 
-def _shapes(step: StepDescription) -> dict[str, tuple[int, ...]]:
+def _outline(step: StepDescription) -> nn.Module:
     with torch.device("meta"):
         module, _ = step.build({})
-    return {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    return module

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -141,6 +141,9 @@ class UnknownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
+            if not isinstance(args[0], FakeTensor):  # of what no rehearsal made, such as the ranks of a mesh
+                with unset_fake_temporarily():
+                    return func(*args)
             return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 

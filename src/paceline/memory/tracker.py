@@ -1,13 +1,16 @@
 """A count of the bytes of living tensors, and their purposes at the peak."""
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "communication", "temporary"]
@@ -19,11 +22,12 @@ _CUDA_ROUNDING = 512
 class StorageTracker(TorchDispatchMode):
     """Context in which every tensor that an operation makes is counted until it is freed.
 
-    It counts bytes of storages, so views cost nothing, for real tensors and for those of torch's `FakeTensorMode`. It
-    sees what `torch.distributed._tools.mem_tracker.MemTracker` sees, and tests compare the two; the latter goes through
-    all modules at every operation, which takes minutes for a large model, and supports one forward a step. No tracker
-    of tensors sees the memory that kernels allocate for themselves (workspaces of cuBLAS and cuDNN, buffers of a
-    backend).
+    It counts bytes of storages, so views cost nothing, for real tensors and for those of torch's `FakeTensorMode`; of
+    DTensors it counts this rank's part. Storages that are given another size count with it, such as FSDP's of gathered
+    parameters, which are made once, then emptied and filled again. It sees what
+    `torch.distributed._tools.mem_tracker.MemTracker` sees, and tests compare the two; the latter goes through all
+    modules at every operation, which takes minutes for a large model, and supports one forward a step. No tracker of
+    tensors sees the memory that kernels allocate for themselves (workspaces of cuBLAS and cuDNN, buffers of a backend).
 
     Args:
         device: Type of the device whose tensors count.
@@ -38,6 +42,21 @@ class StorageTracker(TorchDispatchMode):
         self.peak_activation_bytes = 0
         """Peak of activations, which need not be at the peak of all bytes."""
         self._peak = dict(self._now)
+        self._thread = 0
+
+    def __enter__(self) -> Self:
+        """Begin to count what operations of this thread make."""
+        self._thread = threading.get_ident()
+        _resizes.add(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        _resizes.remove(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,6 +90,8 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count the tensors that it made."""
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the operations on what these hold come here one by one
         result = func(*args, **(kwargs or {}))
         # Forward records a graph, also when backward runs it again; backward and optimizers do not.
         category: Category = "activations" if torch.is_grad_enabled() else "temporary"
@@ -81,24 +102,47 @@ class StorageTracker(TorchDispatchMode):
             for leaf in made:
                 if _key(leaf) not in given:
                     self._note(leaf, category, is_certain=False)
+        self._compare()
+        return result
+
+    def resize(self, storage: UntypedStorage, num_bytes: int) -> None:
+        """Note that a storage has another size now; one that nobody labelled holds gathered parameters.
+
+        Tensors of a rehearsal, on whatever device, have storages on the meta device.
+        """
+        if storage.device.type not in (self._device, "meta") or threading.get_ident() != self._thread:
+            return
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = "parameters", 0
+            weakref.finalize(storage, self._forget, key).atexit = False
+        category, before = self._known[key]
+        self._known[key] = category, self._round(num_bytes)
+        self._now[category] += self._known[key][1] - before
+        self._now_bytes += self._known[key][1] - before
+        self._compare()
+
+    def _compare(self) -> None:
         self.peak_activation_bytes = max(self.peak_activation_bytes, self._now["activations"])
         if self._now_bytes > self.peak_bytes:
             self.peak_bytes, self._peak = self._now_bytes, dict(self._now)
-        return result
 
     def _is_new(self, leaf: Any) -> bool:
         return _has_storage(leaf) and _key(leaf) not in self._known
 
+    def _round(self, num_bytes: int) -> int:
+        return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self._device == "cuda" else num_bytes
+
     def _note(self, tensor: Tensor, category: Category, *, is_certain: bool, num_bytes: int | None = None) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
         if tensor.device.type != self._device or not _has_storage(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
         if known is None:
-            num_bytes = storage.nbytes() if num_bytes is None else num_bytes
-            if self._device == "cuda":
-                num_bytes = -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
+            num_bytes = self._round(storage.nbytes() if num_bytes is None else num_bytes)
             weakref.finalize(storage, self._forget, key).atexit = False
         elif is_certain and known[0] != category:
             self._now[known[0]] -= known[1]
@@ -154,6 +198,40 @@ def counting(
     finally:
         for handle in [*handles, step_handle]:
             handle.remove()
+
+
+class _Resizes:
+    """Tells trackers of storages that are given another size, which no operation of torch's dispatcher does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trackers: list[StorageTracker] = []
+
+    def add(self, tracker: StorageTracker) -> None:
+        """Begin to tell a tracker."""
+        with self._lock:
+            if not self._trackers:
+                UntypedStorage.resize_ = self._make(UntypedStorage.resize_)  # type: ignore[method-assign]
+            self._trackers.append(tracker)
+
+    def remove(self, tracker: StorageTracker) -> None:
+        """End it."""
+        with self._lock:
+            self._trackers.remove(tracker)
+            if not self._trackers:
+                del UntypedStorage.resize_  # what it inherits is there again
+
+    def _make(self, original: Callable[[UntypedStorage, int], Any]) -> Any:
+        def resize(storage: UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            for tracker in list(self._trackers):
+                tracker.resize(storage, size)
+            return result
+
+        return resize
+
+
+_resizes = _Resizes()
 
 
 class StateReader:

@@ -249,12 +249,17 @@ class MemoryEstimated(Event):
 
 @_event("memory_measured")
 class MemoryMeasured(Event):
-    """Memory of a step, measured on rank 0."""
+    """Memory of a step, measured on rank 0; with a layout that shares the model, on the rank that needs the most."""
 
     peak_bytes: Int
     """Peak size of tensors."""
     bytes_of: dict[str, Float]
     """Size by purpose of the tensors; empty if torch's allocator measured, which does not know it."""
+    of_rank: Int = 0
+    """Rank that was measured."""
+    beside_bytes: Int = 0
+    """Memory of its process beside tensors, at the end of the step: Python, torch, buffers of connections and what the
+    allocator has not given back. Pages of libraries that processes share count in part. 0 if unknown, as with GPUs."""
 
 
 @_event("slow_worker")

@@ -1,6 +1,7 @@
 """Layer 6: a layout applied to a model: the shard of each rank, and the exchange between ranks of one worker."""
 
 from paceline.parallel.context import ContextParallelModule
+from paceline.parallel.deferred import Construction, UndeferrableError, defer
 from paceline.parallel.expert import register_experts
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, balance_loss
@@ -13,6 +14,7 @@ from paceline.parallel.tensor_styles import STYLES, Style
 __all__ = [
     "ORDERS",
     "STYLES",
+    "Construction",
     "ContextParallelModule",
     "Experts",
     "HasPipelineLayers",
@@ -24,7 +26,9 @@ __all__ = [
     "PipelineSettings",
     "Style",
     "TiedHead",
+    "UndeferrableError",
     "balance_loss",
+    "defer",
     "parallelize",
     "register_experts",
     "register_styles",

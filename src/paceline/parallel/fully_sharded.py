@@ -78,6 +78,14 @@ def shard_module(
     return module
 
 
+def adopt_parameters(module: nn.Module) -> None:
+    """Go on with parameters that have taken the place of those that were sharded, with the same slices."""
+    for part in _sharded_modules(module):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
+
+
 def _choose_dim(parameter: nn.Parameter) -> Shard | None:
     """Return another dim than the first for a matrix that joins several, whose slices cannot be cut into blocks."""
     dim, num_parts = fused_parts(parameter)

@@ -1,11 +1,12 @@
 """A rank's coordinates in a layout, and its groups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
@@ -40,6 +41,7 @@ class Mesh:
         _num_meshes[world] = self._number + 1
         self._groups: dict[tuple[Axis, ...], Group] = {}
         self._device_mesh: DeviceMesh | None = None
+        self._closers: list[Callable[[], None]] = []
 
     def size(self, *axes: Axis) -> int:
         """Return the number of ranks along `axes`."""
@@ -80,17 +82,36 @@ class Mesh:
         """Torch's mesh of all axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
         if self._device_mesh is None:
             self._open_default_group()
-            self._device_mesh = init_device_mesh(
-                self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
-            )
+            with _disable_current_modes():  # ranks are numbers in a rehearsal without contents too
+                self._device_mesh = init_device_mesh(
+                    self.world.device.type, self.axes.sizes, mesh_dim_names=tuple(str(axis) for axis in AXES)
+                )
         return self._device_mesh
 
     def process_group(self, axis: Axis) -> dist.ProcessGroup:
         """Return torch's process group along `axis`."""
         return self.device_mesh.get_group(axis)
 
+    def open_process_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """Return a new group of torch's of all ranks, through host memory, for a thread of its own.
+
+        It ends with the mesh. Every rank calls this.
+
+        Args:
+            timeout_s: Time that ranks wait for each other.
+        """
+        self._open_default_group()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group
+
+    def close_with(self, close: Callable[[], None]) -> None:
+        """Call `close` before the mesh ends."""
+        self._closers.append(close)
+
     def close(self) -> None:
         """End torch's default group with the last mesh that uses it. The world closes Paceline's groups."""
+        while self._closers:
+            self._closers.pop()()
         self._device_mesh = None
         if self in _users:
             _users.discard(self)

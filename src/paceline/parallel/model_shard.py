@@ -101,6 +101,11 @@ class ModelShard:
         """Whether this rank holds a whole model, and can run it alone."""
         return self.mesh is None or (self.model_parallel_group.size == 1 and self.mesh.size("context") == 1)
 
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether each rank of the tensor axis has its own tokens between blocks."""
+        return self._tensor_split is not None and self._tensor_split.cuts_tokens
+
     @contextmanager
     def replicated_inputs(self) -> Iterator[bool]:
         """While active, every rank may call the module on the same whole samples; yields whether it can."""
@@ -112,8 +117,7 @@ class ModelShard:
         """Seed part of this rank: ranks that compute the same draw the same random numbers."""
         if self.mesh is None:
             return (self.data_parallel_group.rank,)
-        cuts_tokens = self._tensor_split is not None and self._tensor_split.cuts_tokens
-        place = self.mesh.coordinate("tensor") if cuts_tokens else 0
+        place = self.mesh.coordinate("tensor") if self.cuts_tokens else 0
         stage = self.mesh.coordinate("pipeline")
         return (self.data_parallel_group.rank, self.mesh.coordinate("context"), place, stage)
 

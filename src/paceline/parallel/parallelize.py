@@ -5,15 +5,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.compression.codec import Codec
-from paceline.data.batch import describe, list_tensors
+from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
+from paceline.parallel.deferred import Construction
 from paceline.parallel.expert import check_experts, split_experts
-from paceline.parallel.fully_sharded import check_parameters, find_blocks, shard_module, tied
+from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.pipeline import Pipeline, PipelineSettings
@@ -39,6 +41,7 @@ def parallelize(
     sharded_codec: Codec | None = None,
     sample: Any = None,
     gather_dtype: torch.dtype | None = None,
+    construction: Construction | None = None,
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
@@ -60,6 +63,8 @@ def parallelize(
             whole one.
         gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
             default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
+        construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
+            Each rank then makes only its part, or first the whole if that is run (`needs_values`).
 
     Raises:
         SettingsError: The layout does not fit the ranks or the model.
@@ -69,6 +74,7 @@ def parallelize(
     settings = pipeline or PipelineSettings()
     check_sharding(layout, sharded_codec, settings)
     if layout.is_plain:
+        _finish(construction, module, None, world)
         return _note(ModelShard(world, layout, module=module))
     if world.membership.loaders:
         raise SettingsError(
@@ -76,8 +82,7 @@ def parallelize(
         )
     mesh = Mesh(world, axes)
     check_experts(module, layout)
-    check_same_model(module, world)
-    broadcast_module(module, world)
+    construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
     if layout.tensor > 1:
@@ -95,6 +100,7 @@ def parallelize(
     _check_length(sample, mesh, plan)
     if layout.shards_parameters:
         _shard_stages(module, driver, mesh, layout, gather_dtype)
+    _finish(construction, module, driver, world)
     shard = ModelShard(
         mesh.group("data", "context", *(() if layout.shards_parameters else ("sharded",))),
         layout,
@@ -114,12 +120,48 @@ def _find_peers(mesh: Mesh, layout: Layout) -> Group | None:
     return mesh.group(*axes) if axes else None
 
 
+def needs_values(module: nn.Module, layout: Layout, pipeline: PipelineSettings) -> bool:
+    """Return whether `parallelize` runs the whole model, to find how it is split and to compare what comes of it."""
+    finds_layers = layout.pipeline > 1 and not (pipeline.sequence or is_listed(module))
+    return layout.tensor > 1 or layout.expert > 1 or finds_layers or (layout.context > 1 and is_foreign(module))
+
+
+def _begin_alike(
+    module: nn.Module,
+    layout: Layout,
+    settings: PipelineSettings,
+    sample: Any,
+    world: Group,
+    construction: Construction | None,
+) -> tuple[Construction | None, Any]:
+    """Give every rank rank 0's values, unless the construction that is returned gives each its part later.
+
+    Returns:
+        The construction, and the sample on the module's device.
+    """
+    check_same_model(module, world)
+    if construction is not None and not needs_values(module, layout, settings):
+        return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
+    _finish(construction, module, None, world)
+    broadcast_module(module, world)
+    return None, sample
+
+
 def _cut_into_stages(
     module: nn.Module, mesh: Mesh, layout: Layout, settings: PipelineSettings, sample: Any
 ) -> Pipeline:
     """Split a module into stages, in place, by measures of whole sequences."""
     with full_sequences(module):
         return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
+
+
+def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
+    """Give this rank's part of a model without memory its values."""
+    if construction is None:
+        return
+    construction.finish(module, world.device)
+    for part in driver.stages if driver is not None else [module]:
+        adopt_parameters(part)
 
 
 def _list_runs(module: nn.Module, driver: Pipeline | None, sample: Any, boundaries: Mapping[str, Any]) -> Runs:
@@ -137,7 +179,12 @@ def _check_length(sample: Any, mesh: Mesh, plan: TensorPlan | None) -> None:
 
 
 def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) -> TensorSplit:
-    """Split a module over the tensor axis, and refuse the plan if it computes something else then."""
+    """Split a module over the tensor axis, and refuse the plan if it computes something else then.
+
+    In a rehearsal, whose parameters have no contents, there is nothing to compare.
+    """
+    if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+        return split(module, mesh, plan)
     with full_sequences(module), undisturbed(module), without_constants(module):
         check = SplitCheck(module, runs, plan, position=mesh.coordinate("tensor"), size=mesh.size("tensor"))
         tensor_split = split(module, mesh, plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Checkpoint
+from paceline.checkpoint import Block, Checkpoint
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
@@ -57,6 +57,20 @@ class Slice(NamedTuple):
         """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
+    def split(self, block: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """Return the slices of each of the parts in a block, with the indices of their first elements in the whole."""
+        first, rest = [], self.begin
+        for stride in torch.empty(self.whole, device="meta").stride():
+            first.append(rest // stride)
+            rest %= stride
+        if self.num_parts == 1:
+            return [(block, tuple(first))]
+        found = []
+        for part in block.chunk(self.num_parts, self.dim):
+            found.append((part, tuple(first)))
+            first[self.dim] += self.whole[self.dim] // self.num_parts
+        return found
+
     def cut(self, whole: Tensor) -> Tensor:
         """Return the block of the whole tensor: a view, with one more dim before `dim` if it has several parts."""
         if self.is_whole:
@@ -95,6 +109,25 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
                     gathered[name] = held.make(whole=True)
                 (block := held.cut(gathered[name])).copy_(moved.reshape(block.shape))
     return gathered
+
+
+def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[Block]]:
+    """Return the blocks of whole tensors that this rank is to write, of which each is some rank's; nothing moves.
+
+    Args:
+        mine: This rank's tensors; see `gather`.
+        group: The ranks.
+    """
+    offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
+    blocks: dict[str, list[Block]] = {}
+    for name, slices in offers.items():
+        owners = {(held.begin, *held.shape): rank for rank, held in reversed(slices.items())}
+        if group.rank not in owners.values():
+            continue
+        held, tensor = slices[group.rank], local(mine[name]).detach()
+        if tensor.numel() or not Size(held.whole).numel():
+            blocks[name] = [Block(part, tuple(held.whole), offsets) for part, offsets in held.split(tensor)]
+    return blocks
 
 
 def scatter(

@@ -102,7 +102,11 @@ class ReplicaComparison:
         if not self.interval:
             return
         buffers = self._hash_buffers()  # first, since it releases parameters that a forward pass has gathered
-        parameters = dict(self._module.named_parameters())
+        everything = dict(self._module.named_parameters())
+        replicated = [(group, names) for group, names in self._shard.list_replicated(everything) if group.size > 1]
+        some = {name for _, names in replicated for name in names}
+        # What nobody else holds is not hashed.
+        parameters = {name: p for name, p in everything.items() if name in some or self._shard.group.size > 1}
         held = {name: {f"parameter {name}": hash_tensor(local(p))} for name, p in parameters.items()}
         compared = parameters if with_optimizers else {}
         kept = {name: self._hash_state(name, p) if name in compared else {} for name, p in parameters.items()}
@@ -113,8 +117,8 @@ class ReplicaComparison:
             differences.append(_compare(kept, kept, self._steppers))
         if self._shard.group.size > 1:
             differences.append(self._compare_replicas(held, buffers))
-        for group, names in self._shard.list_replicated(parameters):
-            if group.size > 1 and names:
+        for group, names in replicated:
+            if names:
                 differences.append(_compare(held, names, group))
         if self._shard.mesh is not None:
             everybody = self._shard.world.gather_documents(differences, name="differences")

@@ -4,6 +4,7 @@ import random
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.checkpoint.find import warn_of_damage
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
-from paceline.replica.gathering import gather, read_header, scatter
+from paceline.parallel.model_shard import ModelShard
+from paceline.replica.gathering import read_header, scatter
 from paceline.replica.named_tensors import Stateful, capture_objects, restore_objects
 from paceline.replica.replica import Replica
-from paceline.replica.state import capture, restore
+from paceline.replica.shared_saving import open_saver, start_saving
+from paceline.replica.state import describe, restore
 
 
 def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
@@ -49,20 +52,23 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
                 f"workers with sync {replica.sync.name} must be together to save, but each is at a step of its own; "
                 "save where replica.should_save(every=...) says so"
             )
-    world = next(iter(replicas.values())).shard.world
+    shard = next(iter(replicas.values())).shard
+    world = shard.world
     tensors, document = capture_objects(others)
+    tensors = tensors if world.rank == 0 else {}
     for prefix, replica in replicas.items():
-        more, about = capture(replica, prefix)
+        more, about = describe(replica, prefix)
         tensors, document = tensors | more, document | about
-    states = {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
-    tensors |= gather(states, world)
+    tensors |= {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
     step = world.membership.boundary_step or max(replica.num_updates for replica in replicas.values())
+    found = _find_saver(Path(folder), shard, keep)
     if world.rank == 0:
-        saver = _find_saver(Path(folder), world, keep).start_new(replicas.values())
-        saver.start(tensors, document | {"step": step}, step)
-        saver.finished()
+        found.check_new(replicas.values())
+    start_saving(found.saver, tensors, document | {"step": step}, step, world)
+    if found.saver is not None:
+        found.saver.finished()
         if world.membership.is_stopping:
-            saver.wait()
+            found.saver.wait()
     if world.membership.is_stopping:
         world.barrier(name="checkpoint")  # or a launcher would end rank 0 with the first that leaves
         world.membership.is_saved = True
@@ -87,8 +93,10 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
         SettingsError: The checkpoint is of another optimizer.
     """
     replicas, others = _name(objects)
-    world = next(iter(replicas.values())).shard.world
-    checkpoint = _find_saver(Path(folder), world, None).find(replicas.values()) if world.rank == 0 else None
+    shard = next(iter(replicas.values())).shard
+    world = shard.world
+    saver = _find_saver(Path(folder), shard, None)
+    checkpoint = saver.find(replicas.values()) if world.rank == 0 else None
     header = read_header(checkpoint, world)
     if header is None:
         return False
@@ -114,44 +122,60 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
 
 @dataclass
 class _Saver:
-    """What writes to a folder, on rank 0, until the group is left."""
+    """What writes to a folder on this rank until the group is left."""
 
     store: CheckpointStore
-    saver: AsyncSaver
+    saver: AsyncSaver | None
+    """None where rank 0 writes for this one."""
     known: weakref.WeakSet[Replica] = field(default_factory=weakref.WeakSet)
     """Replicas that the checkpoints there are of: those that began the folder, or have looked for what it holds."""
 
     def find(self, replicas: Iterable[Replica]) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole."""
-        self.saver.wait()
+        """Return the newest checkpoint that is whole, on rank 0."""
+        self._wait()
         found = self.store.find_newest_valid(warn_of_damage)
         self.known.update(replicas)
         return found
 
-    def start_new(self, replicas: Iterable[Replica]) -> AsyncSaver:
-        """Return what saves; refuse to mix two trainings, also if one process runs them one after the other."""
+    def check_new(self, replicas: Iterable[Replica]) -> None:
+        """Refuse, on rank 0, to mix two trainings, also if one process runs them one after the other."""
         strangers = [replica for replica in replicas if replica not in self.known]
         if strangers:
-            self.saver.wait()
+            self._wait()
         if strangers and (there := self.store.list_checkpoints()):
             raise SettingsError(
                 f"a folder of checkpoints must be empty for a new training, but {self.store.directory} holds "
                 f"{there[0].name}; call paceline.load_latest before the loop to go on from it, or choose another folder"
             )
         self.known.update(strangers)
-        return self.saver
+
+    def _wait(self) -> None:
+        if self.saver is not None:
+            self.saver.wait()
 
 
-def _find_saver(folder: Path, world: Group, keep: int | None) -> _Saver:
-    savers: dict[Path, _Saver] = world.membership.savers
+def _find_saver(folder: Path, shard: ModelShard, keep: int | None) -> _Saver:
+    membership = shard.world.membership
+    savers: dict[Path, _Saver] = membership.savers
     folder = folder.absolute()
     if folder not in savers:
         store = CheckpointStore(folder, keep)
-        savers[folder] = _Saver(store, AsyncSaver(store))
-        world.membership.close_with(store.close)
-        world.membership.close_with(savers[folder].saver.close)
+        savers[folder] = _Saver(store, open_saver(store, shard))
+        membership.close_with(store.close)
+        if (saver := savers[folder].saver) is not None:
+            membership.close_with(saver.close)
+            if saver.is_shared and shard.mesh is not None:
+                shard.mesh.close_with(partial(_drop, savers, folder))
     savers[folder].store.keep = keep if keep is not None else savers[folder].store.keep
     return savers[folder]
+
+
+def _drop(savers: dict[Path, _Saver], folder: Path) -> None:
+    """Finish what ranks save together, while they still have a group."""
+    dropped = savers.pop(folder)
+    if dropped.saver is not None:
+        dropped.saver.close()
+    dropped.store.close()
 
 
 def _name(objects: Iterable[Stateful]) -> tuple[dict[str, Replica], dict[str, Stateful]]:

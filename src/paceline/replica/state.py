@@ -55,7 +55,8 @@ Document = dict[str, Any]
 def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Document]:
     """Return the tensors and the document of a replica. Every rank calls it; rank 0's are complete.
 
-    Those of several replicas are joined by ``|``, if each has a prefix of its own.
+    Rank 0 then holds the whole state of all ranks in host memory: see `describe` for what each has itself. Those of
+    several replicas are joined by ``|``, if each has a prefix of its own.
 
     Args:
         replica: All of its workers are at the same step.
@@ -63,6 +64,15 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
 
     Raises:
         DivergenceError: Replicas should be equal and are not.
+    """
+    mine, document = describe(replica, prefix)
+    return gather(mine, replica.shard.world), document
+
+
+def describe(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Document]:
+    """Return what `capture` gathers: this rank's tensors, DTensors where ranks hold slices of them, and the document.
+
+    Several ranks may have the same slices; the first one's count. Every rank calls it.
     """
     replica.compare()
     module, shard = replica.module, replica.shard
@@ -101,7 +111,7 @@ def capture(replica: Replica, prefix: str = "") -> tuple[dict[str, Tensor], Docu
         whole |= {f"ema/{name}": mean for name, mean in means.items() if shard.group.rank == 0}
     whole |= {f"rank{shard.world.rank}/{name}": tensor for name, tensor in own.items()}
     return (
-        {f"{prefix}{name}": tensor for name, tensor in gather(whole, shard.world).items()},
+        {f"{prefix}{name}": tensor for name, tensor in whole.items()},
         {"format": FORMAT, f"{prefix}replica": _describe(replica, everybody)},
     )
 

@@ -30,6 +30,7 @@ from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
 from paceline.training.best import BestSoFar
+from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
@@ -37,7 +38,7 @@ from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, make_rates, open_session
-from paceline.training.training import build_model, count_parameters, prepare, start_training
+from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
 
@@ -158,7 +159,7 @@ def _finish(session: Session) -> bool:
     evaluation = training.evaluation if training.evaluated_step == training.step else None
     if held_out is not None and evaluation is None:
         evaluation = evaluate_held_out(session, held_out)
-    if training.best.is_kept and training.best.step == training.step and session.saver is not None:
+    if training.best.is_kept and training.best.step == training.step and session.replica.shard.world.rank == 0:
         training.store.mark_best(training.store.list_checkpoints()[0])  # also if it was saved before it was evaluated
     if evaluation is None and held_out is not None:
         newest = training.store.list_checkpoints()[0]

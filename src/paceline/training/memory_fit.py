@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, prod
 
 import torch
@@ -9,13 +10,21 @@ from torch import nn
 
 from paceline.data.base import Splits
 from paceline.data.batch import list_tensors
-from paceline.errors import SettingsError
+from paceline.errors import PacelineError, SettingsError
 from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
 from paceline.parallel.expert import find_experts
+from paceline.training.layout_rehearsal import estimate_layout
 from paceline.training.model import resize, size_of
-from paceline.training.rehearsal import RehearsalError, check_device, choose_blocks, describe_step, guarded, outline
+from paceline.training.rehearsal import (
+    RehearsalError,
+    check_device,
+    choose_blocks,
+    describe_step,
+    guarded,
+    outline,
+)
 from paceline.training.run import Run
 
 _MARGIN = 4
@@ -29,8 +38,9 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     """Return the memory that a step of `run` needs on each of `num_ranks` ranks.
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
-    see `estimate_step`. With a layout that shares the model, the step of a whole model is divided as `divide` says,
-    which is rougher.
+    see `estimate_step`. With a layout each rank's own step is, and the one that needs the most counts
+    (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying, an expert axis or
+    offloading, a whole model's step is divided as `divide` says, which is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -38,6 +48,11 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
+    if not run.layout.is_plain and run.layout.expert == 1 and run.memory.offload == "none":
+        try:
+            return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
+        except PacelineError:  # such as a plan that is found by trying; what is wrong with a layout its ranks will tell
+            pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
     needed = whole
@@ -97,7 +112,7 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
     num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
     experts = _expert_share(outline(run.model, splits))
     held = needed.bytes_of["optimizer"] + ceil(num_bytes * (1 - experts + experts / layout.expert) / num_holders)
-    return Estimate({**needed.bytes_of, "optimizer": held}, needed.host_bytes)
+    return replace(needed, bytes_of={**needed.bytes_of, "optimizer": held})
 
 
 def _expert_share(module: nn.Module) -> float:
@@ -170,7 +185,7 @@ def _move_parameters(needed: Estimate, module: nn.Module) -> Estimate:
     moved: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "communication")
     host_bytes = needed.host_bytes + sum(needed.bytes_of[category] for category in moved)
     there: dict[Category, int] = {"parameters": largest, "gradients": largest, "optimizer": 0, "communication": 0}
-    return Estimate({**needed.bytes_of, **there}, host_bytes)
+    return replace(needed, bytes_of={**needed.bytes_of, **there}, host_bytes=host_bytes)
 
 
 def _with_memory(run: Run, **changes: str) -> Run:

@@ -148,15 +148,9 @@ def describe_step(
         module: Model of the run, if it has been built.
         num_samples: Samples of a micro-batch; by default those of the largest share.
     """
-    if num_samples is None:
-        shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
-        num_samples = max(1, -(-max(shares) // run.num_micro_batches))
+    num_samples = num_samples or count_samples(run, num_workers)
     sample = splits.train.read_first()
-    model = run.model
-    if run.growth.steps:
-        model = resize(model, run.growth.size_at(run.count_steps(splits), size_of(model)))
-        module = None
-    original = outline(model, splits) if module is None else module
+    original = find_outline(run, splits) if module is None or run.growth.steps else module
 
     def build(choices: Mapping[str, Choice]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy_without_contents(original)
@@ -170,7 +164,7 @@ def describe_step(
             lambda tensor: torch.empty(num_samples, *tensor.shape[1:], dtype=tensor.dtype, device=device), sample
         )
         batch = Batch(data, num_samples, Interval(0, run.global_batch))
-        return run.loss.loss(_Forward(module, run.precision, device.type), batch).mean
+        return run.loss.loss(Forward(module, run.precision, device.type), batch).mean
 
     return StepDescription(
         build=build,
@@ -180,6 +174,20 @@ def describe_step(
         is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits))) > 1,
         clip_norm=run.clip_norm,
     )
+
+
+def count_samples(run: Run, num_workers: int) -> int:
+    """Return the samples of a micro-batch of the worker with the largest share."""
+    shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
+    return max(1, -(-max(shares) // run.num_micro_batches))
+
+
+def find_outline(run: Run, splits: Splits) -> nn.Module:
+    """Return the run's model, at its final size, without contents; see `outline`."""
+    model = run.model
+    if run.growth.steps:
+        model = resize(model, run.growth.size_at(run.count_steps(splits), size_of(model)))
+    return outline(model, splits)
 
 
 def check_shards(run: Run, splits: Splits) -> None:
@@ -311,7 +319,7 @@ def _outline(settings: str, spec: Spec) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """A module that is called like a replica."""
 
     module: nn.Module
@@ -319,6 +327,7 @@ class _Forward:
     device: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module forward in the precision."""
         return self._run(self.module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,8 @@ import torch
 from paceline.errors import CommunicationError, NonFiniteError, PacelineError
 from paceline.parallel.local import local
 from paceline.replica.named_tensors import capture_objects
-from paceline.replica.state import capture
+from paceline.replica.shared_saving import start_saving
+from paceline.replica.state import describe
 from paceline.replica.survivors import can_stand_alone, stand_alone
 from paceline.training.log_events import log_saved
 from paceline.training.model import size_of
@@ -33,9 +34,10 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
                 f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
-    tensors, document = capture(replica)
+    world = replica.shard.world
+    tensors, document = describe(replica)
     more, objects = capture_objects({"rates": session.rates})
-    tensors |= more
+    tensors |= more if world.rank == 0 else {}
     document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
@@ -49,14 +51,14 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
         "lost_ranks": list(lost_ranks),
     }
     path = ""
+    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
     if session.saver is not None:
-        session.saver.start(tensors, document, training.step, is_best=is_best)
         log_saved(session, session.saver.finished())
         if wait and (saved := session.saver.wait()):
             log_saved(session, [saved], lost_ranks)
             path = str(saved.path)
     if wait:
-        replica.shard.world.barrier(name="checkpoint")
+        world.barrier(name="checkpoint")
     return path
 
 

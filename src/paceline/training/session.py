@@ -16,6 +16,7 @@ from paceline.errors import SettingsError
 from paceline.monitor.events import Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
+from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
 from paceline.sync.synchroniser import Delays
 from paceline.training.idle import list_idle
@@ -38,7 +39,7 @@ class Session:
     """Learning rates of the replica's optimizer."""
     loader: Loader
     saver: AsyncSaver | None
-    """Saver on rank 0, which writes for all; None elsewhere."""
+    """Saver of this rank; None where rank 0 writes for it."""
     load_balancer: LoadBalancer
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
@@ -155,8 +156,8 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     noise = None
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
-    saver = AsyncSaver(training.store) if group.rank == 0 else None
-    probe = MemoryProbe(is_on=group.rank == 0)
+    saver = open_saver(training.store, replica.shard)
+    probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
     return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
 
 
@@ -290,6 +291,8 @@ def _log_start(session: Session) -> None:
                 f"of {training.run.global_batch}, over all workers; give one of them the other's value"
             )
         )
+    if training.about_building:
+        session.log_event(Warned(message=training.about_building))
     if training.about_initial:
         session.log_event(Warned(message=training.about_initial))
     if training.splits.held_out is None:

@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm.group import Group
-from paceline.data import Batch, Interval, Source, Splits
-from paceline.data.datasets import SEEDING
+from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
+from paceline.parallel.deferred import Construction
 from paceline.parallel.mixture_of_experts import list_mixtures
 from paceline.parallel.parallelize import parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
+from paceline.training.building import build_shared, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
+from paceline.training.initial import load_slices
 from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
@@ -67,6 +68,8 @@ class Training:
     """Whether the log has warned that workers drift apart."""
     has_experts: bool = False
     """Whether the model has mixture-of-experts layers of ours, whose use is balanced and counted."""
+    about_building: str = ""
+    """Reason for which every rank of a layout built the whole model; empty if none did."""
     about_initial: str = ""
     """Message about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
@@ -83,13 +86,16 @@ def start_training(
     store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
-    module = build_model(run, splits, group, model)
-    about_initial = ""
-    if run.initial is not None and group.rank == 0 and checkpoint is None:
-        about_initial = run.initial.load_into(module)  # the others are sent what rank 0 has
+    module, construction, about_building = build_shared(run, splits, group, model)
+    initial = run.initial if group.rank == 0 and checkpoint is None else None
+    matched = initial.match(module) if initial is not None else None
+    if matched is not None and construction is None:
+        matched.load_into(module)  # the others are sent what rank 0 has
     num_parameters = count_parameters(module)
     has_experts = any(list_mixtures(module))
-    module, optimizer = prepare(run, module, splits, group)
+    module, optimizer = prepare(run, module, splits, group, construction)
+    if run.initial is not None and construction is not None:
+        load_slices(matched, module, group)
     training = Training(
         run,
         recipe,
@@ -104,16 +110,10 @@ def start_training(
         num_steps=run.count_steps(splits),
         best=BestSoFar(run.keep_best, run.stop_after),
         has_experts=has_experts,
-        about_initial=about_initial,
+        about_building=about_building,
+        about_initial=matched.about if matched is not None else "",
     )
     return training, checkpoint
-
-
-def build_model(run: Run, splits: Splits, group: Group, model: Model | None = None) -> nn.Module:
-    """Return the model, the same on every process; `model` replaces the run's own if that has grown."""
-    with SEEDING:
-        torch.manual_seed(run.seed)
-        return (model or run.model).build(splits.train.spec).to(group.device)
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -121,7 +121,9 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepare(
+    run: Run, module: nn.Module, splits: Splits, group: Group, construction: Construction | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay a new `module` over the ranks of `group`, apply the run's memory settings, and build its optimizer.
 
     Args:
@@ -129,6 +131,7 @@ def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[
         module: Module that `build_model` returned.
         splits: Training and held-out data.
         group: The workers, or all ranks of the layout.
+        construction: Construction of a module without memory.
     """
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
     module = parallelize(
@@ -138,7 +141,8 @@ def prepare(run: Run, module: nn.Module, splits: Splits, group: Group) -> tuple[
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
-        sample=_read_sample(splits, group.device),
+        sample=read_sample(splits, group.device),
+        construction=construction,
         gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
     if run.compiler != NO_COMPILER:
@@ -152,11 +156,6 @@ def choose_gather_dtype(precision: Precision, device: torch.device) -> torch.dty
     On CPUs, and in fp16, it is the parameters' own; fp16 could not hold all of them.
     """
     return torch.bfloat16 if precision == "bf16" and device.type != "cpu" else None
-
-
-def _read_sample(splits: Splits, device: torch.device) -> Any:
-    """Return the model's inputs for one sample."""
-    return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
 
 
 def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -64,6 +65,7 @@ class Pipeline:
         self._device = mesh.world.device
         self._clock = Clock(self._device)
         self._peers = peers
+        self._whole: tuple[nn.Module, Any, Callable[[Tensor], Tensor]] | None = None
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self._num_losses = 0
@@ -121,9 +123,9 @@ class Pipeline:
         losses: list[Tensor] | None = [] if is_last else None
         self._num_losses = 0
 
-        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # torch's schedules only split tensors: these indices
-            chunk = slice(int(places[0]), int(places[-1]) + 1)
-            return loss(output, select(data, chunk, num_samples))
+        def loss_of(output: Tensor, places: Tensor) -> Tensor:  # of the micro-batches in their order
+            first = self._num_losses * len(places)
+            return loss(output, select(data, slice(first, first + len(places)), num_samples))
 
         self._loss = loss_of
         if timed:
@@ -155,6 +157,21 @@ class Pipeline:
         if len(tensors) < len(outputs):
             raise SettingsError("a model run as a pipeline must return one tensor, but got several; return one")
         return torch.cat(tensors)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Tensors that this rank receives into, which live from step to step."""
+        return [tensor for made in self._made.values() for stage in made.stages for tensor in stage.buffers]
+
+    def stand_alone(self, whole: nn.Module, sample: Any, cut: Callable[[Tensor], Tensor]) -> None:
+        """Rehearse without other ranks: what stages send is found on this rank, and peers have as many samples.
+
+        Args:
+            whole: Whole model, not split.
+            sample: Inputs of the model, as the constructor takes them.
+            cut: Function from a tensor between stages of the whole model to that between those of the split one.
+        """
+        self._whole, self._peers = (whole, sample, cut), None
 
     def describe(self) -> list[list[str]]:
         """Return, for each stage, its rank's position on the pipeline axis and its layers, as JSON."""
@@ -214,16 +231,37 @@ class Pipeline:
         key = (*counts, *((one.shape, one.dtype) for one in chunk))  # a key new to one of the peers is new to all
         made = self._made.pop(key, None)
         if made is None:
+            descriptions = self._describe_stages(chunk)
+            while len(self._made) >= _MAX_KEPT:
+                del self._made[next(iter(self._made))]
+            stages = [self._make_stage(stage, *descriptions[stage.index]) for stage in self.stages]
+            schedule = self.settings.behaviour.make(stages, num_micro_batches, self._compute_loss)
+            made = _Made(schedule, num_micro_batches, stages)
+        self._made[key] = made  # the newest last
+        return made
+
+    def _describe_stages(self, chunk: tuple[Tensor, ...]) -> dict[int, tuple[Description, Description]]:
+        """Return what this rank's stages take and give for a micro-batch, which runs forward."""
+        if self._whole is None:
             trial = self._forward()
             with self._explaining("a trial"), undisturbed(self.module):
                 trial.run([chunk])
-            while len(self._made) >= _MAX_KEPT:
-                del self._made[next(iter(self._made))]
-            stages = [self._make_stage(stage, *trial.descriptions[stage.index]) for stage in self.stages]
-            schedule = self.settings.behaviour.make(stages, num_micro_batches, self._compute_loss)
-            made = _Made(schedule, num_micro_batches)
-        self._made[key] = made  # the newest last
-        return made
+            return trial.descriptions
+        whole, sample, cut = self._whole
+        layers = {layer.name: layer for layer in find_layers(whole, self.settings.sequence, sample)}
+        stages = [
+            Stage(whole, [layers[layer.name] for layer in held], index, splits_backward=False)
+            for index, held in enumerate(self.layers_of_stages)
+        ]
+        alone = dist.new_group([dist.get_rank()])
+        trial = ForwardPass(stages, self.num_stages, self.settings.behaviour, alone)
+        trial.run([chunk])
+        sent = {index: tuple(map(cut, gives)) for index, (_, gives) in trial.descriptions.items()}
+        first, last = trial.descriptions[0][0], trial.descriptions[self.num_stages - 1][1]
+        return {
+            index: (sent[index - 1] if index else first, sent[index] if index < self.num_stages - 1 else last)
+            for index in sent
+        }
 
     def _gather_counts(self, inputs: tuple[Tensor, ...]) -> list[int]:
         """Return the number of samples of each peer."""
@@ -279,3 +317,4 @@ class Pipeline:
 class _Made:
     schedule: TorchSchedule
     num_micro_batches: int
+    stages: list[TimedStage]

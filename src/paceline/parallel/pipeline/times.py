@@ -120,6 +120,13 @@ class TimedStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self._clock = clock
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Tensors that it receives values and gradients into."""
+        tables = (self.args_recv_info, self.grad_recv_info)
+        received = [info for table in tables for infos in table.values() for info in infos]
+        return [info.buffer for info in received if info.buffer is not None]
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
         with self._clock.watch("forward", self.stage_index, fwd_chunk_id):

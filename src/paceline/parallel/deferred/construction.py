@@ -1,0 +1,189 @@
+"""A model's construction: recorded once on every rank, and carried out for the parameters that a rank holds."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from paceline.parallel.deferred.recording import Recording, Reference, UndeferrableError
+from paceline.parallel.local import local, local_slice, wrap
+
+
+class Construction:
+    """The construction of a model that has no memory yet.
+
+    Args:
+        recording: Operations of the construction.
+        module: The model.
+    """
+
+    def __init__(self, recording: Recording, module: nn.Module) -> None:
+        self._recording = recording
+        self._references: dict[str, Reference] = {}
+        made: dict[int, Tensor] = {}
+
+        def release(name: str, tensor: Tensor) -> Tensor:
+            """Return the tensor on the meta device, which other code knows; one with values unchanged."""
+            if (reference := recording.refer(tensor)) is None:
+                return tensor
+            self._references[name] = reference
+            if id(tensor) not in made:
+                made[id(tensor)] = _like(
+                    tensor, torch.empty_strided(reference.shape, reference.stride, dtype=tensor.dtype, device="meta")
+                )
+            return made[id(tensor)]
+
+        self._replace(module, release)
+        values = [tensor for _, tensor in _list_tensors(module) if not tensor.is_meta]
+        self.digest = recording.digest(self._references.values(), values)
+        """Text that ranks share if they construct the same."""
+
+    def finish(self, module: nn.Module, device: torch.device) -> None:
+        """Give a module, or what a layout has left of it on this rank, the values that the construction would have.
+
+        A parameter that is cut is made in the memory of this rank's part where its elements were made one by one, and
+        else in that of the whole parameter, of which the part is kept. Names are those of the whole model.
+
+        Args:
+            module: Module whose parameters are on the meta device, DTensors where they are cut.
+            device: Device of the values.
+        """
+        made: dict[int, Tensor] = {}
+
+        def make(name: str, tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = _like(tensor, self._make(name, tensor, device))
+            return made[id(tensor)]
+
+        self._replace(module, make)
+
+    @staticmethod
+    def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace all tensors of a module by those that a function of their names and them returns."""
+        for name, part in module.named_modules(remove_duplicate=False):
+            prefix = f"{name}." if name else ""
+            for held in (part._parameters, part._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        held[key] = change(f"{prefix}{key}", tensor)
+            for key, value in _list_attributes(part):
+                leaves, structure = tree_flatten(value)
+                changed = [
+                    change(f"{prefix}{key} {place}", leaf) if isinstance(leaf, Tensor) else leaf
+                    for place, leaf in enumerate(leaves)
+                ]
+                vars(part)[key] = tree_unflatten(changed, structure)
+
+    def _make(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return this rank's part of a tensor, with values."""
+        reference = self._references[name]
+        if not isinstance(tensor, DTensor):
+            return self._recording.compute([reference])[0].to(device)
+        shape = local(tensor).shape
+        if not shape.numel():
+            return wrap(tensor, torch.empty(shape, dtype=reference.dtype, device=device))
+        part = local_slice(reference.without_memory(), tensor)  # a view, which knows where it begins
+        values = None
+        if part.is_contiguous():
+            values = self._recording.compute_rows(reference, int(part.storage_offset()), part.numel())
+        if values is None:
+            values = local_slice(self._recording.compute([reference])[0], tensor).clone()
+        return wrap(tensor, values.reshape(shape).to(device))
+
+
+def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
+    """Return a model without memory, and its construction. Torch's generator ends where building it would leave it.
+
+    Raises:
+        UndeferrableError: The model must be built whole; the message says why. The generator is where it was.
+    """
+    state = torch.default_generator.get_state()
+    recording = Recording()
+    gc.freeze()  # what was there before need not be looked through for tensors of the construction
+    try:
+        module = _build(recording, build)
+        construction = _check(recording, module)
+        recording.settle()
+        return module, construction
+    except BaseException:
+        torch.default_generator.set_state(state)
+        raise
+    finally:
+        gc.unfreeze()
+
+
+def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with recording, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, to copy it
+            return build()
+    except UndeferrableError:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UndeferrableError(f"without memory it raises {type(error).__name__}: {first_line}") from error
+
+
+def _check(recording: Recording, module: nn.Module) -> Construction:
+    """Return the construction of a module that can be finished parameter by parameter."""
+    known = dict(_list_tensors(module))
+    storages: dict[int, int] = {}
+    for name, tensor in known.items():
+        if tensor.is_meta:
+            raise UndeferrableError(f"{name} has no memory in the model itself")
+        if isinstance(tensor, nn.Parameter) and (_list_hooks(tensor) or type(tensor) not in (nn.Parameter, FakeTensor)):
+            raise UndeferrableError(f"{name} is a {type(tensor).__name__} of its own kind, or has hooks")
+        if storages.setdefault(tensor.untyped_storage()._cdata, id(tensor)) != id(tensor):
+            raise UndeferrableError(f"{name} shares memory with another tensor and is not the same")
+    inside = {id(tensor) for tensor in known.values()}
+    for part in module.modules():
+        inside |= {id(leaf) for _, value in _list_attributes(part) for leaf in tree_leaves(value)}
+    if any(id(tensor) not in inside for tensor in recording.list_living()):
+        raise UndeferrableError("it keeps tensors that are neither parameters, buffers nor attributes of its modules")
+    return Construction(recording, module)
+
+
+def _list_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _list_attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield attributes of a module that hold tensors, beside parameters and buffers."""
+    for key, value in list(vars(part).items()):
+        is_attribute = key not in ("_parameters", "_buffers", "_modules")
+        if is_attribute and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            yield key, value
+
+
+def _list_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    return [*hooks, *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return `values` as what `tensor` is: a parameter with its hooks on gradients, or a buffer."""
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    own = vars(tensor) if not isinstance(tensor, FakeTensor) else _list_given(tensor)
+    vars(parameter).update(own)
+    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)
+    return parameter
+
+
+def _list_given(tensor: FakeTensor) -> dict[str, Any]:
+    """Return the attributes that the model's code has given to a tensor without memory."""
+    with tensor.fake_mode:
+        usual = vars(torch.empty(0)).keys() | {"_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in usual}

@@ -1,0 +1,438 @@
+"""The operations of a construction, recorded on tensors without memory, and run again for some of them."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from paceline.errors import PacelineError
+from paceline.parallel.deferred.generator import cost
+from paceline.parallel.deferred.stream import Moment, RandomStream
+
+_MAX_CONSTANT_BYTES = 64 * 2**20
+"""Bytes of tensors with values that may be kept; a model that reads more of them gains nothing from being deferred."""
+_FILLS: Mapping[Any, str] = {
+    torch.ops.aten.uniform_.default: "uniform_",
+    torch.ops.aten.normal_.default: "normal_",
+}
+"""Operations that draw a fixed number of words an element, in the elements' order."""
+_CONSTANT_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+_REPLACING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
+_POINTWISE = {
+    torch.ops.aten.mul_.Scalar,
+    torch.ops.aten.add_.Scalar,
+    torch.ops.aten.sub_.Scalar,
+    torch.ops.aten.div_.Scalar,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.sub_.Tensor,
+    torch.ops.aten.div_.Tensor,
+    torch.ops.aten.erfinv_.default,
+    torch.ops.aten.clamp_.default,
+}
+"""Operations on each element alone, in place."""
+_GROUP = 16
+"""Elements that torch's normal numbers are made from together."""
+
+
+class UndeferrableError(PacelineError):
+    """A construction that cannot be recorded, so that the model must be built whole."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A view of a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the view of a storage that has values."""
+        view = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return view.set_(storage, self.offset, self.shape, self.stride)
+
+    def without_memory(self) -> Tensor:
+        """Return a tensor like the view, on the meta device."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    @property
+    def geometry(self) -> tuple[torch.Size, tuple[int, ...], int]:
+        """Shape, strides and offset of the view."""
+        return self.shape, self.stride, self.offset
+
+    @property
+    def num_elements(self) -> int:
+        """Number of the view's elements."""
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One recorded operation."""
+
+    function: Any
+    leaves: Sequence[Any]
+    """Arguments, flat: references instead of recorded tensors."""
+    structure: Any
+    """Structure of the arguments."""
+    made: Sequence[tuple[int, Reference]]
+    """Places among the results of tensors in new storages."""
+    written: frozenset[int]
+    """Storages that it writes to or makes."""
+    moment: Moment | None = None
+    """Moment of the random stream before it, if it draws."""
+
+    @property
+    def reads(self) -> set[int]:
+        """Storages that it needs."""
+        return {leaf.storage for leaf in self.leaves if isinstance(leaf, Reference)}
+
+    def run(self, storages: dict[int, torch.UntypedStorage], stream: RandomStream) -> None:
+        """Run on storages with values, and add those that it makes."""
+        leaves = [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        results, _ = tree_flatten(_drawing(stream, self.moment, lambda: self.function(*args, **kwargs)))
+        for place, reference in self.made:
+            result = results[place]
+            assert (result.shape, result.stride(), result.storage_offset()) == reference.geometry, (
+                f"{self.function} must make the tensor that it was recorded with"
+            )
+            storages[reference.storage] = result.untyped_storage()
+
+
+class Recording(TorchDispatchMode):
+    """Context in which tensors are made without memory, and what would give them values is recorded.
+
+    Random numbers are only counted; `settle` then leaves the generator where it would have ended. A value that the code
+    asks for is computed.
+
+    Raises:
+        UndeferrableError: An operation cannot be recorded; others raise whatever torch's `FakeTensorMode` raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = FakeTensorMode()  # unlike the meta device, which code asks for and then leaves weights as they are
+        self._operations: list[_Operation] = []
+        self._writers: dict[int, list[int]] = {}
+        self._sizes: dict[int, int] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that no other storage takes the place that identifies one
+        self._constant_bytes = 0
+        self._stream = RandomStream()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip Dynamo, torch would import it first, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an operation that makes or concerns tensors without memory, and run all others."""
+        kwargs = dict(kwargs or {})
+        leaves, _ = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        has_device = any(argument.name == "device" for argument in func._schema.arguments)
+        if not any(map(self._knows, tensors)) and (tensors or not has_device):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._stream.settle()
+            return func(*args, **kwargs)  # of tensors that have values anyway
+        if func.overloadpacket in _REPLACING:
+            raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
+        if has_device:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type != "cpu":
+                raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
+        if kwargs.get("generator") is not None:
+            raise UndeferrableError("it draws random numbers from a generator of its own")
+        if func is torch.ops.aten._local_scalar_dense.default or self._writes_outside(func, args, kwargs):
+            return func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
+        return self._record(func, args, kwargs, has_device=has_device)
+
+    def refer(self, tensor: Tensor) -> Reference | None:
+        """Return the reference of a tensor that was recorded, None of another."""
+        if not self._knows(tensor):
+            return None
+        return Reference(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def list_living(self) -> list[Tensor]:
+        """Return the recorded tensors that somebody holds, of those made since `gc.freeze`."""
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._knows(one)]
+
+    def compute(self, references: Sequence[Reference]) -> list[Tensor]:
+        """Return the values of tensors, in the memory of all that they depend on."""
+        wanted = {reference.storage for reference in references}
+        storages = self._replay(wanted)
+        return [reference.of(storages[reference.storage]) for reference in references]
+
+    def compute_rows(self, reference: Reference, begin: int, num_elements: int) -> Tensor | None:
+        """Return some consecutive elements of a tensor, in no more memory than they take.
+
+        Returns:
+            None if that is not possible: if not every element was made by itself, in its order.
+        """
+        chain = self._list_pointwise(reference)
+        if chain is None:
+            return None
+        first = begin // _GROUP * _GROUP
+        end = min(reference.num_elements, -(-(begin + num_elements) // _GROUP) * _GROUP)
+        part = torch.empty(end - first, dtype=reference.dtype)
+        for operation in chain:
+            args, kwargs = tree_unflatten(list(operation.leaves), operation.structure)
+            moment, num_drawn = operation.moment, 0
+            if moment is not None:
+                words = cost(getattr(Tensor, _FILLS[operation.function]), reference.dtype, 0)
+                assert words is not None
+                moment, num_drawn = Moment(moment.base, moment.num_words + words[0] * first), words[0] * len(part)
+
+            def run(a: Any = args, k: Any = kwargs, o: _Operation = operation) -> Any:
+                return o.function(part, *a[1:], **k)
+
+            _drawing(self._stream, moment, run, num_drawn)
+        part = part[begin - first : begin - first + num_elements]
+        return part.clone() if len(part) < end - first else part
+
+    def digest(self, references: Iterable[Reference], values: Iterable[Tensor]) -> str:
+        """Return a text that two recordings share if they make the same values, and have made the same `values`."""
+        places = {key: place for place, key in enumerate(self._sizes)}
+
+        def rename(leaf: Any) -> Any:
+            return replace(leaf, storage=places[leaf.storage]) if isinstance(leaf, Reference) else leaf
+
+        found = xxhash.xxh3_128()
+        for operation in self._operations:
+            found.update(str(operation.function).encode())
+            for leaf in operation.leaves:
+                found.update(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(rename(leaf)).encode())
+            found.update(b"" if operation.moment is None else operation.moment.digest())
+        found.update(repr([rename(reference) for reference in references]).encode())
+        for tensor in values:
+            found.update(_bytes_of(tensor.detach()))
+        return found.hexdigest()
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_device: bool) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        moment = self._stream.now() if is_random else None
+        leaves, structure = tree_flatten((args, kwargs))
+        recorded = [self._as_leaf(leaf) for leaf in leaves]
+        with self._fake:
+            result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        # Torch refuses to convert a module's parameters, in place, of which there are weak references.
+        self._fake.fake_tensor_converter.tensor_memo.clear()
+        given = {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._knows(leaf)}
+        made: list[tuple[int, Reference]] = []
+        for place, leaf in enumerate(tree_flatten(result)[0]):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given:
+                self._keep(leaf)
+                reference = self.refer(leaf)
+                assert reference is not None
+                made.append((place, reference))
+        written = frozenset(_key(tensor) for tensor in _list_written(func, args, kwargs))
+        if not made and not written:
+            return result  # a view
+        if has_device and "dtype" in {argument.name for argument in func._schema.arguments} and made:
+            # As it is now: the default dtype may change.
+            args_, kwargs_ = tree_unflatten(recorded, structure)
+            recorded, structure = tree_flatten((args_, {**kwargs_, "dtype": made[0][1].dtype}))
+        operation = _Operation(
+            func, recorded, structure, made, written | {reference.storage for _, reference in made}, moment
+        )
+        if moment is not None:
+            self._draw(operation, moment)
+        for key in operation.written:
+            self._writers.setdefault(key, []).append(len(self._operations))
+        self._operations.append(operation)
+        return result
+
+    def _draw(self, operation: _Operation, moment: Moment) -> None:
+        """Move the generator on as the operation would."""
+        target = operation.leaves[0] if operation.leaves else None
+        if operation.function in _FILLS and isinstance(target, Reference) and target.num_elements >= _GROUP:
+            draw = getattr(Tensor, _FILLS[operation.function])
+            words = cost(draw, target.dtype, target.num_elements % _GROUP) if _is_contiguous(target) else None
+            if words is not None:
+                self._stream.advance(moment, words[0] * target.num_elements + words[1])
+                return
+        storages = self._replay(operation.reads)
+        args, kwargs = tree_unflatten(
+            [leaf.of(storages[leaf.storage]) if isinstance(leaf, Reference) else leaf for leaf in operation.leaves],
+            operation.structure,
+        )
+        self._stream.settle()
+        operation.function(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Leave torch's generator in the state in which the construction would."""
+        self._stream.settle()
+
+    def _replay(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
+        """Return storages with values, in the memory that the operations which gave them these need."""
+        chosen: set[int] = set()
+        for key in wanted:
+            self._choose(key, len(self._operations), chosen)
+        order = sorted(chosen)
+        touched = [self._operations[place].reads | self._operations[place].written for place in order]
+        last_use = {key: place for place, keys in enumerate(touched) for key in keys}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for place, number in enumerate(order):
+            operation = self._operations[number]
+            for key in operation.reads - storages.keys():  # of which nothing before is of use
+                storages[key] = torch.UntypedStorage(self._sizes[key])
+            operation.run(storages, self._stream)
+            for key in touched[place] - wanted:
+                if last_use[key] == place:
+                    del storages[key]
+        return storages
+
+    def _choose(self, key: int, end: int, chosen: set[int]) -> None:
+        """Add the operations before the place `end` that the values of a storage then depend on."""
+        for place in reversed(self._writers[key]):
+            if place >= end:
+                continue
+            operation = self._operations[place]
+            if place not in chosen:
+                chosen.add(place)
+                for other in operation.reads - {key}:
+                    self._choose(other, place, chosen)
+            if self._overwrites(operation, key):
+                return
+
+    def _overwrites(self, operation: _Operation, key: int) -> bool:
+        """Whether nothing of a storage from before an operation is left after it."""
+        target = operation.leaves[0] if operation.leaves else None
+        is_filled = operation.function in _FILLS or operation.function in _CONSTANT_FILLS
+        return is_filled and isinstance(target, Reference) and target.storage == key and self._covers(target)
+
+    def _covers(self, reference: Reference) -> bool:
+        num_bytes = reference.num_elements * reference.dtype.itemsize
+        return _is_contiguous(reference) and num_bytes == self._sizes[reference.storage]
+
+    def _list_pointwise(self, reference: Reference) -> list[_Operation] | None:
+        """Return the operations that made a tensor, if each element is made alone and in order; else None."""
+        chain: list[_Operation] = []
+        for place in reversed(self._writers[reference.storage]):
+            operation = self._operations[place]
+            target, *others = operation.leaves or [None]
+            is_plain = not any(isinstance(one, Reference) or (isinstance(one, Tensor) and one.dim()) for one in others)
+            is_whole = isinstance(target, Reference) and target.dtype == reference.dtype and self._covers(target)
+            if not is_plain or not is_whole:
+                return None
+            chain.insert(0, operation)
+            if operation.function in _CONSTANT_FILLS:
+                return chain
+            if operation.function in _FILLS:
+                is_in_groups = reference.num_elements % _GROUP == 0
+                return chain if is_in_groups and _fills_in_order(operation.function, reference.dtype) else None
+            if operation.function not in _POINTWISE:
+                return None
+        return None
+
+    def _knows(self, tensor: Any) -> bool:
+        return isinstance(tensor, FakeTensor) and _key(tensor) in self._sizes
+
+    def _keep(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._sizes[storage._cdata] = storage.nbytes()
+
+    def _writes_outside(self, func: Any, args: Any, kwargs: Any) -> bool:
+        return any(not self._knows(tensor) for tensor in _list_written(func, args, kwargs))
+
+    def _with_values(self, leaf: Any) -> Any:
+        if (reference := self.refer(leaf) if isinstance(leaf, Tensor) else None) is None:
+            return leaf
+        return self.compute([reference])[0]
+
+    def _as_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (reference := self.refer(leaf)) is not None:
+            return reference
+        if leaf.device.type != "cpu":
+            raise UndeferrableError(f"it uses a tensor on the device {leaf.device}")
+        self._constant_bytes += leaf.nbytes
+        if self._constant_bytes > _MAX_CONSTANT_BYTES:
+            raise UndeferrableError("it copies values from elsewhere, such as trained weights")
+        return leaf.detach().clone()
+
+
+def _drawing(stream: RandomStream, moment: Moment | None, run: Callable[[], Any], num_words: int = 0) -> Any:
+    """Run with the random generator at a moment; afterwards it is where it was.
+
+    Args:
+        stream: Stream of the moment.
+        moment: Moment; None for what draws nothing.
+        run: Function to run.
+        num_words: Number of words that it draws, if that is known.
+    """
+    if moment is None:
+        with torch.no_grad():
+            return run()
+    generator = torch.default_generator
+    kept = generator.get_state()
+    generator.set_state(stream.find(moment))
+    try:
+        with torch.no_grad():
+            result = run()
+        if num_words:
+            stream.note(Moment(moment.base, moment.num_words + num_words), generator.get_state())
+        return result
+    finally:
+        generator.set_state(kept)
+
+
+@cache
+def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
+    """Whether a part of a filled tensor can be filled by itself; tried, since it depends on torch's kernels."""
+    fill = getattr(Tensor, _FILLS[function])
+    words = cost(fill, dtype, 0)
+    if words is None or words[1]:
+        return False
+    stream = RandomStream()
+    moment = Moment(torch.default_generator.get_state())
+    whole, part = torch.empty(64 * _GROUP, dtype=dtype), torch.empty(17 * _GROUP, dtype=dtype)
+    _drawing(stream, moment, lambda: fill(whole))
+    _drawing(stream, Moment(moment.base, words[0] * 5 * _GROUP), lambda: fill(part))
+    return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
+
+
+def _list_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+
+
+def _is_contiguous(reference: Reference) -> bool:
+    expected = 1
+    for length, stride in zip(reversed(reference.shape), reversed(reference.stride), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return reference.offset == 0
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

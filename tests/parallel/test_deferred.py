@@ -1,0 +1,272 @@
+"""A model built without memory has, bit for bit, the values of the whole construction, on the ranks that hold them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_layouts import make_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paceline.comm import join
+from paceline.memory import StorageTracker
+from paceline.parallel import UndeferrableError, defer, parallelize
+from paceline.parallel.deferred.generator import skip
+from paceline.parallel.local import local, local_slice
+from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.testing.processes import run_processes
+from paceline.topology.layout import Layout
+
+
+class Odd(nn.Module):
+    """Whatever initialisations do: in blocks of rows, with values that are asked for, ties, dtypes, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        self.joint = nn.Linear(100, 70)
+        nn.init.orthogonal_(self.joint.weight)
+        nn.init.trunc_normal_(self.joint.bias, std=0.02)
+        self.embedding = nn.Embedding(1000, 64, padding_idx=3)
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.embedding.weight
+        self.sum = nn.Parameter(torch.randn(128, 128) * 0.02 + torch.eye(128))
+        with torch.no_grad():
+            self.sum[5:7].normal_()
+            self.sum.copy_(self.sum.T.clone())
+        self.register_buffer("angles", torch.outer(torch.arange(10.0), 1 / 10**4 ** (torch.arange(0, 64, 2) / 64)))
+        self.register_buffer("order", torch.randperm(5000))
+        self.frequencies = [torch.arange(7).float()]
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.rnn = nn.LSTM(32, 64, 2)
+        self.low = nn.Linear(80, 80).bfloat16()
+        self.high = nn.Linear(100, 100).double()
+        nn.init.sparse_(self.high.weight, 0.3)
+        self.rare = nn.Parameter(torch.empty(99).exponential_())
+        self.uneven = nn.Parameter(torch.empty(71, 73).normal_())
+        self.norm = nn.BatchNorm2d(64)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            module.weight.is_embedding = True  # type: ignore[attr-defined]
+
+
+def build_encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
+
+
+BUILDERS: list[Callable[[], nn.Module]] = [Odd, build_encoder, make_model]
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return module.state_dict(keep_vars=True) | dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_values_and_the_generator_are_those_of_the_whole_construction(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(5)
+    whole, drawn = build(), torch.rand(3)
+    torch.manual_seed(5)
+    module, construction = defer(build)
+    assert torch.equal(torch.rand(3), drawn)
+    assert all(parameter.is_meta for parameter in module.parameters() if parameter.numel() > 1)
+    construction.finish(module, torch.device("cpu"))
+    expected, found = state_of(whole), state_of(module)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, found[name].stride()) == (tensor.dtype, tensor.stride()), name
+        assert found[name].requires_grad == tensor.requires_grad, name
+    ties = {name: [other for other in found if found[other] is found[name]] for name in found}
+    assert ties == {name: [other for other in expected if expected[other] is expected[name]] for name in expected}
+    if isinstance(module, Odd) and isinstance(whole, Odd):
+        assert module.rates == whole.rates
+        assert torch.equal(module.frequencies[0], whole.frequencies[0])
+        assert module.embedding.weight.is_embedding
+
+
+class Seeding(nn.Module):
+    """A model that goes back in its random numbers, seeds them, and draws some for other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = torch.get_rng_state()
+        self.first = nn.Linear(64, 64)
+        between = torch.get_rng_state()
+        self.second = nn.Linear(64, 64)
+        torch.set_rng_state(before)
+        self.like_first = nn.Linear(64, 64)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.seeded = nn.Linear(64, 64)
+        self.third = nn.Linear(64, 64)
+        OUTSIDE.normal_()
+        self.after_others = nn.Linear(64, 64)
+        torch.set_rng_state(between)
+        self.like_second = nn.Linear(64, 64)
+
+
+OUTSIDE = torch.zeros(100)
+
+
+def test_code_may_keep_and_set_the_generators_state() -> None:
+    torch.manual_seed(5)
+    whole, drawn = Seeding(), torch.rand(3)
+    outside = OUTSIDE.clone()
+    assert torch.equal(whole.first.weight, whole.like_first.weight)
+    assert torch.equal(whole.second.weight, whole.like_second.weight)
+    torch.manual_seed(5)
+    module, construction = defer(Seeding)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(OUTSIDE, outside)
+    construction.finish(module, torch.device("cpu"))
+    for name, tensor in whole.named_parameters():
+        assert torch.equal(module.get_parameter(name), tensor), name
+
+
+def test_slices_are_made_in_their_own_memory() -> None:
+    build = functools.partial(make_model, width=128)
+    whole = build()
+    _, construction = defer(build)
+    recording, num_sliced = construction._recording, 0
+    for name, parameter in whole.named_parameters():
+        reference = construction._references[name]
+        for begin in (0, 5, 32, parameter.numel() // 2):
+            length = parameter.numel() - begin - 3
+            with StorageTracker("cpu") as tracker:
+                part = recording.compute_rows(reference, begin, length)
+            if part is None:
+                continue
+            num_sliced += 1
+            assert torch.equal(part, parameter.detach().flatten()[begin : begin + length]), name
+            assert tracker.peak_bytes <= 8 * (length + 32) + 16_000, name  # 5 kB is a state of the generator
+    assert num_sliced > 40
+
+
+def build_from_read_weights() -> nn.Module:
+    module = nn.Linear(2**12, 2**13)
+    with torch.no_grad():
+        module.weight.copy_(torch.frombuffer(bytearray(2**27), dtype=torch.float32).view(2**13, 2**12))
+    return module
+
+
+def build_with_own_generator() -> nn.Module:
+    module = nn.Linear(4, 4)
+    nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
+    return module
+
+
+def build_with_shared_memory() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.first_row = nn.Parameter(module.weight.detach()[0])
+    return module
+
+
+_ELSEWHERE: list[torch.Tensor] = []
+
+
+def build_with_tensors_elsewhere() -> nn.Module:
+    module = nn.Linear(4, 4)
+    _ELSEWHERE[:] = [torch.ones(3)]
+    return module
+
+
+def build_on_meta() -> nn.Module:
+    return nn.Linear(4, 4, device="meta")
+
+
+def build_from_numpy() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.weight.detach().numpy()[:] = 1.0
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (build_from_read_weights, "copies values from elsewhere"),
+        (build_with_own_generator, "generator of its own"),
+        (build_with_shared_memory, "first_row shares memory with another tensor"),
+        (build_with_tensors_elsewhere, "keeps tensors that are neither"),
+        (build_on_meta, "on the device meta"),
+        (build_from_numpy, "raises RuntimeError: .*numpy"),
+    ],
+)
+def test_what_cannot_be_deferred_is_refused_and_leaves_the_generator(build: Callable[[], nn.Module], told: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(UndeferrableError, match=told):
+        defer(build)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 623, 624, 625, 20001])
+@pytest.mark.parametrize("num_words", [0, 1, 623, 624, 625, 1248, 10**4, 3 * 10**6 + 1])
+def test_a_skip_ends_where_drawing_does(num_drawn: int, num_words: int) -> None:
+    torch.manual_seed(3)
+    torch.empty(num_drawn).uniform_()
+    before = torch.get_rng_state()
+    torch.empty(num_words).uniform_()
+    expected = torch.rand(700)
+    torch.set_rng_state(skip(before, num_words))
+    assert torch.equal(torch.rand(700), expected)
+
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"sharded": 2, "zero_stage": 3},
+        {"sharded": 2, "zero_stage": 2},
+        {"tensor": 2},
+        {"pipeline": 2},
+        {"pipeline": 2, "order": "interleaved"},
+    ],
+    4: [{"sharded": 2, "tensor": 2}, {"sharded": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"sharded": 4}],
+}
+
+
+def build_parts(layouts: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the names that differ from the whole model's values, by layout."""
+    group = join()
+    torch.set_num_threads(1)
+    build = functools.partial(make_model, num_layers=4)
+    whole = {name: tensor.detach() for name, tensor in build().state_dict(keep_vars=True).items()}
+    largest = max(tensor.nbytes for tensor in whole.values())
+    wrong = []
+    for layout in layouts:
+        settings = dict(layout)
+        pipeline = PipelineSettings(order=settings.pop("order", "1f1b"))
+        module, construction = defer(build)
+        with StorageTracker("cpu") as tracker:
+            module = parallelize(
+                module,
+                Layout(**settings),
+                group=group,
+                pipeline=pipeline,
+                sample=torch.zeros(1, 16, dtype=torch.int64),
+                construction=construction,
+            )
+        held = dict(module.state_dict(keep_vars=True))
+        wrong.append([name for name, tensor in held.items() if not is_slice(tensor, whole[name])])
+        part = sum(local(tensor).nbytes for tensor in {id(tensor): tensor for tensor in held.values()}.values())
+        is_compared = "tensor" in layout  # with the whole model
+        if not is_compared and tracker.peak_bytes > part + largest + 8192:
+            wrong[-1].append(f"peak {tracker.peak_bytes} with {part} of its own")
+        group.membership.shards[-1].close()
+    group.close()
+    return wrong
+
+
+def is_slice(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    expected = local_slice(whole, tensor)
+    return torch.equal(local(tensor), expected) and (isinstance(tensor, DTensor) or tensor.shape == whole.shape)
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+def test_each_rank_makes_its_part_of_the_whole_construction(num_ranks: int) -> None:
+    for result in run_processes(num_ranks, build_parts, {"layouts": LAYOUTS[num_ranks]}):
+        assert result.exit_code == 0, result.output
+        assert result.value == [[]] * len(LAYOUTS[num_ranks]), result.rank
