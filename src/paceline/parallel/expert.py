@@ -173,9 +173,9 @@ class _Proof:
         for key, whole in self._whole.items():
             # Every rank sends the same tokens, so that experts see each as often as there are ranks.
             expected = whole if key in _PASSED else whole.chunk(size)[place] * size
-            error = relative_error(found[key], expected, float(whole.norm()) / size)
-            if error > tolerance(whole.dtype):
-                return f"has another {key if key in _PASSED else f'gradient of {key}'}, by {error:.1e} of its size"
+            gap = relative_error(found[key], expected, float(whole.norm()) / size)
+            if gap > tolerance(whole.dtype):
+                return f"has another {key if key in _PASSED else f'gradient of {key}'}, by {gap:.1e} of its size"
         return ""
 
     def _run(self) -> dict[str, Tensor]:

@@ -81,7 +81,6 @@ def parallelize(
             "a loader must be made after parallelize, which assigns samples to ranks, but one exists; make it later"
         )
     mesh = Mesh(world, axes)
-    check_experts(module, layout)
     construction, sample = _begin_alike(module, layout, settings, sample, world, construction)
     plan: TensorPlan | None = None
     boundaries: dict[str, Any] = {}
@@ -139,6 +138,7 @@ def _begin_alike(
     Returns:
         The construction, and the sample on the module's device.
     """
+    check_experts(module, layout)
     check_same_model(module, world)
     if construction is not None and not needs_values(module, layout, settings):
         return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
