@@ -430,7 +430,7 @@ class GradientReduction:
             return None
         if self._all.size == 1 or not (may_choose or is_chosen):
             return None
-        step, bucket_bytes = self._optimizer_step, self._bucket_bytes
+        step = self._optimizer_step
         refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
         if not is_known(self._optimizer):
             refused = refused or f"with {type(self._optimizer).__name__}, which may have a state without a mean"
@@ -442,7 +442,7 @@ class GradientReduction:
             is_adaptive=is_adaptive(self._optimizer),
             steps_refused=refused,
             steps_overlap=step.clip_norm is None,
-            bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
+            bucket_bytes=self._bucket_bytes,
             device=self._all.device,
             may_choose=may_choose,
         )
