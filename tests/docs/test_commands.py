@@ -91,9 +91,9 @@ def test_a_run_is_a_valid_one(words, reader):
     recipe, options, overrides = part_options(words)
     run = make_run(recipe, parse_pairs(overrides))
     layout = run.layout
-    num_workers = int(options.get("--workers", (layout.data or 1) * layout.sharded))
+    num_workers = int(options.get("--workers", (layout.data or 1) * layout.workers_of_replica))
     axes = layout.resolve(num_workers * layout.ranks_of_worker)
-    assert axes.size("data", "sharded") == num_workers
+    assert axes.size("data", "sharded", "expert") == num_workers
     assert run.global_batch >= num_workers
 
 

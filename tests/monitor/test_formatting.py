@@ -3,7 +3,7 @@ import math
 import pytest
 from story import make_record
 
-from paceline.monitor.events import CheckpointSaved
+from paceline.monitor.events import CheckpointSaved, ExpertsUsed
 from paceline.monitor.formatting import describe, duration, number, one_line, printable, share, size
 
 
@@ -34,6 +34,16 @@ def test_durations(value_s: float, text: str) -> None:
 def test_lost_ranks(ranks: list[int], told: str) -> None:
     saved = CheckpointSaved(path="step-5", num_bytes=1, duration_s=0.1, lost_ranks=ranks)
     assert describe(make_record(saved, 5)) == f"step 5: {told}; what the others had learnt is saved in step-5"
+
+
+def test_uses_of_experts() -> None:
+    used = ExpertsUsed(layers=["layers.0.mlp", "layers.1.mlp"], counts=[[20, 20], [45, 5]], num_dropped=[0, 10])
+    assert describe(make_record(used, 5)) == (
+        "step 5: 10 of 100 uses of experts were dropped (10%); the busiest expert, in layers.1.mlp, takes 1.8 times "
+        "its even share"
+    )
+    idle = ExpertsUsed(layers=["mlp"], counts=[[0, 0]], num_dropped=[0])
+    assert "0 of 0 uses of experts were dropped (0.0%)" in str(describe(make_record(idle, 5)))
 
 
 def test_sizes_and_shares() -> None:

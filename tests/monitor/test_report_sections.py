@@ -20,9 +20,9 @@ from paceline.monitor import (
     to_json,
     write_report,
 )
-from paceline.monitor.events import MemoryEstimated, MemoryMeasured
+from paceline.monitor.events import ExpertsUsed, MemoryEstimated, MemoryMeasured
 from paceline.monitor.formatting import describe, describe_size
-from paceline.monitor.report_sections import describe_stragglers, render_memory, render_stragglers
+from paceline.monitor.report_sections import describe_stragglers, render_experts, render_memory, render_stragglers
 
 
 def render_memory_of(estimates, measured):
@@ -39,6 +39,22 @@ def test_estimate_and_measurement_stand_beside_each_other():
     assert all(text in page for text in ("estimated", "measured", "2 MB", "2.1 MB", "3.1 MB", "1 GB"))
     assert "estimated" not in render_memory_of([], [measured])
     assert render_memory_of([], []) == ""
+
+
+def test_experts_are_counted_over_the_run_without_what_was_undone() -> None:
+    def used(step: int, *counts: int, dropped: int) -> Record:
+        return make_record(ExpertsUsed(layers=["layers.0.mlp"], counts=[list(counts)], num_dropped=[dropped]), step)
+
+    records = [
+        make_record(make_start()),
+        used(2, 30, 10, dropped=0),
+        used(4, 999, 999, dropped=999),
+        make_record(make_start(start_step=2), 2),
+        used(4, 10, 30, dropped=20),
+    ]
+    page = render_experts(summarise(records))
+    assert all(f"<td>{text}" in page or f">{text}<" in page for text in ("layers.0.mlp", "80", "20", "20%", "1")), page
+    assert render_experts(summarise(records[:1])) == ""
 
 
 def slow(step: int, rank: int = 2, factor: float = 3.0) -> Record:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import test_layouts
 import torch
-from test_layouts import LOSS_TOLERANCE, PARAMETER_TOLERANCE, train
+from test_layouts import LOSS_TOLERANCE, NUM_TOKENS, PARAMETER_TOLERANCE, train
 
 from paceline.comm import join
+from paceline.data.base import Spec
+from paceline.recipes.transformer_lm import TransformerLM
 from paceline.testing.processes import run_processes
 from paceline.training.compiling import compile_blocks
 
@@ -16,7 +18,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context": 2},
     {"sharded": 2, "zero_stage": 3},
     {"pipeline": 2, "order": "interleaved"},
+    {"expert": 2},
 ]
+
+
+def make_mixture() -> torch.nn.Module:
+    torch.manual_seed(0)
+    settings = TransformerLM(width=16, num_layers=2, num_heads=4, num_experts=4, capacity_factor=1.0)
+    return settings.build(Spec(num_classes=32, input_shape=(NUM_TOKENS,)))
 
 
 def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
@@ -32,6 +41,8 @@ def compare_compiled(layouts: list[dict[str, Any]]) -> list[list[float]]:
     torch.set_num_threads(1)
     differences = []
     for layout in layouts:
+        if "expert" in layout:
+            test_layouts.make_model = make_mixture
         test_layouts.parallelize = parallelize
         losses, tensors = train(group, layout, 1, num_steps=3)
         test_layouts.parallelize = parallelize_and_compile

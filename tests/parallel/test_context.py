@@ -148,7 +148,7 @@ def test_attention_to_gathered_keys_is_exact(ranks: list[dict[str, Any]], kind: 
 def place_at(rank: int, size: int) -> Mesh:
     group = LocalGroup()
     group.rank = rank
-    return Mesh(group, Axes((1, 1, 1, size, 1)))
+    return Mesh(group, Axes((1, 1, 1, 1, size, 1)))
 
 
 def test_every_token_is_on_one_rank_and_causal_work_is_even() -> None:

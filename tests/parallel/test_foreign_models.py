@@ -262,7 +262,7 @@ def test_plans_that_compute_something_else_are_refused_by_name() -> None:
     assert "name layers.1.scale with style 'partial'" in said["partial"]
     assert said["right"] == "exact"
     assert "but layers.1.scale" in said["half"] or "but layers.1.shrink (Linear) fails on a rank's part" in said["half"]
-    assert "sample must be inputs of at least one sample for a tensor axis" in said["sample"]
+    assert "sample must be inputs of at least one sample for a tensor or expert axis" in said["sample"]
     assert "must run on the sample" in said["inputs"]
     assert "but model.layers.0.self_attn" in said["keys"]
     assert "num_key_value_heads(1) must be a multiple of tensor(2) to share heads out" in said["keys"]

@@ -16,7 +16,7 @@ def test_ranks_draw_alike_only_where_they_compute_the_same(cuts_tokens: bool) ->
     """Dropout of the same tokens in the same layer is the same, and no other."""
 
     def rank(group: LocalGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        mesh = Mesh(group, Axes((2, 2, 1, 2, 2)))
+        mesh = Mesh(group, Axes((2, 2, 1, 1, 2, 2)))
         split = cast(Any, SimpleNamespace(cuts_tokens=cuts_tokens))
         part = ModelShard(mesh.group("data"), mesh=mesh, tensor_split=split)
         place = [mesh.coordinate(axis) for axis in ("data", "context", "pipeline")]

@@ -58,7 +58,7 @@ def test_blocks_are_the_outermost_repeated_parts() -> None:
 @pytest.fixture
 def lone_mesh() -> Mesh:
     """A mesh that says that there are two ranks, and can do nothing."""
-    return Mesh(LocalGroup(), Axes((1, 1, 2, 1, 1)))
+    return Mesh(LocalGroup(), Axes((1, 1, 2, 1, 1, 1)))
 
 
 def test_what_cannot_be_sharded_is_refused(lone_mesh: Mesh) -> None:

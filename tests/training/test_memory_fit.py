@@ -9,6 +9,7 @@ from test_memory_estimate import CPU, TEXT, make_run
 from paceline.errors import SettingsError
 from paceline.memory import Memory
 from paceline.recipes import find_recipe
+from paceline.recipes.transformer_lm import TransformerLM
 from paceline.topology.layout import Layout
 from paceline.training.memory_fit import check_fit, estimate
 from paceline.training.model import FunctionModel
@@ -44,6 +45,20 @@ def test_moving_averages_are_as_large_as_a_ranks_part_of_the_parameters(axes):
     num_holders = axes.get("tensor", 1) * axes.get("sharded", 1)
     averages = kept[1]["optimizer"] - kept[0]["optimizer"]
     assert averages == pytest.approx(4 * num_parameters / num_holders, rel=0.02)  # norms are whole on every rank
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_an_expert_axis_divides_what_experts_hold(ema):
+    model = TransformerLM(width=16, num_layers=2, num_heads=2, num_experts=8, capacity_factor=1.0)
+    whole, half = (
+        estimate(make_run(model=model, layout=Layout(expert=size), num_micro_batches=4, ema=ema), TEXT, 2, CPU).bytes_of
+        for size in (1, 2)
+    )
+    named = model.build(TEXT.train.spec).named_parameters()
+    experts = sum(4 * parameter.numel() for name, parameter in named if "experts." in name)
+    assert whole["parameters"] - half["parameters"] == pytest.approx(experts / 2, abs=2)
+    assert whole["optimizer"] - half["optimizer"] == pytest.approx(experts * (1 + bool(ema) / 2), rel=0.01)
+    assert whole["activations"] == half["activations"]
 
 
 def test_it_is_left_out_on_demand_and_where_it_fits_by_far():

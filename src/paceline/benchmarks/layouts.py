@@ -46,7 +46,7 @@ class _Case:
 
     @property
     def num_ranks(self) -> int:
-        return (self.layout.data or 1) * self.layout.sharded * self.layout.ranks_of_worker
+        return (self.layout.data or 1) * self.layout.workers_of_replica * self.layout.ranks_of_worker
 
 
 _CASES: dict[CaseName, _Case] = {

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def memory(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or your own: file.py:function.")],
-    workers: Annotated[int, typer.Option(help="Number of workers: data times sharded ranks.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Number of workers: data times sharded times expert ranks.", min=1)] = 2,
 ) -> None:
     """Estimate the memory that each rank of a run needs; nothing is allocated.
 

@@ -57,15 +57,17 @@ def check_workers(run: Run, num_workers: int) -> Splits:
         DataError: The data cannot be opened.
     """
     layout = run.layout
-    if layout.data is not None and num_workers != layout.data * layout.sharded:
+    shared = f"sharded({layout.sharded})" + (f" * expert({layout.expert})" if layout.expert > 1 else "")
+    of_replica = layout.workers_of_replica
+    if layout.data is not None and num_workers != layout.data * of_replica:
         raise SettingsError(
-            f"the number of workers must be data({layout.data}) * sharded({layout.sharded}) = "
-            f"{layout.data * layout.sharded}, but got {num_workers}; give --workers {layout.data * layout.sharded}"
+            f"the number of workers must be data({layout.data}) * {shared} = {layout.data * of_replica}, but got "
+            f"{num_workers}; give --workers {layout.data * of_replica}"
         )
-    if num_workers % layout.sharded:
+    if num_workers % of_replica:
         raise SettingsError(
-            f"the number of workers must be a multiple of sharded({layout.sharded}), but got {num_workers}; give "
-            f"--workers {-(-num_workers // layout.sharded) * layout.sharded}"
+            f"the number of workers must be a multiple of {shared}, but got {num_workers}; give "
+            f"--workers {-(-num_workers // of_replica) * of_replica}"
         )
     if run.global_batch < num_workers:
         raise SettingsError(
@@ -93,7 +95,7 @@ def prepare_new(
     run = make_run(recipe, overrides)
     if num_workers is None:
         layout = run.layout
-        num_workers = 2 if layout.is_plain and layout.data is None else (layout.data or 1) * layout.sharded
+        num_workers = 2 if layout.is_plain and layout.data is None else (layout.data or 1) * layout.workers_of_replica
     if run.num_threads is None:
         cores = len(os.sched_getaffinity(0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))

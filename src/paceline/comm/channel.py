@@ -6,8 +6,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from paceline.comm.group import Work
+from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError
 
 OnWait = Callable[[int], None]
@@ -19,7 +21,8 @@ class Channel:
 
     Exchanges of several operations (collective programs, codecs) need a thread that drives them while the caller
     computes. Only the channel may use the group that its jobs use: give it a `Group.duplicate`. After a job has failed
-    all later jobs fail with the same error, since the ranks are no longer in step. The thread ends with the channel.
+    all later jobs fail with the same error, since the ranks are no longer in step. The thread ends with the channel, or
+    else with the process.
 
     Args:
         name: Name of the thread.
@@ -35,7 +38,7 @@ class Channel:
         self._queue = _Queue()
         # The thread refers to the queue only: a reference to the channel would keep a dropped channel alive.
         self._end = weakref.finalize(self, self._queue.wake_ups.put, False)
-        threading.Thread(target=self._queue.run, name=name, daemon=True).start()
+        start_thread(self._queue.run, name=name, stop=partial(self._queue.wake_ups.put, False))
 
     def submit(self, job: Callable[[], object], sequence: int = 0) -> "Job":
         """Run `job` after the jobs submitted before; waiting raises its error, or that of an earlier job.

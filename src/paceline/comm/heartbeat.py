@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError, PeerTimeoutError
 
 POST_INTERVAL_S = 0.25
@@ -69,8 +70,7 @@ class HeartbeatBoard:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._post()
-        self._thread = threading.Thread(target=self._keep_posting, name="paceline-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._keep_posting, name="paceline-heartbeat", stop=self._closed.set)
 
     def begin(self, sequence: int, name: str, what: str = "") -> None:
         """Record that an operation has begun: its number, its name, and what it does."""
@@ -159,9 +159,7 @@ def run_within(timeout_s: float, function: Callable[[], T]) -> T | None:
         with contextlib.suppress(RuntimeError):
             results.append(function())
 
-    thread = threading.Thread(target=run, name="paceline-store", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    start_thread(run, name="paceline-store").join(timeout_s)
     return results[0] if results else None
 
 

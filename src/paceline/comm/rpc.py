@@ -9,12 +9,14 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.rpc_connection import NOTHING, RpcConnection, RpcHeader, RpcReply
 from paceline.comm.shared_memory.segment import round_to_pages
+from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError
 
 __all__ = ["NOTHING", "RpcClient", "RpcEndpoint", "RpcHeader", "RpcReply", "RpcService"]
@@ -209,6 +211,7 @@ class RpcEndpoint:
         """Clients by the rank of the server."""
         self._service = service
         self._connections: list[RpcConnection] = []
+        self._callers: list[tuple[int, str]] = []
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         self._boxes = _share_boxes(group, routes, body_bytes or {})
@@ -216,14 +219,18 @@ class RpcEndpoint:
         for caller, server in sorted(routes, key=lambda route: (min(route), max(route), route)):
             if group.rank in (caller, server):
                 self._open(group, caller, server, f"{name} of rank {caller} at {server}")
-        for thread in self._threads:
-            thread.start()
+        for connection, (caller, title) in zip(self._connections, self._callers, strict=True):
+            arguments = self._service, connection, caller, self._connections
+            stop = partial(connection.link.close, CommunicationError("its process ends"))
+            self._threads.append(start_thread(_serve, *arguments, name=title, stop=stop))
         # Threads refer only to what they need: they would keep a dropped endpoint alive otherwise.
         self._end = weakref.finalize(self, self._closed.set)
         self._end.atexit = False
         if any(isinstance(client, _RemoteClient) for client in self.clients.values()):
-            arguments = list(self.clients.values()), self._closed
-            threading.Thread(target=_keep_alive, args=arguments, name="paceline-alive", daemon=True).start()
+            clients = list(self.clients.values())
+            self._threads.append(
+                start_thread(_keep_alive, clients, self._closed, name="paceline-alive", stop=self._closed.set)
+            )
 
     def close(self) -> None:
         """Say goodbye to the servers, and serve until all callers have said goodbye or are lost."""
@@ -250,11 +257,7 @@ class RpcEndpoint:
             self._service.set_reply_buffer(caller, replies)
         connection = RpcConnection(link, name, replies, requests)
         self._connections.append(connection)
-        self._threads.append(
-            threading.Thread(
-                target=_serve, args=(self._service, connection, caller, self._connections), name=name, daemon=True
-            )
-        )
+        self._callers.append((caller, name))
 
 
 def _share_boxes(

@@ -6,8 +6,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from paceline.comm.threads import start_thread
 from paceline.errors import PeerTimeoutError
 
 _POLL_S = 0.5
@@ -64,10 +66,8 @@ class Watchdog:
             self._queue.append(_Watched(operation, where, sequence))
         if self._thread is None:
             # The thread refers to the watchdog weakly: a dropped group is not kept alive.
-            self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self),), name="paceline-watchdog", daemon=True
-            )
-            self._thread.start()
+            weak = weakref.ref(self)
+            self._thread = start_thread(_run, weak, name="paceline-watchdog", stop=partial(_close, weak))
         self._has_work.set()
 
     def look(self) -> None:
@@ -111,3 +111,8 @@ def _run(watchdog: "weakref.ref[Watchdog]") -> None:
         watched.look()
         del watched
         time.sleep(_POLL_S)
+
+
+def _close(watchdog: "weakref.ref[Watchdog]") -> None:
+    if (watched := watchdog()) is not None:
+        watched.close()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import Self
 
+from paceline.comm.threads import start_thread
 from paceline.data.batch import Batch
 
 
@@ -16,10 +17,10 @@ class ReadAhead:
         self._items = items
         self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, depth))
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-loader", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._thread = start_thread(self._run, name="paceline-loader", stop=self._stopped.set)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -30,7 +31,8 @@ class ReadAhead:
         self._stopped.set()
         while not self._ready.empty():
             self._ready.get_nowait()
-        self._thread.join(timeout=10)
+        if self._thread is not None:
+            self._thread.join(timeout=10)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         while (item := self._ready.get()) is not None:

@@ -67,7 +67,7 @@ def estimate_step(
     return Estimate(bytes_of, sum(rehearsed.host.values()))
 
 
-def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estimate:
+def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1, expert_share: float = 0.0) -> Estimate:
     """Return the memory of a rank of a layout, roughly, from that of a worker with a whole model.
 
     For models whose ranks cannot be rehearsed. Computed from the division alone: tensor axis and pipeline divide
@@ -81,6 +81,8 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
         whole: Memory of a worker with a whole model.
         layout: Layout of the ranks.
         num_micro_batches: Micro-batches over which the run accumulates gradients; a pipeline's own are apart.
+        expert_share: Part of the parameters that are experts', which the expert axis divides, with their gradients and
+            their optimizer state.
     """
     model = layout.tensor * layout.pipeline
     accumulates = num_micro_batches > 1 or layout.pipeline > 1
@@ -92,6 +94,10 @@ def divide(whole: Estimate, layout: Layout, num_micro_batches: int = 1) -> Estim
     bytes_of = {
         category: -(-num_bytes // (model * sharded.get(category, 1))) for category, num_bytes in whole.bytes_of.items()
     }
+    held = 1 - expert_share + expert_share / layout.expert
+    of_parameters: tuple[Category, ...] = ("parameters", "gradients", "optimizer")
+    for category in of_parameters:
+        bytes_of[category] = ceil(bytes_of[category] * held)
     for category in ("activations", "temporary"):
         bytes_of[category] = ceil(whole.bytes_of[category] / (model * layout.context))
     return Estimate(bytes_of, -(-whole.host_bytes // (model * layout.sharded)), is_rough=True)

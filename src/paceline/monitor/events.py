@@ -334,6 +334,21 @@ class ModelGrown(Event):
     width: Int | None = None
 
 
+@_event("experts_used")
+class ExpertsUsed(Event):
+    """Use of experts by the tokens of all workers, since it was logged last or the run began.
+
+    The lists have one item for each mixture-of-experts layer.
+    """
+
+    layers: list[str]
+    """Names of the layers."""
+    counts: list[list[Int]]
+    """Number of tokens that each expert took."""
+    num_dropped: list[Int]
+    """Number of times that a token's expert had no room for it."""
+
+
 @_event("staleness_measured")
 class StalenessMeasured(Event):
     """Age of the parameters that workers computed their gradients from, where they go at their own pace."""

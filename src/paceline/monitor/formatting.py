@@ -10,6 +10,7 @@ from paceline.monitor.events import (
     CheckpointSkipped,
     CodecChanged,
     Evaluated,
+    ExpertsUsed,
     Failed,
     ModelGrown,
     Preempted,
@@ -98,6 +99,8 @@ def describe(record: Record) -> str | None:
             best = "the best so far" if event.is_best else ""
             plain = f"without averages {number(event.unaveraged['loss'])}" if event.unaveraged else ""
             return f"step {record.step:,}: {_join(_held_out(loss, event.metrics), plain, best)} ({spent})"
+        case ExpertsUsed() as event:
+            return f"step {record.step:,}: {describe_experts(event)}"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):
@@ -139,6 +142,24 @@ def describe_failure(event: Failed, ranks: Sequence[int], step: int) -> str:
     who = f"rank {', '.join(map(str, ranks))} failed" if min(ranks) >= 0 else "failed"
     when = f" at step {step:,}" if step >= 0 else ""
     return f"{f'{event.place}: ' if event.place else ''}{who}{when} with {event.error}: {event.message}"
+
+
+def describe_experts(event: ExpertsUsed) -> str:
+    """Return how many uses of experts were dropped, and how busy the busiest expert is."""
+    dropped, used = sum(event.num_dropped), sum(map(sum, event.counts))
+    layer, load = max(
+        ((name, busiest_load(counts)) for name, counts in zip(event.layers, event.counts, strict=True)),
+        key=lambda pair: pair[1],
+    )
+    found = (
+        f"{dropped:,} of {dropped + used:,} uses of experts were dropped ({share(dropped / max(dropped + used, 1))})"
+    )
+    return f"{found}; the busiest expert, in {layer}, takes {number(load)} times its even share"
+
+
+def busiest_load(counts: Sequence[int]) -> float:
+    """Return the tokens of a layer's busiest expert, as a multiple of its even share."""
+    return max(counts) * len(counts) / max(sum(counts), 1)
 
 
 def describe_slow(event: SlowWorker) -> str:

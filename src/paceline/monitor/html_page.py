@@ -13,7 +13,7 @@ from paceline.monitor.formatting import describe, duration, number, share, size,
 from paceline.monitor.html_elements import Pictures, picture, safe, section, table, tiles
 from paceline.monitor.pipeline import render_pipeline
 from paceline.monitor.reader import RunSummary
-from paceline.monitor.report_sections import render_changes, render_memory, render_stragglers
+from paceline.monitor.report_sections import render_changes, render_experts, render_memory, render_stragglers
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -56,6 +56,7 @@ def render_page(
         render_pipeline(summary.pipeline_steps, pipeline),
         render_memory(summary),
         render_stragglers(summary),
+        render_experts(summary),
         render_changes(summary),
         _notices(summary, num_skipped),
         _showcase(summary),

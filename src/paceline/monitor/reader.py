@@ -20,6 +20,7 @@ from paceline.monitor.events import (
     Evaluated,
     Event,
     EventError,
+    ExpertsUsed,
     Failed,
     GradientNoiseMeasured,
     MemoryEstimated,
@@ -134,6 +135,8 @@ class RunSummary:
     """Distances of workers from their consensus that count, in order."""
     staleness: list[Record[StalenessMeasured]]
     """Measurements of the delay of gradients that count, in order."""
+    experts: list[Record[ExpertsUsed]]
+    """Uses of experts that count, in order."""
     checkpoints: list[Record[CheckpointSaved]]
     skipped_checkpoints: list[Record[CheckpointSkipped]]
     restarts: list[Record[Restarted]]
@@ -215,6 +218,7 @@ def summarise(records: Iterable[Record]) -> RunSummary:
         evaluations=select(counting, Evaluated),
         distances=select(counting, ConsensusMeasured),
         staleness=select(counting, StalenessMeasured),
+        experts=select(counting, ExpertsUsed),
         checkpoints=select(records, CheckpointSaved),
         skipped_checkpoints=select(records, CheckpointSkipped),
         restarts=select(records, Restarted),
@@ -242,7 +246,7 @@ def _parse(line: bytes) -> list[Record]:
 
 
 _CHANGES = (BatchChanged, CodecChanged, ModelGrown, GradientNoiseMeasured)
-_CURVES = (StepFinished, Evaluated, ConsensusMeasured, StalenessMeasured, SharesChanged, *_CHANGES)
+_CURVES = (StepFinished, Evaluated, ConsensusMeasured, StalenessMeasured, ExpertsUsed, SharesChanged, *_CHANGES)
 
 
 def _without_undone(records: list[Record]) -> list[Record]:

@@ -1,9 +1,9 @@
-"""Sections of a report: memory; slow workers, and their shares; changes of batch and model."""
+"""Sections of a report: memory; slow workers, and their shares; experts; changes of batch and model."""
 
 from collections.abc import Iterator
 
 from paceline.monitor.events import BatchChanged, CodecChanged, Event, GradientNoiseMeasured, ModelGrown
-from paceline.monitor.formatting import describe_size, describe_slow, number, size
+from paceline.monitor.formatting import busiest_load, describe_size, describe_slow, number, share, size
 from paceline.monitor.html_elements import safe, section, table
 from paceline.monitor.reader import RunSummary
 
@@ -54,6 +54,30 @@ def render_stragglers(summary: RunSummary) -> str:
         parts.append(f"<p>{number_of}, to follow the speed of workers{newest}.</p>")
         parts.append(table(headings, rows, num_numeric=2))
     return section("Workers", "".join(parts)) if parts else ""
+
+
+def render_experts(summary: RunSummary) -> str:
+    """Return the section on experts, of all steps that count; empty for a model without any."""
+    counts: dict[str, list[int]] = {}
+    dropped: dict[str, int] = {}
+    for event in (record.event for record in summary.experts):
+        for layer, used, lost in zip(event.layers, event.counts, event.num_dropped, strict=True):
+            before = counts.get(layer, [0] * len(used))
+            counts[layer] = [a + b for a, b in zip(before, used, strict=True)]
+            dropped[layer] = dropped.get(layer, 0) + lost
+    rows = [
+        [
+            layer,
+            f"{sum(used):,}",
+            f"{dropped[layer]:,}",
+            share(dropped[layer] / max(sum(used) + dropped[layer], 1)),
+            number(busiest_load(used)),
+            number(min(used) * len(used) / max(sum(used), 1)),
+        ]
+        for layer, used in counts.items()
+    ]
+    headings = ["layer", "uses of experts", "dropped", "", "busiest expert, of its even share", "idlest"]
+    return section("Experts", table(headings, rows)) if rows else ""
 
 
 def render_changes(summary: RunSummary) -> str:

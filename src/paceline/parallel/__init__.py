@@ -2,7 +2,9 @@
 
 from paceline.parallel.context import ContextParallelModule
 from paceline.parallel.deferred import Construction, UndeferrableError, defer
+from paceline.parallel.expert import register_experts
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, balance_loss
 from paceline.parallel.model_shard import ModelShard
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.pipeline import ORDERS, HasPipelineLayers, Pipeline, PipelineLayer, PipelineSettings
@@ -14,8 +16,10 @@ __all__ = [
     "STYLES",
     "Construction",
     "ContextParallelModule",
+    "Experts",
     "HasPipelineLayers",
     "Mesh",
+    "MixtureOfExperts",
     "ModelShard",
     "Pipeline",
     "PipelineLayer",
@@ -23,7 +27,9 @@ __all__ = [
     "Style",
     "TiedHead",
     "UndeferrableError",
+    "balance_loss",
     "defer",
     "parallelize",
+    "register_experts",
     "register_styles",
 ]

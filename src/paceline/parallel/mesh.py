@@ -79,7 +79,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's mesh of all five axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
+        """Torch's mesh of all axes, by name; ``device_mesh["tensor"]`` is that of one axis."""
         if self._device_mesh is None:
             self._open_default_group()
             with _disable_current_modes():  # ranks are numbers in a rehearsal without contents too

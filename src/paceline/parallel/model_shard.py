@@ -1,6 +1,6 @@
 """A rank's shard of a worker's model, and its exchanges with the other ranks of that worker."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,11 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.tensor import TensorSplit
-from paceline.topology.layout import Layout
+from paceline.parallel.token_exchange import TokenExchange
+from paceline.topology.layout import Axis, Layout
+
+_SPLITTING: tuple[Axis, ...] = ("tensor", "expert")
+"""Axes whose ranks have some parameters in common, and parts of others."""
 
 
 class ModelShard:
@@ -38,6 +42,7 @@ class ModelShard:
         pipeline: Pipeline that runs the model, if its layers are on several ranks.
         tensor_split: Split of the matrices, if they are split.
         reduce_scatter: Codec that sums gradients over the sharded axis, if there is one.
+        experts: Exchanges of tokens with the ranks that share the experts.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class ModelShard:
         pipeline: Pipeline | None = None,
         tensor_split: TensorSplit | None = None,
         reduce_scatter: CodedReduceScatter | None = None,
+        experts: Sequence[TokenExchange] = (),
     ) -> None:
         self.group = group
         self.mesh = mesh
@@ -58,6 +64,7 @@ class ModelShard:
         self.pipeline = pipeline
         self.reduce_scatter = reduce_scatter
         self._tensor_split = tensor_split
+        self._experts = experts
         self._gathers_blocks = self.layout.shards_parameters and pipeline is None
         self._tied_groups: dict[str, Group] = {}
         self.world = mesh.world if mesh is not None else group
@@ -68,11 +75,16 @@ class ModelShard:
         """Ranks that take different samples."""
         self.statistics_group = group
         """Ranks with the same layers as this one that see other samples, or other tokens of them."""
+        self.expert_group: Group | None = None
+        """Ranks that share the experts and have all else in common; None without an expert axis."""
         if mesh is not None:
-            sharded = ("sharded",) if self.layout.shards_parameters else ()
-            self.model_parallel_group = mesh.group(*sharded, "tensor", "pipeline")
-            self.data_parallel_group = mesh.group("data", "sharded")
-            self.statistics_group = mesh.group("data", "sharded", "context") if sharded else group
+            sharded: tuple[Axis, ...] = ("sharded",) if self.layout.shards_parameters else ()
+            expert: tuple[Axis, ...] = ("expert",) if self.layout.expert > 1 else ()
+            self.model_parallel_group = mesh.group(*sharded, *expert, "tensor", "pipeline")
+            self.data_parallel_group = mesh.group("data", "sharded", *expert)
+            if sharded or expert:
+                self.statistics_group = mesh.group("data", "sharded", *expert, "context")
+            self.expert_group = mesh.group("expert") if expert else None
             self._tied_groups = self._find_tied_groups(mesh)
         self._use: GradientUse | None = None
         if mesh is not None and self.layout.shards_parameters:
@@ -176,9 +188,10 @@ class ModelShard:
     def list_replicated(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[Group, list[str]]]:
         """Return the parameters that ranks of this worker replicate, with the group of these ranks."""
         common: dict[Group, list[str]] = {}
-        if self.mesh is not None and self.mesh.size("tensor") > 1:
-            whole = [name for name, parameter in parameters.items() if not _is_split(parameter, "tensor")]
-            common[self.mesh.group("tensor")] = whole
+        for axis in _SPLITTING:
+            if self.mesh is not None and self.mesh.size(axis) > 1:
+                whole = [name for name, parameter in parameters.items() if not is_split(parameter, axis)]
+                common[self.mesh.group(axis)] = whole
         for name, group in self._tied_groups.items():
             common[group] = [*common.get(group, []), name]
         return list(common.items())
@@ -221,6 +234,10 @@ class ModelShard:
             parameters[name].grad = None
         return use
 
+    def take_sent_bytes(self) -> int:
+        """Return the bytes of tokens that this rank has sent to experts since the last call."""
+        return sum(exchange.take_sent_bytes() for exchange in self._experts)
+
     def close(self) -> None:
         """Close the groups, the pipeline and the mesh of the shard."""
         if self.reduce_scatter is not None:
@@ -242,7 +259,7 @@ class ModelShard:
             "tensor": self.layout.tensor,
             "tensor_plan": dict(given) if given is not None else None,
             "stages": self.pipeline.describe() if self.pipeline is not None else None,
-        }
+        } | ({"expert": self.layout.expert} if self.expert_group is not None else {})
 
     def _find_tied_groups(self, mesh: Mesh) -> dict[str, Group]:
         """Return the group of ranks that hold a copy of a parameter, by its name, if this rank is one of several."""
@@ -268,7 +285,7 @@ def summed_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def _is_split(parameter: Tensor, axis: str) -> bool:
+def is_split(parameter: Tensor, axis: Axis) -> bool:
     """Whether the ranks of an axis hold different elements of a parameter."""
     if not isinstance(parameter, DTensor) or axis not in (parameter.device_mesh.mesh_dim_names or ()):
         return False

@@ -14,6 +14,7 @@ from paceline.data.batch import describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.context import check_attention, check_length, full_sequences, is_foreign, split_attention
 from paceline.parallel.deferred import Construction
+from paceline.parallel.expert import check_experts, split_experts
 from paceline.parallel.fully_sharded import adopt_parameters, check_parameters, find_blocks, shard_module, tied
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.model_shard import ModelShard
@@ -27,7 +28,7 @@ from paceline.parallel.tensor import TensorSplit, split
 from paceline.parallel.tensor_check import Runs, SplitCheck, undisturbed, without_constants
 from paceline.parallel.tensor_derivation import find_plan, is_derived
 from paceline.parallel.tensor_plan import TensorPlan, make_plan
-from paceline.topology.layout import Layout
+from paceline.topology.layout import Axis, Layout
 
 
 def parallelize(
@@ -44,9 +45,9 @@ def parallelize(
 ) -> nn.Module:
     """Split a model over the ranks of a layout, and return this rank's part: the module to train.
 
-    First the layers are split into stages, then the layers of each stage over the tensor axis, then the remaining
-    parameters are sharded. Build the optimizer from the returned module, and give both to a `Replica`. A `Loader` that
-    is made afterwards gives ranks of one worker the same samples, and each rank its part of their tokens.
+    First the layers are split into stages, then those of each over the tensor axis, or their experts over the expert
+    axis, then other parameters are sharded. Build the optimizer from the returned module, and give both to a `Replica`.
+    A `Loader` made afterwards gives ranks of one worker the same samples, and each rank its part of their tokens.
 
     Args:
         module: Whole model, built on every rank; rank 0's values are used.
@@ -58,7 +59,8 @@ def parallelize(
         pipeline: Settings of the stages and their order; needed for a pipeline only.
         sharded_codec: Codec of the gradients on the sharded axis; None sends them uncompressed.
         sample: Model inputs of at least one sample (a mapping by name), rank 0's. A pipeline finds and measures layers
-            with it, and a model split over a tensor axis is compared with the whole one.
+            with it, and a model split over a tensor axis, or of other experts than `Experts`, is compared with the
+            whole one.
         gather_dtype: Dtype in which sharded ranks gather parameters of ZeRO's stages 2 and 3, and run forward; by
             default the parameters' own. With bf16 half as many bytes are sent. Sums of gradients keep their own.
         construction: Construction of a module without memory, the same on every rank; see `paceline.parallel.defer`.
@@ -106,14 +108,21 @@ def parallelize(
         pipeline=driver,
         tensor_split=tensor_split,
         reduce_scatter=CodedReduceScatter(module, mesh, sharded_codec) if sharded_codec is not None else None,
+        experts=split_experts(module, mesh, sample),
     )
     return _note(shard)
+
+
+def _find_peers(mesh: Mesh, layout: Layout) -> Group | None:
+    """Return the ranks that must run their stages as often as this one, since they exchange inside them."""
+    axes: list[Axis] = ["sharded"] if layout.shards_parameters else ["expert"] if layout.expert > 1 else []
+    return mesh.group(*axes) if axes else None
 
 
 def needs_values(module: nn.Module, layout: Layout, pipeline: PipelineSettings) -> bool:
     """Return whether `parallelize` runs the whole model, to find how it is split and to compare what comes of it."""
     finds_layers = layout.pipeline > 1 and not (pipeline.sequence or is_listed(module))
-    return layout.tensor > 1 or finds_layers or (layout.context > 1 and is_foreign(module))
+    return layout.tensor > 1 or layout.expert > 1 or finds_layers or (layout.context > 1 and is_foreign(module))
 
 
 def _begin_alike(
@@ -129,6 +138,7 @@ def _begin_alike(
     Returns:
         The construction, and the sample on the module's device.
     """
+    check_experts(module, layout)
     check_same_model(module, world)
     if construction is not None and not needs_values(module, layout, settings):
         return construction, map_tensors(lambda tensor: tensor.to("meta"), sample)
@@ -142,7 +152,7 @@ def _cut_into_stages(
 ) -> Pipeline:
     """Split a module into stages, in place, by measures of whole sequences."""
     with full_sequences(module):
-        return Pipeline(module, mesh, settings, sample, mesh.group("sharded") if layout.shards_parameters else None)
+        return Pipeline(module, mesh, settings, sample, _find_peers(mesh, layout))
 
 
 def _finish(construction: Construction | None, module: nn.Module, driver: Pipeline | None, world: Group) -> None:
@@ -236,6 +246,7 @@ def check_model(
     module: nn.Module, layout: Layout, *, tensor_plan: Mapping[str, str] | None, pipeline: PipelineSettings
 ) -> None:
     """Raise `SettingsError` if `parallelize` would, as far as the model shows; it may be on the meta device."""
+    check_experts(module, layout)
     if layout.tensor > 1 and not is_derived(module, tensor_plan):  # which takes a sample
         make_plan(module, tensor_plan, layout.tensor)
     if layout.pipeline > 1 and (pipeline.sequence or is_listed(module)):  # others are run on a sample
@@ -250,7 +261,14 @@ def check_model(
 
 
 def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: PipelineSettings) -> None:
-    """Raise `SettingsError` if the sharded axis cannot be combined with the others, or with a codec."""
+    """Raise `SettingsError` if the sharded or the expert axis cannot be combined with the others, or with a codec."""
+    if layout.expert > 1 and (layout.tensor > 1 or layout.shards_parameters):
+        other = f"tensor({layout.tensor})" if layout.tensor > 1 else f"zero_stage {layout.zero_stage}"
+        advice = "put these ranks on the expert axis" if layout.tensor > 1 else "set zero_stage to 1"
+        raise SettingsError(
+            f"expert({layout.expert}), which divides parameters by experts, must come without other divisions of the "
+            f"same parameters, but got {other}; {advice}, or leave the expert axis out"
+        )
     if layout.shards_parameters and layout.pipeline > 1 and pipeline.behaviour.splits_backward:
         raise SettingsError(
             f"pipeline.order must not split backward with zero_stage {layout.zero_stage}, since torch "

@@ -52,9 +52,9 @@ def broadcast_sample(sample: Any, group: Group) -> Any:
         rank = next((rank for rank, about in enumerate(said) if about != said[0] or not about), 0)
         there = f" where rank 0 has {said[0]}" if rank else ""
         raise SettingsError(
-            "sample must be inputs of at least one sample for a tensor axis, of the same shapes on every rank, but "
-            f"rank {rank} has {said[rank] or 'none'}{there}; give parallelize one, such as the model's inputs of the "
-            "data set's first sample"
+            "sample must be inputs of at least one sample for a tensor or expert axis, of the same shapes on every "
+            f"rank, but rank {rank} has {said[rank] or 'none'}{there}; give parallelize one, such as the model's "
+            "inputs of the data set's first sample"
         )
     sample = map_tensors(lambda tensor: tensor.to(group.device, copy=True), sample)
     broadcast_tensors(list_tensors(sample), group)

@@ -85,7 +85,7 @@ def split(module: nn.Module, mesh: Mesh, plan: TensorPlan) -> TensorSplit:
         return TensorSplit(plan, None)
     held = plan.of_stage(module)
     activations = Activations(mesh.device_mesh["tensor"], cuts_tokens=plan.cuts_tokens)
-    _distribute(module, place(module, held.styles), activations.device_mesh)
+    distribute(module, place(module, held.styles), activations.device_mesh)
     blocks = list_blocks(held.styles)
     for name, part in list(module.named_modules()):
         apply(
@@ -98,8 +98,14 @@ def split(module: nn.Module, mesh: Mesh, plan: TensorPlan) -> TensorSplit:
     return TensorSplit(plan, activations)
 
 
-def _distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:
-    """Replace all parameters by DTensors."""
+def distribute(module: nn.Module, placements: Mapping[int, Placement], device_mesh: DeviceMesh) -> None:
+    """Replace all parameters by DTensors on a mesh of one axis, with the values of its first rank.
+
+    Args:
+        module: Module, changed in place.
+        placements: Placement of each parameter, by its `id`.
+        device_mesh: The mesh.
+    """
     distributed: dict[int, nn.Parameter] = {}
     originals: list[nn.Parameter] = []  # keeps their ids unique while they are keys
     for part in module.modules():

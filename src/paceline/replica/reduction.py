@@ -15,7 +15,7 @@ from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
 from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
-from paceline.parallel.model_shard import ModelShard, summed_gradient
+from paceline.parallel.model_shard import ModelShard, is_split, summed_gradient
 from paceline.replica.codec_chooser import CodecChooser, measure_step
 from paceline.replica.coded_steps import StepCoding, refuse_steps
 from paceline.replica.gradients import Gradients
@@ -28,6 +28,7 @@ from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
 from paceline.sync.reducer import Divisor, GradientReducer
+from paceline.sync.reducers import DenseReducer
 from paceline.sync.rule import Rule
 
 GPU_BUCKET_BYTES = 25 * 2**20
@@ -79,12 +80,15 @@ class GradientReduction:
         self.failure: type[Exception] | None = None
         """Kind of error of an update after which there can be no other."""
         self._end: weakref.finalize[Any, GradientReduction] | None = None
+        self._end_common: weakref.finalize[Any, GradientReduction] | None = None
         self.reduce_group = shard.group
         """Workers over which gradients are summed."""
         self.gradients: Gradients | None = None
         """Gradients in buckets; None if this worker is alone: its gradients stay where autograd puts them."""
         self.landing: BucketLanding | None = None
         """Landing of gradients otherwise than at the update; None for the update."""
+        self._in_common = self._start_common()
+        """Gradients of what ranks that share experts have in common, which they sum before; None without such ranks."""
         self.unused: list[str] = []
         """Parameters that no rank of the reduce group used in the last received step."""
         self._warned_unused: set[str] = set()
@@ -99,12 +103,18 @@ class GradientReduction:
     def wire_bytes(self) -> int:
         """Bytes that this worker sends for a step's gradients."""
         beside = self.landing.wire_bytes if self.landing is not None else 0
-        return beside + (self.gradients.wire_bytes if self.gradients is not None else 0)
+        held = [gradients for gradients in (self._in_common, self.gradients) if gradients is not None]
+        return beside + sum(gradients.wire_bytes for gradients in held)
 
     @property
     def rule(self) -> Rule:
         """Rule of the present step, with its codec, if that is chosen while training runs."""
         return self._rule
+
+    def list_buffers(self) -> list[Tensor]:
+        """Return the buffers of gradients that last from step to step."""
+        held = [gradients for gradients in (self._in_common, self.gradients) if gradients is not None]
+        return [bucket.flat.buffer for gradients in held for bucket in gradients.buckets]
 
     def send_scalars(self, weight: float | Tensor, numerator: Tensor, stop: bool | Tensor) -> StepScalars:
         """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
@@ -160,7 +170,7 @@ class GradientReduction:
         if (ranks, phase) == (self._ranks, self._phase):
             return
         self.flush()
-        self.close()
+        self._close_gradients()
         landed = self.landing.state_dict() if self.landing is not None else {}
         self._end = self.gradients = self.landing = None
         self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
@@ -182,6 +192,8 @@ class GradientReduction:
         if self.landing is not None:
             self.landing.gradients = self.gradients
             self.gradients.is_eager, self.gradients.before_launch = self.landing.is_eager, self.landing.before_launch
+        if self._in_common is not None:
+            self.gradients.is_eager = False  # sums over these ranks come first
         # Hooks are cycles that Python cannot collect: a replica without references would never release its memory.
         self._end = weakref.finalize(self, _let_go, self.gradients, self.landing)
         self._end.atexit = False
@@ -239,8 +251,28 @@ class GradientReduction:
             self._shard.reduce_scatter.arm(divisor, step, loss_scale)
         if self.landing is not None:
             self.landing.arm(share, step)
+        if self._in_common is not None:
+            self._in_common.arm(lambda: 1.0, step, loss_scale)
         if self.gradients is not None:
             self.gradients.arm(divisor, step, loss_scale)
+
+    def end_backward(self, *, collect: bool = False) -> None:
+        """Launch what the last backward of a step has left.
+
+        Args:
+            collect: Whether gradients were computed without hooks, as in pipeline stages.
+        """
+        if self._in_common is not None:
+            if collect:
+                self._in_common.collect()
+            self._in_common.finish()
+            for bucket in self._in_common.buckets:
+                self._in_common.receive(bucket, 1.0)
+            collect = True  # what has arrived
+        if self.gradients is not None:
+            if collect:
+                self.gradients.collect()
+            self.gradients.finish()
 
     def abandon(self, error: Exception) -> bool:
         """Drop a step that has failed on all workers alike; return False if they may be out of step now."""
@@ -274,6 +306,7 @@ class GradientReduction:
 
     def receive(self, divisor: float, step: int, *, may_skip: bool) -> float:
         """Wait for each bucket, divide it by the weight, and return the seconds waited."""
+        waited_s = sum(bucket.waited_s for bucket in self._in_common.buckets) if self._in_common is not None else 0.0
         if self.gradients is None:
             for parameter in self._parameters.values():
                 parameter.grad = summed_gradient(parameter)
@@ -288,18 +321,21 @@ class GradientReduction:
                     "rate, or look at that step's data"
                 )
             self.unused = [name for name, parameter in self._parameters.items() if parameter.grad is None]
-            return 0.0
+            return waited_s
         buckets = self.gradients.buckets
         unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
         self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
-        return sum(bucket.waited_s for bucket in buckets)
+        return waited_s + sum(bucket.waited_s for bucket in buckets)
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:
         """Commit or roll back the codecs' state, drop the step's gradients, and return the times of its buckets."""
+        common = [self._in_common.time(bucket) for bucket in self._in_common.buckets] if self._in_common else []
+        if self._in_common is not None:
+            self._in_common.reset()
         if self.gradients is None:
             self._drop_gradients()
-            return []
+            return common
         if skipped:
             self.gradients.reducer.roll_back()
         else:
@@ -346,8 +382,24 @@ class GradientReduction:
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and close connections and threads."""
+        self._close_gradients()
+        if self._end_common is not None:
+            self._end_common()
+
+    def _close_gradients(self) -> None:
         if self._end is not None:
             self._end()
+
+    def _start_common(self) -> Gradients | None:
+        """Return the gradients to sum over the ranks that share experts, in buckets whose layout never changes."""
+        group = self._shard.expert_group
+        if group is None:
+            return None
+        common = {name: p for name, p in self._parameters.items() if not is_split(p, "expert")}
+        gradients = Gradients(common, group, DenseReducer(group, None), self._bucket_bytes or GPU_BUCKET_BYTES)
+        self._end_common = weakref.finalize(self, gradients.close)
+        self._end_common.atexit = False
+        return gradients
 
     def _clear_unused(self, step: int, *, may_skip: bool) -> list[str]:
         """Return the parameters that no rank which shares them used; refuse a sum of shards that is not finite."""
@@ -363,6 +415,8 @@ class GradientReduction:
         return use.unused
 
     def _drop_gradients(self) -> None:
+        if self._in_common is not None:
+            self._in_common.drop()
         if self.gradients is not None:
             self.gradients.drop()
         else:
@@ -376,7 +430,7 @@ class GradientReduction:
             return None
         if self._all.size == 1 or not (may_choose or is_chosen):
             return None
-        step, bucket_bytes = self._optimizer_step, self._bucket_bytes
+        step = self._optimizer_step
         refused = refuse_steps(self._parameters, "fp16" if step.is_scaled else "", self._landing, self._shard.layout)
         if not is_known(self._optimizer):
             refused = refused or f"with {type(self._optimizer).__name__}, which may have a state without a mean"
@@ -388,7 +442,7 @@ class GradientReduction:
             is_adaptive=is_adaptive(self._optimizer),
             steps_refused=refused,
             steps_overlap=step.clip_norm is None,
-            bucket_bytes=bucket_bytes if isinstance(bucket_bytes, int) else None,
+            bucket_bytes=self._bucket_bytes,
             device=self._all.device,
             may_choose=may_choose,
         )

@@ -253,8 +253,8 @@ class Replica:
             self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
         if self._reduction.landing is not None:
             self._reduction.landing.end_backward()
-        if last and self._reduction.gradients is not None:
-            self._reduction.gradients.finish()
+        if last:
+            self._reduction.end_backward()
         self._times.backward_ended_s = time.perf_counter()
 
     def backward_through(self, batch: Batch, loss: LossOfOutput, *, last: bool = True, timed: bool = False) -> None:
@@ -285,9 +285,7 @@ class Replica:
         if last:
             self.shard.reduce_tied_gradients(self._parameters)
             self._send_scalars(self._weight, self._loss)
-            if self._reduction.gradients is not None:
-                self._reduction.gradients.collect()
-                self._reduction.gradients.finish()
+            self._reduction.end_backward(collect=True)
         self._times.backward_ended_s = time.perf_counter()
 
     def update(self) -> StepResult:
@@ -347,7 +345,7 @@ class Replica:
         times = self._end_step()
         reported = all_totals or totals
         self._last_loss = reported.loss / reported.weight if reported.weight else self._last_loss
-        wire_bytes = result.wire_bytes + self.wire_bytes
+        wire_bytes = result.wire_bytes + self.wire_bytes + self.shard.take_sent_bytes()
         self._reduction.prepare(self.num_updates)
         return StepResult(
             loss=self._last_loss,

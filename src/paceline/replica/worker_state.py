@@ -79,8 +79,7 @@ class WorkerState:
     @property
     def gradient_buffers(self) -> list[Tensor]:
         """Buffers of gradients that last from step to step; empty if autograd allocates gradients anew."""
-        gradients = self._reduction.gradients
-        return [bucket.flat.buffer for bucket in gradients.buckets] if gradients is not None else []
+        return self._reduction.list_buffers()
 
     def close(self) -> None:
         """Lift the limit of the bandwidth, and warn, on rank 0, if the rule never acted in all updates of a loop."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from paceline.errors import SettingsError
 from paceline.registry import Settings
 
-Axis = Literal["pipeline", "data", "sharded", "context", "tensor"]
+Axis = Literal["pipeline", "data", "sharded", "expert", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Outermost first: ranks that differ on the last axis are neighbours, so that the busiest axes stay inside a host."""
 
@@ -26,6 +26,8 @@ class Layout(Settings):
     FSDP)."""
     zero_stage: Literal[1, 2, 3] = 3
     """State that `sharded` ranks share (Rajbhandari 2020): 1 optimizer state, 2 gradients too, 3 parameters too."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of mixture-of-experts layers, each with its own samples."""
     context: int = Field(default=1, ge=1)
     """Ranks that share each sample's sequence."""
     tensor: int = Field(default=1, ge=1)
@@ -61,6 +63,11 @@ class Layout(Settings):
         return self.context * self.tensor * self.pipeline
 
     @property
+    def workers_of_replica(self) -> int:
+        """Number of workers that hold one replica of the model together."""
+        return self.sharded * self.expert
+
+    @property
     def shards_optimizer(self) -> bool:
         """Whether ranks with complete parameters share the optimizer's state."""
         return self.sharded > 1 and self.zero_stage == 1
@@ -73,7 +80,7 @@ class Layout(Settings):
     @property
     def is_plain(self) -> bool:
         """Whether there are only data-parallel replicas."""
-        return self.sharded * self.ranks_of_worker == 1
+        return self.workers_of_replica * self.ranks_of_worker == 1
 
 
 @dataclass(frozen=True)

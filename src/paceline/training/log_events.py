@@ -12,6 +12,7 @@ from paceline.monitor.events import (
     CodecChanged,
     ConsensusMeasured,
     Event,
+    ExpertsUsed,
     Failed,
     StalenessMeasured,
     StepFinished,
@@ -21,6 +22,7 @@ from paceline.monitor.events import (
 )
 from paceline.monitor.log import EventLog
 from paceline.monitor.user_code import find_user_line
+from paceline.parallel.mixture_of_experts import Routing, take_routing
 from paceline.replica.step_result import StepResult
 from paceline.training.session import Session, find_delays
 
@@ -93,6 +95,22 @@ def log_delays(session: Session) -> None:
             largest=max(new, default=None),
         )
     )
+
+
+def log_routing(session: Session) -> None:
+    """Log how experts of all ranks were used since the last time, if the model has any; all ranks call it."""
+    training, shard = session.training, session.replica.shard
+    if not training.has_experts:
+        return
+    mine = [list(routing) for routing in take_routing(session.replica.module)]
+    by_layer: dict[str, list[Routing]] = {}
+    for theirs in shard.world.gather_documents(mine, name="use of experts"):
+        for routing in theirs:
+            by_layer.setdefault(routing[0], []).append(Routing(*routing))
+    layers = list(by_layer)
+    counts = [[sum(each) for each in zip(*(one.counts for one in by_layer[name]), strict=True)] for name in layers]
+    dropped = [sum(one.num_dropped for one in by_layer[name]) for name in layers]
+    session.log_event(ExpertsUsed(layers=layers, counts=counts, num_dropped=dropped))
 
 
 def log_distance(session: Session) -> None:

@@ -25,6 +25,7 @@ from paceline.monitor.events import (
 from paceline.monitor.formatting import describe_size
 from paceline.monitor.log import EventLog
 from paceline.parallel.mismatch import explain_failure
+from paceline.parallel.mixture_of_experts import balance_loss
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
@@ -32,7 +33,7 @@ from paceline.training.best import BestSoFar
 from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
-from paceline.training.log_events import log_delays, log_distance, log_failure, log_saved, log_step
+from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
@@ -212,9 +213,10 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
             replica.backward_through(batch, run.loss.loss_of_output, last=batch.last, timed=timed)
         else:
             loss = run.loss.loss(replica, batch)
+            mean = loss.mean + balance_loss(replica.module) if training.has_experts else loss.mean
             if session.noise is not None:
-                session.noise.watch(loss.mean, batch.num_samples)
-            replica.backward(loss.mean, weight=loss.weight, last=batch.last)
+                session.noise.watch(mean, batch.num_samples)
+            replica.backward(mean, weight=loss.weight, last=batch.last)
     if not batch.last:
         return None
     session.num_micro_batches = 0
@@ -310,6 +312,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     run, step = training.run, training.step
     if next_boundary(session, step - 1) == step:
         log_delays(session)
+        log_routing(session)
     is_last = step == training.num_steps
     if is_evaluation_due(training) and (is_last or not stop):
         assert training.splits.held_out is not None

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from paceline.errors import PacelineError, SettingsError
 from paceline.memory import Category, Estimate, divide, estimate_step
 from paceline.monitor.formatting import size
 from paceline.optim import Adafactor
+from paceline.parallel.expert import find_experts
 from paceline.training.layout_rehearsal import estimate_layout
 from paceline.training.model import resize, size_of
 from paceline.training.rehearsal import (
@@ -38,8 +39,8 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
 
     One whole step is rehearsed, with the run's own model, loss, optimizer, precision, micro-batches and savings;
     see `estimate_step`. With a layout each rank's own step is, and the one that needs the most counts
-    (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying or with offloading, a
-    whole model's step is divided as `divide` says, which is rougher.
+    (`estimate_layout`). Where that cannot be, such as with a tensor plan that is found by trying, an expert axis or
+    offloading, a whole model's step is divided as `divide` says, which is rougher.
 
     Raises:
         SettingsError: The model cannot be rehearsed, or its savings cannot be had.
@@ -47,14 +48,16 @@ def estimate(run: Run, splits: Splits, num_ranks: int, device: torch.device) -> 
     check_device(run, device)
     num_workers = max(1, num_ranks // run.layout.ranks_of_worker)
     choices = choose_blocks(run, splits, num_workers, device)
-    if not run.layout.is_plain and run.memory.offload == "none":
+    if not run.layout.is_plain and run.layout.expert == 1 and run.memory.offload == "none":
         try:
             return guarded(lambda: estimate_layout(run, splits, num_ranks, choices, device))
         except PacelineError:  # such as a plan that is found by trying; what is wrong with a layout its ranks will tell
             pass
     step = describe_step(run, splits, num_workers, device)
     whole = guarded(lambda: estimate_step(step, choices, run.sync, num_workers, run.count_steps(splits)))
-    needed = whole if run.layout.is_plain else divide(whole, run.layout, run.num_micro_batches)
+    needed = whole
+    if not run.layout.is_plain:
+        needed = divide(whole, run.layout, run.num_micro_batches, _expert_share(outline(run.model, splits)))
     if run.memory.offloads_parameters:
         needed = _move_parameters(needed, outline(run.model, splits))
     return needed if run.ema is None else _add_averages(needed, run, splits)
@@ -107,8 +110,15 @@ def _add_averages(needed: Estimate, run: Run, splits: Splits) -> Estimate:
     num_bytes = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     layout = run.layout
     num_holders = layout.tensor * layout.pipeline * (layout.sharded if layout.shards_parameters else 1)
-    held = needed.bytes_of["optimizer"] + -(-num_bytes // num_holders)
+    experts = _expert_share(outline(run.model, splits))
+    held = needed.bytes_of["optimizer"] + ceil(num_bytes * (1 - experts + experts / layout.expert) / num_holders)
     return replace(needed, bytes_of={**needed.bytes_of, "optimizer": held})
+
+
+def _expert_share(module: nn.Module) -> float:
+    """Return the part of a model's parameters that are experts'."""
+    held = sum(p.numel() for experts in find_experts(module).values() for p in experts.parameters())
+    return held / sum(p.numel() for p in module.parameters())
 
 
 def _fits_by_far(run: Run, splits: Splits, num_ranks: int, available: int) -> bool:

@@ -326,7 +326,7 @@ class Run(Settings):
             SettingsError: The processes do not fit the layout; the message shows the arithmetic.
         """
         axes = self.layout.resolve(num_processes - self.sync.num_server_processes)
-        return axes.size("data", "sharded")
+        return axes.size("data", "sharded", "expert")
 
 
 class RunFile(Settings):

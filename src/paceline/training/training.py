@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError
 from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
+from paceline.parallel.mixture_of_experts import list_mixtures
 from paceline.parallel.parallelize import parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
@@ -65,6 +66,8 @@ class Training:
     """Least distance of workers from their consensus since this start."""
     has_drifted: bool = False
     """Whether the log has warned that workers drift apart."""
+    has_experts: bool = False
+    """Whether the model has mixture-of-experts layers of ours, whose use is balanced and counted."""
     about_building: str = ""
     """Reason for which every rank of a layout built the whole model; empty if none did."""
     about_initial: str = ""
@@ -89,6 +92,7 @@ def start_training(
     if matched is not None and construction is None:
         matched.load_into(module)  # the others are sent what rank 0 has
     num_parameters = count_parameters(module)
+    has_experts = any(list_mixtures(module))
     module, optimizer = prepare(run, module, splits, group, construction)
     if run.initial is not None and construction is not None:
         load_slices(matched, module, group)
@@ -105,6 +109,7 @@ def start_training(
         log,
         num_steps=run.count_steps(splits),
         best=BestSoFar(run.keep_best, run.stop_after),
+        has_experts=has_experts,
         about_building=about_building,
         about_initial=matched.about if matched is not None else "",
     )

@@ -42,7 +42,8 @@ class Pipeline:
         settings: Order of work and cuts.
         sample: Inputs of the model, for about one micro-batch: a tensor, several, or a mapping by name. Costs are
             measured with them, and a model that does not list its layers is run on them to find these.
-        peers: Ranks that gather parameters of stages together with this one: all run them equally often.
+        peers: Ranks that gather parameters of stages together with this one, or share their experts: all run them
+            equally often.
 
     Raises:
         SettingsError: The model cannot be split like this.
@@ -75,7 +76,7 @@ class Pipeline:
         ]
         """Layers of each stage of the whole pipeline."""
         self.num_stages = len(self.layers_of_stages)
-        if peers is not None:
+        if peers is not None and mesh.size("expert") == 1:  # ranks that share experts gather nothing
             self._check_gatherable(module)
         self.shared = self._find_shared(module)
         """Names of the parameters and buffers that several ranks hold a copy of, with the positions of these ranks on

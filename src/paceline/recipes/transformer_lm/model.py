@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from paceline.data.base import Spec
 from paceline.errors import SettingsError
 from paceline.parallel.context import ContextParallelModule
+from paceline.parallel.mixture_of_experts import MixtureOfExperts
 from paceline.parallel.pipeline import PipelineLayer
 from paceline.parallel.tensor import TiedHead, register_styles
 from paceline.registry import register
 from paceline.training.model import LayerStack, Model, UnitWidth
 
 INITIAL_STD = 0.02
+BRANCH_ENDS = ("attention.project.weight", "mlp.project.weight", "mlp.experts.project")
+"""Endings of the names of each branch's last parameters."""
 HIDDEN_STEP = 8
 """Factor of the hidden dims, for the sake of vector units."""
 
@@ -41,6 +44,15 @@ class TransformerLM(Model):
     feedforward_multiple: float = Field(4.0, gt=0)
     """Size of a layer's MLP: the same number of parameters as two matrices around hidden dims of this multiple of
     `width`. It has three matrices, with two thirds of these hidden dims."""
+    num_experts: int = Field(0, ge=0)
+    """Number of experts in the place of each layer's MLP, each of its size; 0 for the MLP itself."""
+    experts_per_token: int = Field(2, ge=1)
+    """Number of experts that each token uses."""
+    capacity_factor: float | None = Field(None, gt=0)
+    """Most tokens of a sequence that an expert takes in training, as a multiple of its even share; others are dropped.
+    None for all."""
+    balance: float = Field(0.01, ge=0)
+    """Factor of the loss that balances the use of experts."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability of the embedding and of each attention's and MLP's output; attention weights have none, since
     torch's fused kernel could not be used."""
@@ -61,6 +73,11 @@ class TransformerLM(Model):
                 f"{self.num_heads} = {head_dim}; choose width {self.num_heads * (head_dim + 1)} or another "
                 "num_heads"
             )
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise SettingsError(
+                f"experts_per_token must be at most num_experts({self.num_experts}), but got {self.experts_per_token}; "
+                "choose fewer"
+            )
         return self
 
     def build(self, spec: Spec) -> "Transformer":
@@ -70,16 +87,16 @@ class TransformerLM(Model):
     @property
     def layer_stack(self) -> LayerStack:
         """Layers of the model, each of two branches."""
-        return LayerStack(self.num_layers, "layers", ("attention.project.weight", "mlp.project.weight"))
+        return LayerStack(self.num_layers, "layers", BRANCH_ENDS)
 
     def with_depth(self, num_layers: int) -> Self:
         """Return the same settings for another number of layers."""
         return self.model_copy(update={"num_layers": num_layers})
 
     @property
-    def unit_width(self) -> UnitWidth:
-        """Width of a token's vector; the tied head reads copies of units without dividing."""
-        return UnitWidth(self.width, ("norm.weight",))
+    def unit_width(self) -> UnitWidth | None:
+        """Width of a token's vector; the tied head reads copies of units without dividing. None with experts."""
+        return None if self.num_experts else UnitWidth(self.width, ("norm.weight",))
 
     def with_width(self, width: int) -> Self:
         """Return the same settings for a multiple of the width: with more heads, each of as many dims."""
@@ -104,9 +121,8 @@ class Transformer(ContextParallelModule):
         # The layers' sum in the residual stream grows with their number, unless each starts smaller.
         num_branches = 2 * len(self.layers)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                is_branch_end = name.endswith(("attention.project.weight", "mlp.project.weight"))
-                std = INITIAL_STD / math.sqrt(num_branches) if is_branch_end else INITIAL_STD
+            if parameter.dim() >= 2:
+                std = INITIAL_STD / math.sqrt(num_branches) if name.endswith(BRANCH_ENDS) else INITIAL_STD
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -137,14 +153,23 @@ class Transformer(ContextParallelModule):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each added to the stream it reads through a norm."""
+    """Attention, then an MLP or experts, each added to the stream it reads through a norm."""
 
     def __init__(self, settings: TransformerLM):
         super().__init__()
         self.attention_norm = nn.LayerNorm(settings.width, bias=False)
         self.attention = CausalAttention(settings.width, settings.num_heads, settings.rotary_base)
         self.mlp_norm = nn.LayerNorm(settings.width, bias=False)
-        self.mlp = GatedMLP(settings.width, settings.feedforward_multiple)
+        self.mlp: nn.Module = GatedMLP(settings.width, settings.feedforward_multiple)
+        if settings.num_experts:
+            self.mlp = MixtureOfExperts(
+                settings.width,
+                settings.num_experts,
+                hidden=count_hidden(settings.width, settings.feedforward_multiple),
+                top_k=settings.experts_per_token,
+                capacity_factor=settings.capacity_factor,
+                balance=settings.balance,
+            )
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -187,7 +212,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, multiple: float):
         super().__init__()
-        hidden = HIDDEN_STEP * max(1, round(width * multiple * 2 / 3 / HIDDEN_STEP))
+        hidden = count_hidden(width, multiple)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.expand = nn.Linear(width, hidden, bias=False)
         self.project = nn.Linear(hidden, width, bias=False)
@@ -196,6 +221,11 @@ class GatedMLP(nn.Module):
         """Return x_BTW mapped token by token."""
         mapped_BTW: Tensor = self.project(F.silu(self.gate(x_BTW)) * self.expand(x_BTW))
         return mapped_BTW
+
+
+def count_hidden(width: int, multiple: float) -> int:
+    """Return the hidden dims of a gated MLP with the parameters of two matrices around `multiple` times `width`."""
+    return HIDDEN_STEP * max(1, round(width * multiple * 2 / 3 / HIDDEN_STEP))
 
 
 def rotary_tables(position_T: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.rpc import NOTHING, RpcClient, RpcEndpoint, RpcHeader, RpcReply, RpcService
+from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError
 from paceline.sync.parameter_server.aggregation import StepAggregation
 from paceline.sync.parameter_server.server import Server
@@ -39,11 +41,9 @@ class StepAnnouncements:
         if server is not None and group.rank == first:
             assert isinstance(server.server_update, StepAggregation)
             server.server_update.announce = lambda step, workers: announced.put((step, workers))
-            arguments = announced, list(self._endpoint.clients.values()), server
-            self._thread = threading.Thread(
-                target=_announce, args=arguments, name="paceline-announcements", daemon=True
-            )
-            self._thread.start()
+            clients = list(self._endpoint.clients.values())
+            stop = partial(announced.put, None)
+            self._thread = start_thread(_announce, announced, clients, server, name="paceline-announcements", stop=stop)
 
     def close(self) -> None:
         """Send the remaining announcements, once no worker makes requests any more."""

@@ -1,0 +1,227 @@
+"""Experts that the ranks of the expert axis share, each with its own samples.
+
+Shapes: N tokens of this rank, K experts of a token, W width.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from paceline.data.batch import call
+from paceline.errors import SettingsError
+from paceline.parallel.activations import Activations
+from paceline.parallel.context import full_sequences
+from paceline.parallel.local import local
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
+from paceline.parallel.start import broadcast_sample
+from paceline.parallel.tensor import distribute
+from paceline.parallel.tensor_check import undisturbed, without_constants
+from paceline.parallel.tensor_proof import relative_error, tolerance
+from paceline.parallel.tensor_styles import apply
+from paceline.parallel.token_exchange import TokenExchange
+from paceline.topology.layout import Layout
+
+_KINDS: set[type[nn.Module]] = {Experts}
+_TRANSFORMERS = ("hidden_states", "top_k_index", "top_k_weights")
+"""Parameters of the forward of experts in the transformers library."""
+_PASSED = ("output", "gradient of tokens", "gradient of weights")
+"""Results of experts that are no gradients of parameters."""
+
+
+def register_experts(kind: type[nn.Module]) -> type[nn.Module]:
+    """Let an expert axis divide the modules of a class; may decorate it.
+
+    Each parameter of such a module has the experts in its first dim, and ``forward(x_NW, index_NK, weight_NK)`` returns
+    for each token the sum of its experts, each times its weight; an index of `num_experts`, an attribute of the module,
+    stands for none. Experts of the transformers library (Mixtral, Qwen, DeepSeek, ...) are known without it.
+    """
+    _KINDS.add(kind)
+    return kind
+
+
+def find_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of experts in a model, by name."""
+    return {name: part for name, part in module.named_modules() if _is_experts(part)}
+
+
+def check_experts(module: nn.Module, layout: Layout) -> None:
+    """Raise `SettingsError` if a layout cannot lay out a model's experts."""
+    for name, mixture in list_mixtures(module):
+        if reason := _find_reason(mixture, layout):
+            raise SettingsError(f"a layout must fit the model's experts, but {name} has {reason}")
+    if layout.expert == 1:
+        return
+    found = find_experts(module)
+    if not found:
+        raise SettingsError(
+            f"a model for expert({layout.expert}) must have experts, but the {type(module).__name__} has none that are "
+            "known; build it of paceline.parallel.MixtureOfExperts, name the class of its experts with one line, "
+            "paceline.parallel.register_experts(MyExperts), or set Layout(expert=1) (--layout.expert 1)"
+        )
+    for name, experts in found.items():
+        number = _num_experts(experts)
+        if number < 1:
+            raise SettingsError(
+                f"experts must have their number as an attribute num_experts, but {name}, a {type(experts).__name__}, "
+                "has none; set it where the class is made"
+            )
+        if layout.pipeline > 1 and type(experts) is not Experts:
+            raise SettingsError(
+                f"experts beside pipeline({layout.pipeline}) must be those of paceline.parallel.MixtureOfExperts, but "
+                f"{name} is a {type(experts).__name__}, which is compared with the whole one before; leave the "
+                "pipeline or the expert axis out"
+            )
+        wrong = [path for path, p in experts.named_parameters() if p.dim() < 2 or p.shape[0] != number]
+        if wrong:
+            raise SettingsError(
+                f"each parameter of experts must have the {number} experts in its first dim, but {name}.{wrong[0]} has "
+                f"the shape {tuple(experts.get_parameter(wrong[0]).shape)}; stack the experts' parameters"
+            )
+        if number % layout.expert:
+            raise SettingsError(
+                f"the number of experts must be a multiple of expert({layout.expert}), but {name} has {number} = "
+                f"{layout.expert} * {number // layout.expert} + {number % layout.expert}; choose another layout"
+            )
+
+
+def _find_reason(mixture: MixtureOfExperts, layout: Layout) -> str:
+    limits = "capacity and balance are of whole samples"
+    if layout.tensor > 1:
+        return f"matrices that no plan splits over tensor({layout.tensor}); take the expert axis instead"
+    if layout.context > 1 and mixture.needs_whole_samples:
+        return (
+            f"parts of samples with context({layout.context}), while {limits}; set capacity_factor to none and balance "
+            "to 0, or leave the context axis out"
+        )
+    if layout.pipeline > 1 and mixture.balance:
+        return (
+            f"a balance of {mixture.balance:g}, whose loss a stage of pipeline({layout.pipeline}) cannot add unless it "
+            "is the last; set balance to 0, with a capacity_factor, or leave the pipeline out"
+        )
+    return ""
+
+
+def split_experts(module: nn.Module, mesh: Mesh, sample: Any) -> list[TokenExchange]:
+    """Divide a model's experts among the ranks of the expert axis, in place.
+
+    Parameters become DTensors on ``mesh.device_mesh["expert"]``: those of experts split along their first dim, all
+    others whole, whose gradients are still to be summed over the axis; modules see their part as a plain tensor. Each
+    rank trains on its own samples, and experts see those of all. With one rank the module does not change.
+
+    Args:
+        module: Module to split, the same on every rank of the axis.
+        mesh: Mesh of the layout.
+        sample: Model inputs of a sample, by which experts that are not ours are proved to compute what they did.
+
+    Raises:
+        SettingsError: The experts do something else when they are divided.
+    """
+    if mesh.size("expert") == 1:
+        return []
+    found = find_experts(module)
+    if any(type(experts) is not Experts for experts in found.values()):
+        with full_sequences(module), undisturbed(module), without_constants(module):
+            proofs = _start_proofs(module, found, broadcast_sample(sample, mesh.world))
+            exchanges = _divide(module, found, mesh)
+            for proof in proofs:
+                proof.compare(mesh)
+        return exchanges
+    return _divide(module, found, mesh)
+
+
+def _divide(module: nn.Module, found: Mapping[str, nn.Module], mesh: Mesh) -> list[TokenExchange]:
+    counts = {name: _num_experts(experts) for name, experts in found.items()}
+    held = {id(parameter) for experts in found.values() for parameter in experts.parameters()}
+    placements: dict[int, Placement] = {id(p): Shard(0) if id(p) in held else Replicate() for p in module.parameters()}
+    activations = Activations(mesh.device_mesh["expert"], cuts_tokens=False)
+    distribute(module, placements, activations.device_mesh)
+    for name, part in list(module.named_modules()):
+        attributes = {"num_experts": counts[name] // mesh.size("expert")} if name in found else {}
+        apply("replicate", part, activations, is_in_block=False, attributes=attributes)
+    group = mesh.group("expert").duplicate("tokens of experts")
+    return [TokenExchange(name, experts, group, counts[name]) for name, experts in found.items()]
+
+
+class _Proof:
+    """Comparison of divided experts with whole ones, on the tokens of a sample: outputs and gradients."""
+
+    def __init__(self, name: str, module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._name, self._module = name, module
+        self._inputs = tuple(tensor.detach().clone() for tensor in inputs)
+        self._whole = self._run()
+
+    def compare(self, mesh: Mesh) -> None:
+        """Raise `SettingsError` on all ranks if the experts compute something else on one."""
+        said = self._find_difference(mesh.size("expert"), mesh.coordinate("expert"))
+        if wrong := next(filter(None, mesh.world.gather_documents(said, name="comparison of divided experts")), ""):
+            raise SettingsError(
+                f"divided experts must compute what whole ones do, but {self._name} ({type(self._module).__name__}) "
+                f"{wrong}; its experts must see each token by itself, and its output be the sum of a token's experts, "
+                "each times its weight; or set Layout(expert=1) (--layout.expert 1)"
+            )
+
+    def _find_difference(self, size: int, place: int) -> str:
+        try:
+            found = self._run()
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+            return f"fails on a rank's part with {type(error).__name__}: {error}"
+        for key, whole in self._whole.items():
+            # Every rank sends the same tokens, so that experts see each as often as there are ranks.
+            expected = whole if key in _PASSED else whole.chunk(size)[place] * size
+            gap = relative_error(found[key], expected, float(whole.norm()) / size)
+            if gap > tolerance(whole.dtype):
+                return f"has another {key if key in _PASSED else f'gradient of {key}'}, by {gap:.1e} of its size"
+        return ""
+
+    def _run(self) -> dict[str, Tensor]:
+        x_NW, index_NK, weight_NK = self._inputs
+        given = x_NW.clone().requires_grad_(), weight_NK.clone().requires_grad_()
+        with torch.enable_grad():
+            output = self._module(given[0], index_NK, given[1])
+            factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            (output * factors.to(output)).sum().backward()
+        results = {"output": output.detach()}
+        for name, tensor in zip(_PASSED[1:], given, strict=True):
+            results[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is not None:
+                results[name] = local(parameter.grad).clone()
+            parameter.grad = None
+        return results
+
+
+def _start_proofs(module: nn.Module, experts: Mapping[str, nn.Module], sample: Any) -> list[_Proof]:
+    """Return the proofs of experts, with what they are given for a sample."""
+    inputs: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    hooks = []
+    for name, part in experts.items():
+        signature = inspect.signature(part.forward)
+
+        def note(_: nn.Module, args: Any, kwargs: Any, name: str = name, signature: Any = signature) -> None:
+            inputs[name] = tuple([*signature.bind(*args, **kwargs).arguments.values()][:3])
+
+        hooks.append(part.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            call(module, sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [_Proof(name, experts[name], given) for name, given in inputs.items()]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    if isinstance(module, tuple(_KINDS)):
+        return True
+    names = tuple(inspect.signature(module.forward).parameters)[:3] if _num_experts(module) > 1 else ()
+    return names == _TRANSFORMERS
+
+
+def _num_experts(module: nn.Module) -> int:
+    number = vars(module).get("num_experts")
+    return number if isinstance(number, int) else 0
