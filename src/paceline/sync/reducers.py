@@ -139,7 +139,7 @@ class CodecReducer(GradientReducer):
                 )
             value = view.float().contiguous()
             is_one = not isinstance(divisor, Tensor) and divisor == 1.0
-            values[block] = value if is_one else value / divisor
+            values[block] = value if is_one else value.div_(divisor)  # the sum takes the bucket's place in any case
         tail = torch.cat([bucket.flags.float(), bucket.flags.new_zeros(1, dtype=torch.float32)])
         done = exchange_blocks(
             self._codec,
