@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm import LocalGroup
 from paceline.errors import GradientError, NonFiniteError, SettingsError
+from paceline.optim.adam_change import replace_by_changes
+from paceline.replica import coded_steps
 from paceline.replica.replica import Replica
 from paceline.replica.step_length import StepLength
 from paceline.sync import EveryStep, LocalSGD
@@ -32,6 +35,14 @@ def uneven(rank, step):
 
 def make_adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.05, betas=(0.9, 0.95), fused=True)
+
+
+def make_wrapped_adamw(module):
+    """Return an optimizer whose step somebody wrapped, so that each is made and taken back."""
+    optimizer = make_adamw(module)
+    step = optimizer.step
+    optimizer.step = MethodType(lambda self: step(), optimizer)
+    return optimizer
 
 
 def make_rmsprop(module):
@@ -61,6 +72,38 @@ def test_it_is_local_sgd_with_a_period_of_one(codec, make_optimizer):
     )
     assert torch.equal(ours[0], ours[1])
     torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_steps_of_adam_are_computed_without_changing_parameters_with_the_same_results(clip_norm, monkeypatch):
+    """Also beside a scheduler of torch, which wraps `step`."""
+    done = []
+
+    def replace_and_note(*args):
+        done.append(replace_by_changes(*args))
+        return done[-1]
+
+    monkeypatch.setattr(coded_steps, "replace_by_changes", replace_and_note)
+
+    def work(group, make_optimizer):
+        module = make_linear(dtype=torch.float32)
+        optimizer = make_optimizer(module)
+        sync = EveryStep(codec=CODECS["one_bit"], codec_of="step")
+        replica = Replica(module, optimizer, group=group, sync=sync, clip_norm=clip_norm)
+        run_step(replica, 0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        for step in range(1, 6):
+            run_step(replica, step, weight=1.0 + group.rank)
+            scheduler.step()
+        replica.close()
+        return flatten(module)
+
+    ours = LocalGroup.run(2, partial(work, make_optimizer=make_adamw))
+    assert done == [False] * 2 + [True] * 10, "the first steps make the moments"
+    assert torch.equal(*ours)
+    reference = LocalGroup.run(2, partial(work, make_optimizer=make_wrapped_adamw))
+    assert not any(done[12:])
+    torch.testing.assert_close(ours[0], reference[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

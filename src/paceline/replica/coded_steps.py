@@ -16,6 +16,7 @@ from paceline.comm.group import Group
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import NonFiniteError, SettingsError
+from paceline.optim.adam_change import replace_by_changes
 from paceline.optim.torch_rules import is_adaptive, updates_by_element
 from paceline.optim.update_rule import UpdateRule
 from paceline.replica.landing import BucketLanding, Landing
@@ -113,7 +114,6 @@ class StepCoding(BucketLanding):
         self._share = 1.0
         self._is_begun = False
         self._group_of: dict[int, int] = {}
-        self._changes: dict[str, Tensor] = {}
         self._wants_length = rule.step_length == "synchronous"
         self._length: StepLength | None = None
         self._factor = 1.0
@@ -155,15 +155,8 @@ class StepCoding(BucketLanding):
             return
         if not self._is_begun:
             self._begin()
-        if self.is_eager:
-            _multiply([bucket], 1 / self._share)
-        if self._length is not None:
-            self._length.read(bucket)
-        names = [name for name in bucket.blocks if self._parameters[name].grad is not None]
         if self._steps_by_bucket:
-            self._changes = self._step_alone([bucket], names)
-        for name in names:
-            torch.mul(self._changes[name], self._share * self._factor, out=bucket.blocks[name])
+            self._replace([bucket], 1 / self._share if self.is_eager else 1.0)
 
     def land(self, divisor: float, step: int) -> list[BucketTimes]:
         """Wait for all buckets, apply the mean step, and return the buckets' times."""
@@ -195,7 +188,7 @@ class StepCoding(BucketLanding):
         if self._optimizer_step.clip_norm is not None:
             self._clip()
         if not self._steps_by_bucket:
-            self._changes = self._step_alone(buckets, [n for n, p in self._parameters.items() if p.grad is not None])
+            self._replace(buckets)
 
     def _clip(self) -> None:
         """Clip this worker's gradients; a norm that is not finite leaves NaN, which is told on all when it arrives."""
@@ -207,25 +200,42 @@ class StepCoding(BucketLanding):
                     parameter.grad.fill_(torch.nan)
 
     @torch.no_grad()
-    def _step_alone(self, buckets: list[FlatBucket], names: list[str]) -> dict[str, Tensor]:
-        """Return the negative changes that the optimizer makes to parameters of `buckets`, which are then as before.
+    def _replace(self, buckets: list[FlatBucket], scale: float = 1.0) -> None:
+        """Replace gradients by the negative changes that the optimizer makes to parameters, which stay as they are.
 
-        Gradients that are not finite never reach it, since its state would stay so: the changes are NaN, which
-        is told when they arrive.
+        Gradients are first multiplied by `scale`. Those that are not finite never reach the optimizer, since its state
+        would stay so: the changes are NaN, which is told when they arrive.
         """
-        parameters = [self._parameters[name] for name in names]
-        if not parameters:
-            return {}
-        held = [parameter.detach() for parameter in parameters]
+        if self._length is not None:
+            for bucket in buckets:
+                self._length.read(bucket, scale)
+        blocks = {
+            self._parameters[name]: view
+            for bucket in buckets
+            for name, view in bucket.blocks.items()
+            if self._parameters[name].grad is not None
+        }
         if not all(is_finite(bucket.numerators) for bucket in buckets):
-            return {name: torch.full_like(value, torch.nan) for name, value in zip(names, held, strict=True)}
+            for view in blocks.values():
+                view.fill_(torch.nan)
+            return
+        factor = self._share * self._factor
+        with self._only(list(blocks)):
+            is_done = self._steps_by_bucket and replace_by_changes(self._optimizer, blocks, scale, factor)
+            if blocks and not is_done:
+                _multiply(buckets, scale)
+                self._step_and_take_back(blocks, factor)
+
+    def _step_and_take_back(self, blocks: dict[nn.Parameter, Tensor], factor: float) -> None:
+        held = [parameter.detach() for parameter in blocks]
         before = [parameter.clone() for parameter in held]
         # Backward may still need these parameters' values, which come back: what has changed is no mistake.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)), self._only(parameters):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(blocks)):
             self._optimizer.step()
-            changes = torch._foreach_sub(before, held)
+            for view, old, new in zip(blocks.values(), before, held, strict=True):
+                torch.sub(old, new, out=view)
             torch._foreach_copy_(held, before)
-        return dict(zip(names, changes, strict=True))
+        torch._foreach_mul_(list(blocks.values()), factor)
 
     @contextmanager
     def _only(self, parameters: list[nn.Parameter]) -> Iterator[None]:

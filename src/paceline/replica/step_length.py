@@ -62,12 +62,12 @@ class StepLength:
         self._indices = (drawn * self._sizes).long().to(self._group.device)
         self._message.zero_()
 
-    def read(self, bucket: FlatBucket) -> None:
-        """Read the drawn elements of a bucket with this worker's own gradients."""
+    def read(self, bucket: FlatBucket, scale: float = 1.0) -> None:
+        """Read the drawn elements of a bucket with this worker's own gradients, and multiply them by `scale`."""
         for name, view in bucket.blocks.items():
             first = view.storage_offset() - bucket.numerators.storage_offset()
             block = bucket.numerators[first : first + view.numel()]
-            self._message[self._places[name]] = block[self._indices[self._places[name]]].real.float()
+            self._message[self._places[name]] = block[self._indices[self._places[name]]].real.float() * scale
 
     def send(self, share: float) -> None:
         """Send what was read, multiplied by this worker's `share`."""
