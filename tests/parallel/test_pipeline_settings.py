@@ -217,6 +217,24 @@ def test_costs_put_the_cut_where_the_work_is() -> None:
             cut(model, layers, backwards, mesh, x)  # type: ignore[arg-type]
 
 
+class Shifted(nn.Module):
+    """A layer that gives another module a view of its parameter, as DeBERTa does with relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(4, 8))
+        self.project = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.project(self.table[:2])
+
+
+def test_a_view_of_a_parameter_given_to_a_module_is_estimated() -> None:
+    model, x = nn.Sequential(Shifted(), Shifted()), torch.zeros(2, 8)
+    num_bytes = 4 * (16 + 64 + 16 + 3 * 16)  # of the product, with a matrix that is read as it lies; of the sum
+    assert estimate(model, list_layers(model), (x,)) == [2 * 2 * 8 * 8 + 4 * num_bytes] * 2
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Size, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
@@ -38,6 +39,17 @@ class _ByteCounter(TorchDispatchMode):
             moved = tree_leaves((args, kwargs, output))
             self.num_bytes += sum(one.numel() * one.element_size() for one in moved if isinstance(one, Tensor))
         return output
+
+
+class _OneModule(ModuleTracker):
+    """Tracker of modules that tells none apart; torch's fails on modules that get views of parameters."""
+
+    def __enter__(self) -> Self:
+        """Hook nothing."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Unhook nothing."""
 
 
 def _mkldnn_rnn_flops(input: Size, *weights_and_state: Any, **_: Any) -> int:
@@ -101,7 +113,9 @@ def estimate(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Te
     value: Any = sample if len(sample) > 1 else sample[0]
     with torch.no_grad():
         for layer in layers:
-            with FlopCounterMode(display=False, custom_mapping=RNN_FLOPS) as flops, _ByteCounter() as moved:
+            counter = FlopCounterMode(display=False, custom_mapping=RNN_FLOPS)
+            counter.mod_tracker = _OneModule()
+            with counter as flops, _ByteCounter() as moved:
                 value = layer.run(value)
             costs.append(flops.get_total_flops() + _FLOPS_OF_BYTE * moved.num_bytes)
     return costs
