@@ -158,6 +158,22 @@ class Stateful(nn.Module):
         return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
 
 
+class Training(nn.Module):
+    """What only training does: a norm over the width, or noise."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        if self.training:
+            h = h / (1 + h.norm(dim=-1, keepdim=True)) if self.kind == "norm" else h + torch.rand_like(h)
+        return self.last(h)
+
+
 def say(group: Group, model: nn.Module, inputs: Any, plan: dict[str, str] | None) -> str:
     """Return what is refused; otherwise, whether the split model's gradients are the whole one's."""
     whole = copy.deepcopy(model)
@@ -217,9 +233,14 @@ def refuse() -> dict[str, str]:
     """Return what is said of plans, and what is left of a model that passed."""
     group = join()
     torch.set_num_threads(1)
+    plan, rows = {"first": "columns", "last": "rows"}, torch.ones(2, 6)
+    trained = {
+        "training": say(group, Training("norm"), rows, plan),
+        "noise": say(group, Training("noise").eval(), rows, plan),
+    }
     model, inputs = make("fused")
     blocks = {"*.expand": "columns", "*.shrink": "rows"}
-    result = {
+    result = trained | {
         "joined": say(group, copy.deepcopy(model), inputs, {"*.qkv": "columns", "*.project": "rows"}),
         "partial": say(group, copy.deepcopy(model), inputs, blocks),
         "right": say(group, copy.deepcopy(model), inputs, {**blocks, "*.scale": "partial"}),
@@ -266,6 +287,8 @@ def test_plans_that_compute_something_else_are_refused_by_name() -> None:
     assert "must run on the sample" in said["inputs"]
     assert "but model.layers.0.self_attn" in said["keys"]
     assert "num_key_value_heads(1) must be a multiple of tensor(2) to share heads out" in said["keys"]
+    assert "but last (Linear) returns values that differ by" in said["training"]
+    assert said["noise"] == "exact"  # it can be compared in evaluation only
     assert said["restored"] == "True"
     assert "layers.0.attention.project (Linear) returns values that differ by" in said["zeros"]
 

@@ -20,10 +20,10 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.mixture_of_experts import Experts, MixtureOfExperts, list_mixtures
 from paceline.parallel.start import broadcast_sample
 from paceline.parallel.tensor import distribute
-from paceline.parallel.tensor_check import undisturbed, without_constants
 from paceline.parallel.tensor_proof import relative_error, tolerance
 from paceline.parallel.tensor_styles import apply
 from paceline.parallel.token_exchange import TokenExchange
+from paceline.parallel.trial import undisturbed, without_constants
 from paceline.topology.layout import Layout
 
 _KINDS: set[type[nn.Module]] = {Experts}

@@ -25,9 +25,10 @@ from paceline.parallel.pipeline.traced import find_layers, is_listed
 from paceline.parallel.reduce_scatter import CodedReduceScatter
 from paceline.parallel.start import broadcast_module, broadcast_sample, check_same_model
 from paceline.parallel.tensor import TensorSplit, split
-from paceline.parallel.tensor_check import Runs, SplitCheck, undisturbed, without_constants
+from paceline.parallel.tensor_check import Runs, SplitCheck
 from paceline.parallel.tensor_derivation import find_plan, is_derived
 from paceline.parallel.tensor_plan import TensorPlan, make_plan
+from paceline.parallel.trial import undisturbed, without_constants
 from paceline.topology.layout import Axis, Layout
 
 

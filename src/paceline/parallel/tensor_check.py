@@ -1,7 +1,7 @@
 """Proof on a sample that a model split over the tensor axis computes what the whole one did, before it trains."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from paceline.parallel.model_shard import summed_gradient
 from paceline.parallel.tensor_plan import TensorPlan, place
 from paceline.parallel.tensor_proof import COUNTS, explaining_sample, relative_error, tolerance
 from paceline.parallel.tensor_styles import slice_of
+from paceline.parallel.trial import training
 
-_NOISE = 0.1
 _FLOOR = 1e-3
 """Part of the mean gradient below which a gradient is rounding, such as that of the bias of attention's keys."""
 
@@ -29,8 +29,9 @@ class SplitCheck:
     """Comparison of split modules with whole ones: outputs and all gradients for one sample.
 
     Made while modules are whole; `compare` runs after the split. Each costs one forward and one backward pass of a
-    sample, in evaluation mode, whatever the global batch; of the whole gradients a rank keeps its own part only. Random
-    streams, training modes, buffers and parameters are in the end what they were.
+    sample as in training, without dropout, and a forward in evaluation, whatever the global batch; of the whole
+    gradients a rank keeps its own part only. A model that still draws random numbers in training is compared in
+    evaluation only.
 
     Args:
         module: The model, or what a rank of a pipeline holds of it.
@@ -64,6 +65,18 @@ class SplitCheck:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(keep).remove)
             stack.enter_context(explaining_sample(module))
+            with torch.no_grad():
+                self._evaluated, _ = self._run()
+                with training(module):
+                    others, _ = self._run(first_seed=1)
+            self._mode: Callable[[nn.Module], AbstractContextManager[Any]] = training
+            self._run_whole()
+            if any(map(self._error, others, self._outputs)):
+                self._mode = nullcontext
+                self._run_whole()
+
+    def _run_whole(self) -> None:
+        with self._mode(self._module):
             self._outputs, self._seen = self._run()
 
     def compare(self, world: Group) -> None:
@@ -76,7 +89,7 @@ class SplitCheck:
         """Return what is wrong, as a sentence, or None."""
         calls: list[str] = []
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._mode(self._module):
                 outputs, seen = self._run(calls)
             with torch.no_grad():  # torch's encoders then take other paths
                 evaluated, _ = self._run([])
@@ -88,7 +101,7 @@ class SplitCheck:
             found = {name: summed_gradient(parameter) for name, parameter in self._module.named_parameters()}
             for parameter in self._module.parameters():
                 parameter.grad = None
-        for one, other in ((outputs, self._outputs), (evaluated, self._outputs)):
+        for one, other in ((outputs, self._outputs), (evaluated, self._evaluated)):
             worst = max((self._error(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
             if worst:
                 name = next((n for n, value in self._pair_up(seen) if self._error(*value)), "")
@@ -111,11 +124,14 @@ class SplitCheck:
                 )
         return None
 
-    def _run(self, calls: list[str] | None = None) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
+    def _run(
+        self, calls: list[str] | None = None, first_seed: int = 0
+    ) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
         """Return outputs, and what each module returned, in the order of their ends; gradients if they are enabled.
 
         Args:
             calls: List for the names of the modules that are running.
+            first_seed: Random seed of the first run.
         """
         seen: list[tuple[str, Tensor]] = []
         outputs: list[Tensor] = []
@@ -133,7 +149,7 @@ class SplitCheck:
                 stack.callback(part.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(part.register_forward_hook(leave).remove)
             for number, (module, inputs, is_sent) in enumerate(self._runs):
-                torch.manual_seed(number)
+                torch.manual_seed(first_seed + number)
                 given = map_tensors(self._cut, inputs) if calls is not None and is_sent else inputs
                 for output in (found := _floats(call(module, given))):
                     outputs.append(output.detach())
@@ -212,46 +228,6 @@ class SplitCheck:
     def _styles_around(self, name: str) -> dict[str, str]:
         prefix = f"{name}." if name else ""
         return {one: style for one, style in self._plan.styles.items() if one == name or one.startswith(prefix)}
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """While active, a module runs as in evaluation; afterwards its modes and all random streams are what they were."""
-    modes = {part: part.training for part in module.modules()}
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)):
-        module.eval()
-        try:
-            yield
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
-
-
-@contextmanager
-def without_constants(module: nn.Module) -> Iterator[None]:
-    """While active, parameters of equal elements hold noise, in the whole model and in its parts.
-
-    A bias of zeros that is added too often would not be seen, nor would anything before a matrix of zeros.
-    """
-    constants: dict[str, float] = {}
-    for number, (name, parameter) in enumerate(module.named_parameters()):
-        if not parameter.numel() or not parameter.is_floating_point():
-            continue
-        low, high = torch.aminmax(parameter.detach())
-        if bool(low == high):
-            constants[name] = float(low)
-            generator = torch.Generator().manual_seed(number)
-            scale = _NOISE if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
-            parameter.detach().add_(noise.to(parameter))
-    try:
-        yield
-    finally:
-        parameters = dict(module.named_parameters())
-        for name, constant in constants.items():
-            if name in parameters:
-                local(parameters[name]).detach().fill_(constant)
 
 
 def _floats(output: Any) -> list[Tensor]:
