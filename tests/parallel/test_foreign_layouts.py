@@ -48,7 +48,8 @@ CASES: dict[str, tuple[int, list[tuple[str, dict[str, Any]]]]] = {
 
 
 def make_replica(name: str, group: Any, layout: dict[str, Any]) -> Replica:
-    inputs = make_data(name, 0, 2, padded="context" not in layout)
+    step = 2 if "context" in layout else 0  # of the longest sequences, or of shorter ones
+    inputs = make_data(name, step, 2, padded="context" not in layout)
     del inputs["labels"]
     axes = Layout(**{axis: size for axis, size in layout.items() if axis != "order"})
     pipeline = PipelineSettings(order=layout.get("order", "1f1b"))

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from paceline.data.batch import LABELS, NEXT_LABELS, call, describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.costs import undisturbed
 from paceline.parallel.split_forward import CONTEXT_ADVICE, find_forwards, split_forwards
+from paceline.parallel.tensor_proof import is_close
+from paceline.parallel.trial import training, undisturbed, without_constants
 
 _TOLERANCE = 1e-3
 """Largest relative difference of an output, for sums in another order; one of something else is larger."""
@@ -51,10 +52,15 @@ class SplitContext(FullContext):
     n has chunks i and 2n - 1 - i, so that causal attention takes all ranks the same work. It is exact, and needs no
     sums of softmaxes as a ring (Liu et al. 2023) does, but memory for all keys and values of a layer. On the wire each
     rank sends its keys and values n - 1 times in forward, and as much gradient in backward.
+
+    Args:
+        device_mesh: Ranks of the axis.
+        drops: Whether attention drops weights if it is asked to.
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, drops: bool = True) -> None:
         self._device_mesh = device_mesh
+        self._drops = drops
         self._size = device_mesh.size()
         self._place = device_mesh.get_local_rank()
 
@@ -87,11 +93,14 @@ class SplitContext(FullContext):
             scale: Factor of the scores; by default the inverse root of D.
             enable_gqa: Whether several queries' heads share those of keys and values.
         """
-        keys_BHTD, values_BHTD = self._gather(torch.stack([key_BHTD, value_BHTD])).unbind(0)
+        widths = [key_BHTD.shape[-1], value_BHTD.shape[-1]]  # latent attention has different ones
+        joined_BHTD = self._gather(torch.cat([key_BHTD, value_BHTD], dim=-1))
+        keys_BHTD, values_BHTD = joined_BHTD.split(widths, dim=-1)
         kept_B11T = None
         if keep_BT is not None:
-            gathered = self._gather(keep_BT[None, :, None, :, None].to(key_BHTD.dtype))[0, :, :, :, 0] > 0
+            gathered = self._gather(keep_BT[:, None, :, None].to(key_BHTD.dtype))[..., 0] > 0
             kept_B11T = None if gathered.all() else gathered[:, :, None]
+        dropout_p = dropout_p if self._drops else 0.0
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if not is_causal:
             return attend(query_BHTD, keys_BHTD, values_BHTD, attn_mask=kept_B11T)
@@ -107,15 +116,15 @@ class SplitContext(FullContext):
     def _chunks(self, place: int) -> tuple[int, int]:
         return place, 2 * self._size - 1 - place
 
-    def _gather(self, part_2BHTD: Tensor) -> Tensor:
+    def _gather(self, part_BHTD: Tensor) -> Tensor:
         """Return keys and values of the whole sequence, in its order; their gradients are summed over the ranks."""
-        part = DTensor.from_local(part_2BHTD[None], self._device_mesh, [Shard(0)], run_check=False)
+        part = DTensor.from_local(part_BHTD[None], self._device_mesh, [Shard(0)], run_check=False)
         parts = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        chunks = parts.movedim(0, 3).unflatten(4, (2, -1)).flatten(3, 4)
+        chunks = parts.movedim(0, 2).unflatten(3, (2, -1)).flatten(2, 3)
         lies_at = {chunk: i for i, chunk in enumerate(c for rank in range(self._size) for c in self._chunks(rank))}
         order = torch.tensor([lies_at[chunk] for chunk in range(2 * self._size)], device=chunks.device)
-        whole_2BHTD: Tensor = chunks.index_select(3, order).flatten(3, 4)
-        return whole_2BHTD
+        whole_BHTD: Tensor = chunks.index_select(2, order).flatten(2, 3)
+        return whole_BHTD
 
 
 def _attend_to_prefix(
@@ -149,9 +158,10 @@ def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:
         check_attention(module, mesh.size("context"))
     context = SplitContext(mesh.device_mesh["context"])
     if splits_forwards:
-        with undisturbed(module), evaluating(module):
-            split_forwards(module, sample)
-            compare_split(module, sample, mesh, context)
+        with undisturbed(module):
+            with without_constants(module):
+                split_forwards(module, sample, mesh.size("context"))
+            compare_split(module, sample, mesh)
     for part in _list_contextual(module):
         part.context = context
     for forward in find_forwards(module):
@@ -163,26 +173,28 @@ def is_foreign(module: nn.Module) -> bool:
     return not _list_contextual(module)
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """While active, a module is in evaluation: it drops nothing, and learns no statistics."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+def compare_split(module: nn.Module, sample: Any, mesh: Mesh) -> None:
+    """Raise `SettingsError` with the name of the first module whose output for split sequences is another one.
+
+    Outputs are compared in evaluation, and in training without dropout unless that still draws random numbers. What is
+    constant at first, such as a gate of zero, is noise meanwhile.
+    """
+    context = SplitContext(mesh.device_mesh["context"], drops=False)
+    with torch.no_grad(), without_constants(module):
+        _refuse_different(module, sample, mesh, context, "")
+        with training(module):
+            is_random = _is_random(module, sample)
+            if not any(mesh.world.gather_documents(is_random, name="random forward")):
+                _refuse_different(module, sample, mesh, context, " in training")
 
 
-def compare_split(module: nn.Module, sample: Any, mesh: Mesh, context: SplitContext) -> None:
-    """Raise `SettingsError` with the name of the first module whose output for split sequences is another one."""
+def _refuse_different(module: nn.Module, sample: Any, mesh: Mesh, context: SplitContext, when: str) -> None:
     num_samples, num_tokens = next(tensor.shape[:2] for tensor in list_tensors(sample) if tensor.dim() > 1)
     expected: dict[tuple[str, int], Tensor] = {}
-    different: dict[str, float] = {}
+    different: dict[str, str] = {}
 
     def note(place: tuple[str, int], output: Tensor) -> None:
-        expected[place] = output
+        expected[place] = output.clone()  # what comes after may change it in place
 
     def compare(place: tuple[str, int], output: Tensor) -> None:
         whole = expected.get(place)
@@ -191,25 +203,49 @@ def compare_split(module: nn.Module, sample: Any, mesh: Mesh, context: SplitCont
         if whole.dim() == 2 and len(whole) != num_samples:  # tokens of all samples, as wide as a sample is long
             return
         wanted = split_sequences(whole, mesh)
-        gap = (output - wanted).abs().max() if output.shape == wanted.shape else torch.tensor(torch.inf)
-        if not gap <= _TOLERANCE * wanted.abs().max().clamp(min=1e-6):
-            different.setdefault(place[0] or type(module).__name__, float(gap))
+        if output.shape != wanted.shape:
+            shapes = f"{tuple(output.shape)} and not {tuple(wanted.shape)}"
+            different.setdefault(place[0], f"an output of another shape with split sequences, {shapes}")
+        elif not (gap := (output - wanted).abs().max()) <= _TOLERANCE * wanted.abs().max().clamp(min=1e-6):
+            different.setdefault(place[0], f"another output with split sequences, by {float(gap):.3g}")
 
-    with torch.no_grad():
-        with _outputs(module, note):
-            call(module, map_tensors(torch.clone, sample))
-        part = split_batch(sample, mesh)
-        with split_forwards_in(module, context), _outputs(module, compare):
-            call(module, part)
-    if not any(name == "" for name, _ in expected):
-        different[type(module).__name__] = float("inf")  # it has no output to compare
-    found = mesh.world.gather_documents([[name, str(gap)] for name, gap in different.items()], name="split forward")
-    if first := next((some[0] for some in found if some), None):
-        raise SettingsError(
-            f"a module that looks at other tokens must do so by F.scaled_dot_product_attention for "
-            f"context({mesh.size('context')}), but {first[0]} has another output with split sequences, by "
-            f"{float(first[1]):.3g}; {CONTEXT_ADVICE}"
+    torch.manual_seed(0)
+    with _outputs(module, note):
+        call(module, map_tensors(torch.clone, sample))
+    torch.manual_seed(0)
+    with split_forwards_in(module, context), _outputs(module, compare):
+        call(module, split_batch(sample, mesh))
+    roots = [output for (name, _), output in expected.items() if not name]
+    if not roots or any(output.dim() < 2 or output.shape[1] != num_tokens for output in roots):
+        shapes = ", ".join(str(tuple(output.shape)) for output in roots) or "nothing"
+        different[""] = f"an output without a dim of tokens, {shapes},"
+    said = _describe_difference(module, different, mesh.size("context"), when)
+    if first := next(filter(None, mesh.world.gather_documents(said, name="split forward")), ""):
+        raise SettingsError(first)
+
+
+def _describe_difference(module: nn.Module, different: Mapping[str, str], size: int, when: str) -> str:
+    """Return the refusal of a model, by the first module that differs."""
+    if not different:
+        return ""
+    name, what = next(iter(different.items()))
+    rule = "that looks at other tokens must do so by F.scaled_dot_product_attention"
+    if isinstance(module.get_submodule(name), nn.Embedding):
+        rule = (
+            "must look up tokens as they come, and positions by the argument position_ids or torch.arange(num_tokens),"
         )
+    owner = name or type(module).__name__
+    return f"a module {rule} for context({size}), but {owner} has {what}{when}; {CONTEXT_ADVICE}"
+
+
+def _is_random(module: nn.Module, sample: Any) -> bool:
+    """Return whether a model's output depends on the random seed."""
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        outputs = list_tensors(call(module, map_tensors(torch.clone, sample)))
+        found.append([output for output in outputs if output.is_floating_point()])
+    return not all(is_close(one, other) for one, other in zip(*found, strict=True))
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class _Probe(_Mode):
         if attn_mask is not None:
             above = torch.ones(attn_mask.shape[-2:], dtype=torch.bool, device=attn_mask.device).triu(1)
             is_causal = bool(above.any()) and not bool((_find_allowed(attn_mask) & above).any())
+            _find_kept(attn_mask, is_causal)
         self._here.kinds.add(is_causal)
         is_causal = is_causal and attn_mask is None
         return F.scaled_dot_product_attention(
@@ -197,7 +198,7 @@ class SplitForward:
             return self._original(*args, **kwargs)
         if not self._name:
             tokens = next(tensor for tensor in list_tensors((args, kwargs)) if tensor.dim() > 1)
-            self._shared.num_tokens = tokens.shape[1]
+            self._shared.note_tokens(tokens.shape[1])
             kwargs = self._add_positions(tokens, args, kwargs)
         before = getattr(_here, "mode", None)
         with _Split(self, None if self._positions else self._shared.num_tokens) as mode:
@@ -232,8 +233,21 @@ _here = threading.local()
 class _SplitState:
     """State of all modules of one model."""
 
+    max_tokens: int
+    """Largest number of a rank's tokens of each sequence: that of the sample."""
     num_tokens: int | None = None
     """Number of this rank's tokens of each sequence in the present forward, and its backward."""
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """Set the number of this rank's tokens, for which a model must do as it did on the sample."""
+        if num_tokens > self.max_tokens:
+            raise SettingsError(
+                "sequences must be no longer than the sample's for a context axis, since a model may do otherwise then "
+                f"(a window), but got {num_tokens} tokens a rank, and {self.max_tokens} of the sample; give "
+                "parallelize a sample of the greatest length (a run takes the first of the data set), or set "
+                "Layout(context=1) (--layout.context 1)"
+            )
+        self.num_tokens = num_tokens
 
 
 def add_positions(
@@ -243,9 +257,19 @@ def add_positions(
 
     With positions alone some models of transformers take a jump between them for the start of another text: the mask,
     of ones, says that it is not.
+
+    Raises:
+        SettingsError: There are such texts, without a mask.
     """
     length, device = tokens.shape[1], tokens.device
     positions = torch.arange(length, device=device) if context is None else context.positions(length, device)
+    own = given.get("position_ids")
+    if own is not None and given.get("attention_mask") is None and not bool((own == positions).all()):
+        raise SettingsError(
+            "position_ids must count all tokens of a sequence for a context axis, but got others, as of several texts "
+            "in one sequence, whose attention is not split; leave them out, give each text a sample of its own, or set "
+            "Layout(context=1) (--layout.context 1)"
+        )
     made = {
         "position_ids": positions[None],
         "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=device),
@@ -260,10 +284,15 @@ def find_forwards(module: nn.Module) -> list[SplitForward]:
     return [forward for forward in originals if isinstance(forward, SplitForward)]
 
 
-def split_forwards(module: nn.Module, sample: Any) -> None:
+def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
     """Replace the forwards of the modules that look at other tokens, or count them; found by a run on a sample.
 
-    They do as before until they get a context.
+    They do as before until they get a context. Sequences may be as long as the sample's.
+
+    Args:
+        module: Model.
+        sample: Inputs of the model, with whole sequences.
+        size: Number of ranks that get parts of them.
 
     Raises:
         SettingsError: No module calls torch's attention.
@@ -291,7 +320,7 @@ def split_forwards(module: nn.Module, sample: Any) -> None:
             f"a module's attention must be always causal or never for a context axis, but {mixed[0]} has both; "
             f"{CONTEXT_ADVICE}"
         )
-    shared = _SplitState()
+    shared = _SplitState(tokens.shape[1] // size)
     for name in dict.fromkeys(["", *probe.uses]):
         SplitForward(module.get_submodule(name), name, probe.uses.get(name, Uses()), names, shared)
 
@@ -322,7 +351,7 @@ def _find_allowed(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     allowed = mask > _MIN_BIAS
-    if (mask.where(allowed, 0) != 0).any():
+    if mask.requires_grad or (mask.where(allowed, 0) != 0).any():  # one that learns may be zero at first
         raise SettingsError(
             f"an attention mask must be yes or no for each pair of tokens for a context axis, but it adds numbers; "
             f"{CONTEXT_ADVICE}"

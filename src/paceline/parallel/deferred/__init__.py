@@ -1,4 +1,4 @@
-"""Layer 6: a model built without memory, whose ranks make only what they hold, bit for bit as if built whole."""
+"""A model built without memory, whose ranks then make only what they hold: bit for bit as if it were built whole."""
 
 from paceline.parallel.deferred.construction import Construction, defer
 from paceline.parallel.deferred.recording import UndeferrableError
