@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_layouts import make_model
@@ -16,6 +17,7 @@ from paceline.comm import join
 from paceline.memory import StorageTracker
 from paceline.parallel import UndeferrableError, defer, parallelize
 from paceline.parallel.deferred.generator import skip
+from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.local import local, local_slice
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.testing.processes import run_processes
@@ -259,6 +261,12 @@ def build_with_operator() -> nn.Module:
     return module
 
 
+def build_with_statistics_of_others() -> nn.Module:
+    module = nn.BatchNorm1d(4)
+    nn.functional.batch_norm(torch.randn(8, 4), torch.from_numpy(np.zeros(4, "f")), module.running_var, training=True)
+    return module
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
@@ -270,6 +278,7 @@ def build_with_operator() -> nn.Module:
         (build_from_numpy, "asks for a NumPy array"),
         (build_lazily, "lazy modules, whose sizes a first batch decides"),
         (build_with_operator, "calls the operator paceline_test.count.default, which is not torch's own"),
+        (build_with_statistics_of_others, "writes at once to the model's tensors and to others"),
     ],
 )
 def test_what_cannot_be_deferred_is_refused_and_leaves_the_generator(build: Callable[[], nn.Module], told: str) -> None:
@@ -278,6 +287,19 @@ def test_what_cannot_be_deferred_is_refused_and_leaves_the_generator(build: Call
     with pytest.raises(UndeferrableError, match=told):
         defer(build)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_write_that_nobody_announces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.parallel.deferred.operators._STATISTICS", "other")
+    with pytest.raises(UndeferrableError, match=r"native_batch_norm.default writes to a tensor without announcing it"):
+        defer(build_with_forwards)
+
+
+def test_a_result_that_has_another_shape_with_values_is_found() -> None:
+    left, right = torch.empty(2, 3), torch.empty(3, 2)
+    Prover().prove(torch.ops.aten.mm.default, (left, right), {}, {0: torch.empty(2, 2)})
+    with pytest.raises(UndeferrableError, match=r"mm.default makes a tensor that has another shape or order with"):
+        Prover().prove(torch.ops.aten.mm.default, (left, right), {}, {0: torch.empty(2, 2).t()})
 
 
 TRIALS: dict[str, Callable[[], object]] = {

@@ -25,6 +25,7 @@ from paceline.parallel.deferred.operators import (
     is_known,
     list_written,
 )
+from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
 from paceline.parallel.deferred.stream import Moment, RandomStream
 
@@ -135,7 +136,7 @@ class Recording(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no other storage takes the place that identifies one
         self._constant_bytes = 0
-        self._stream = RandomStream()
+        self._stream, self._prover = RandomStream(), Prover()
         self.refusal: UndeferrableError | None = None
         """Why the construction cannot be recorded, if so; the code that builds the model may have caught the error."""
 
@@ -253,7 +254,7 @@ class Recording(TorchDispatchMode):
         moment = self._stream.now() if is_random else None
         leaves, structure = tree_flatten((args, kwargs))
         recorded = [self._as_leaf(func, leaf) for leaf in leaves]
-        if has_size_by_values(func, leaves):
+        if is_sized := has_size_by_values(func, leaves):
             result = func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
             with self._fake:
                 result = tree_map(_without_values, result)
@@ -264,7 +265,8 @@ class Recording(TorchDispatchMode):
         self._fake.fake_tensor_converter.tensor_memo.clear()
         given = {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._knows(leaf)}
         made: list[tuple[int, Reference]] = []
-        for place, leaf in enumerate(tree_flatten(result)[0]):
+        results = tree_flatten(result)[0]
+        for place, leaf in enumerate(results):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._keep(leaf)
                 reference = self.refer(leaf)
@@ -273,6 +275,8 @@ class Recording(TorchDispatchMode):
         written = frozenset(_key(tensor) for tensor in list_written(func, args, kwargs))
         if not made and not written:
             return result  # a view
+        if not (has_device or is_random or is_sized or checks_values(func)):
+            self._prover.prove(func, args, kwargs, {place: results[place] for place, _ in made})
         if has_device and "dtype" in {argument.name for argument in func._schema.arguments} and made:
             # As it is now: the default dtype may change.
             args_, kwargs_ = tree_unflatten(recorded, structure)
@@ -297,7 +301,8 @@ class Recording(TorchDispatchMode):
         def give(leaf: Any) -> Any:
             if are_all_checked or not self._knows(leaf) or is_integer(leaf):
                 return self._with_values(leaf)
-            return torch.zeros(leaf.shape if id(leaf) in written else (), dtype=leaf.dtype).expand(leaf.shape)
+            shape = leaf.shape if id(leaf) in written else ()
+            return torch.zeros(shape, dtype=leaf.dtype, device="cpu").expand(leaf.shape)
 
         func(*tree_map(give, args), **tree_map(give, kwargs))
 
@@ -393,7 +398,10 @@ class Recording(TorchDispatchMode):
         self._sizes[storage._cdata] = storage.nbytes()
 
     def _writes_outside(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return any(not self._knows(tensor) for tensor in list_written(func, args, kwargs))
+        are_known = {self._knows(tensor) for tensor in list_written(func, args, kwargs)}
+        if len(are_known) > 1:
+            raise UndeferrableError(f"the operator {func} writes at once to the model's tensors and to others")
+        return False in are_known
 
     def _with_values(self, leaf: Any) -> Any:
         if (reference := self.refer(leaf) if isinstance(leaf, Tensor) else None) is None:
