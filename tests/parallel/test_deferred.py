@@ -4,16 +4,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_layouts import make_model
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
 
 from paceline.comm import join
 from paceline.memory import StorageTracker
 from paceline.parallel import UndeferrableError, defer, parallelize
 from paceline.parallel.deferred.generator import skip
+from paceline.parallel.deferred.proof import Prover
 from paceline.parallel.local import local, local_slice
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.testing.processes import run_processes
@@ -59,7 +63,58 @@ def build_encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
 
 
-BUILDERS: list[Callable[[], nn.Module]] = [Odd, build_encoder, make_model]
+def build_with_forwards() -> nn.Module:
+    """Return a model that was trained a step while it was built, whose statistics no operator's schema mentions."""
+    track = {"affine": True, "track_running_stats": True}
+    module = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8, momentum=None), nn.InstanceNorm1d(8, **track))
+    module.append(FusedMovingAvgObsFakeQuantize())
+    for _ in range(2):
+        module(torch.randn(16, 3, 9)).square().sum().backward()
+        torch.optim.SGD(module.parameters(), 0.1).step()
+    module.zero_grad()
+    with torch.no_grad():
+        module.eval()(torch.randn(2, 3, 9))
+    return module.train()
+
+
+def build_with_parametrizations() -> nn.Module:
+    orthogonal, spectral = (
+        parametrizations.orthogonal(nn.Linear(16, 16)),
+        parametrizations.spectral_norm(nn.Linear(16, 8)),
+    )
+    return nn.Sequential(orthogonal, spectral, parametrizations.weight_norm(nn.Linear(8, 8)))
+
+
+def build_without_initialisation() -> nn.Module:
+    skipped = nn.utils.skip_init(nn.Linear, 8, 8)
+    nn.init.normal_(skipped.weight)
+    nn.init.zeros_(skipped.bias)
+    with torch.device("meta"):
+        later = nn.Linear(8, 8)
+    later.to_empty(device="cpu").reset_parameters()
+    return nn.Sequential(skipped, later)
+
+
+def build_with_sizes_by_values() -> nn.Module:
+    chosen = (torch.rand(40) > 0.5).nonzero(as_tuple=True)[0].clone()
+    module = nn.ModuleList([nn.Linear(len(chosen), 8), nn.Embedding(len(torch.randint(0, 99, (40,)).unique()), 8)])
+    module.register_buffer("chosen", chosen)
+    module.register_buffer("larger", torch.randn(99)[chosen] / chosen.shape[0])
+    assert torch.isfinite(module[0].weight).all()
+    assert torch.allclose(module[0].weight, module[0].weight)
+    assert not torch.equal(module[1].weight, module[1].weight + 1)
+    return module
+
+
+BUILDERS: list[Callable[[], nn.Module]] = [
+    Odd,
+    build_encoder,
+    make_model,
+    build_with_forwards,
+    build_with_parametrizations,
+    build_without_initialisation,
+    build_with_sizes_by_values,
+]
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -185,6 +240,33 @@ def build_from_numpy() -> nn.Module:
     return module
 
 
+def build_lazily() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+
+
+@torch.library.custom_op("paceline_test::count", mutates_args=())
+def count(counter: torch.Tensor) -> torch.Tensor:
+    counter += 1  # which the schema denies
+    return counter.clone()
+
+
+@count.register_fake
+def _count(counter: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(counter)
+
+
+def build_with_operator() -> nn.Module:
+    module = nn.BatchNorm1d(4)
+    count(module.running_mean)
+    return module
+
+
+def build_with_statistics_of_others() -> nn.Module:
+    module = nn.BatchNorm1d(4)
+    nn.functional.batch_norm(torch.randn(8, 4), torch.from_numpy(np.zeros(4, "f")), module.running_var, training=True)
+    return module
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
@@ -192,8 +274,11 @@ def build_from_numpy() -> nn.Module:
         (build_with_own_generator, "generator of its own"),
         (build_with_shared_memory, "first_row shares memory with another tensor"),
         (build_with_tensors_elsewhere, "keeps tensors that are neither"),
-        (build_on_meta, "on the device meta"),
-        (build_from_numpy, "raises RuntimeError: .*numpy"),
+        (build_on_meta, "no memory in the model itself"),
+        (build_from_numpy, "asks for a NumPy array"),
+        (build_lazily, "lazy modules, whose sizes a first batch decides"),
+        (build_with_operator, "calls the operator paceline_test.count.default, which is not torch's own"),
+        (build_with_statistics_of_others, "writes at once to the model's tensors and to others"),
     ],
 )
 def test_what_cannot_be_deferred_is_refused_and_leaves_the_generator(build: Callable[[], nn.Module], told: str) -> None:
@@ -202,6 +287,53 @@ def test_what_cannot_be_deferred_is_refused_and_leaves_the_generator(build: Call
     with pytest.raises(UndeferrableError, match=told):
         defer(build)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_write_that_nobody_announces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.parallel.deferred.operators._STATISTICS", "other")
+    with pytest.raises(UndeferrableError, match=r"native_batch_norm.default writes to a tensor without announcing it"):
+        defer(build_with_forwards)
+
+
+def test_a_result_that_has_another_shape_with_values_is_found() -> None:
+    left, right = torch.empty(2, 3), torch.empty(3, 2)
+    Prover().prove(torch.ops.aten.mm.default, (left, right), {}, {0: torch.empty(2, 2)})
+    with pytest.raises(UndeferrableError, match=r"mm.default makes a tensor that has another shape or order with"):
+        Prover().prove(torch.ops.aten.mm.default, (left, right), {}, {0: torch.empty(2, 2).t()})
+
+
+TRIALS: dict[str, Callable[[], object]] = {
+    "cholesky": lambda: torch.linalg.cholesky(-torch.eye(3)),
+    "inverse": lambda: torch.linalg.inv(torch.zeros(3, 3)),
+    "solution": lambda: torch.linalg.solve(torch.zeros(3, 3), torch.rand(3)),
+    "singular values": lambda: torch.linalg.svd(torch.full((3, 3), torch.nan)),
+    "eigenvalues": lambda: torch.linalg.eigh(torch.full((3, 3), torch.nan)),
+    "multinomial": lambda: torch.multinomial(torch.zeros(5), 2),
+    "bernoulli": lambda: torch.bernoulli(torch.full((3,), 2.0)),
+    "deviation": lambda: torch.normal(torch.zeros(3), -torch.ones(3)),
+    "index": lambda: torch.zeros(3)[torch.tensor([1, 3])],
+    "assignment": lambda: torch.zeros(3, 3).index_put_((torch.full((1,), 7),), torch.ones(3)),
+    "gather": lambda: torch.zeros(3).gather(0, torch.full((2,), 3)),
+    "embedding": lambda: nn.Embedding(3, 3)(torch.full((2,), 3)),
+    "class": lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.full((2,), 3)),
+    "probability": lambda: nn.functional.binary_cross_entropy(torch.full((3,), 2.0), torch.zeros(3)),
+    "division": lambda: torch.ones(3, dtype=torch.int64) // torch.zeros(3, dtype=torch.int64),
+    "NumPy": lambda: torch.zeros(3).numpy().dot("text"),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_an_error_that_the_construction_catches_is_no_less_of_a_reason(trial: str) -> None:
+    def build() -> nn.Module:
+        try:
+            TRIALS[trial]()
+        except Exception:
+            return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return nn.Linear(4, 4)
+
+    assert len(list(build().children())) == 2
+    with pytest.raises(UndeferrableError):
+        defer(build)
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 623, 624, 625, 20001])

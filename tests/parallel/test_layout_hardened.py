@@ -423,8 +423,13 @@ def test_shared_axes_that_exclude_each_other_are_refused_before_anything_starts(
     check_sharding(Layout(sharded=2, tensor=2, pipeline=2), None, ordinary)
     check_sharding(Layout(sharded=2, zero_stage=1, pipeline=2), None, split)
     for layout, used, message in (
-        (Layout(sharded=2, pipeline=2), codec, "no pipeline axis"),
-        (Layout(tensor=2), codec, "sharded_codec must go with sharded ranks"),
+        (
+            Layout(sharded=2, pipeline=2),
+            codec,
+            r"without a pipeline axis, since it weighs gradients .*; leave it out, or give the codec to sync",
+        ),
+        (Layout(tensor=2), codec, "sharded ranks of zero_stage 2 or 3, whose sum of gradients it encodes"),
+        (Layout(sharded=2, zero_stage=1), codec, "give the codec to sync"),
     ):
         with pytest.raises(SettingsError, match=message):
             check_sharding(layout, used, ordinary)

@@ -276,10 +276,17 @@ def check_sharding(layout: Layout, sharded_codec: Codec | None, pipeline: Pipeli
             f"would miss some gradients, but got {pipeline.order}; take 1f1b or interleaved, or "
             "Layout(zero_stage=1) (--layout.zero_stage 1)"
         )
-    if sharded_codec is not None and not (layout.shards_parameters and layout.pipeline == 1):
+    advice = "leave it out, or give the codec to sync (--sync.codec), which uses it between replicas"
+    if sharded_codec is not None and not layout.shards_parameters:
         raise SettingsError(
-            f"sharded_codec must go with sharded ranks of zero_stage 2 or 3 and no pipeline axis, but got "
-            f"{layout}; leave it out, or give the codec to sync, which uses it between replicas"
+            "sharded_codec must go with sharded ranks of zero_stage 2 or 3, whose sum of gradients it encodes, but got "
+            f"{layout}; {advice}"
+        )
+    if sharded_codec is not None and layout.pipeline > 1:
+        raise SettingsError(
+            "sharded_codec must go without a pipeline axis, since it weighs gradients by the whole batch as it encodes "
+            "them, inside backward, and stages learn that weight from the last one's losses only afterwards, but got "
+            f"{layout}; {advice}"
         )
 
 

@@ -164,7 +164,10 @@ def check_growth(growth: Growth, model: Model, sync: Rule, layout: Layout) -> No
             f"growth must come with a sync that keeps replicas equal, but got {sync.name}; take every_step"
         )
     if not layout.is_plain:
-        raise ValueError(f"growth must come with a layout of data alone, but got {layout}; leave the other axes out")
+        raise ValueError(
+            "growth must come with a layout of data alone, since it copies units and layers of whole tensors, but got "
+            f"{layout}; grow without the other axes, then start a run of the grown size in this layout with --initial"
+        )
 
 
 def _copy(value: Any) -> Any:

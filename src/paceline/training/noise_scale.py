@@ -211,8 +211,10 @@ def check_noise(sync: Rule, layout: Layout) -> None:
         )
     if not layout.is_plain:
         raise ValueError(
-            "the gradient noise scale must be measured where each worker holds a whole model, but got a layout with "
-            f"other axes than data: {layout}; leave them out"
+            "the gradient noise scale must be measured where each worker holds a whole model, since it compares the "
+            "norm of a worker's whole gradient with that of the sum, but got a layout with other axes than data: "
+            f"{layout}; measure it on fewer steps without them, or leave the measurement out "
+            "(--noise_scale_interval 0, and a batch_schedule that does not need it)"
         )
 
 

@@ -194,7 +194,9 @@ class Run(Settings):
                 )
         if self.shares == "measured" and not self.layout.is_plain:
             raise ValueError(
-                f"shares must be weights or none where ranks share a model, but got {self.shares} with {self.layout}"
+                "shares must be weights or none where ranks share a model, whose times say little, since each waits "
+                f"for the others inside every step, but got {self.shares} with {self.layout}; give one weight per "
+                "worker (--shares '[2, 1]'), or leave it out"
             )
         return self
 

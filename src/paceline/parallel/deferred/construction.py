@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from paceline.parallel.deferred.recording import Recording, Reference, UndeferrableError
+from paceline.parallel.deferred.recording import Recording, Reference
+from paceline.parallel.deferred.refusal import UndeferrableError, explain
 from paceline.parallel.local import local, local_slice, wrap
 
 
@@ -120,16 +122,32 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         gc.unfreeze()
 
 
+class _Watch(TorchFunctionMode):
+    """Context that notes the errors of torch's functions, which the code that builds a model may catch."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._recording.watch(getattr(func, "__name__", func)):
+            return func(*args, **(kwargs or {}))
+
+
 def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
+    module, failure = None, None
     try:
-        with recording, warnings.catch_warnings():
+        with recording, _Watch(recording), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, to copy it
-            return build()
-    except UndeferrableError:
-        raise
+            module = build()
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise UndeferrableError(f"without memory it raises {type(error).__name__}: {first_line}") from error
+        failure = error
+    if recording.refusal is not None:
+        raise recording.refusal from failure
+    if module is None:
+        assert failure is not None
+        raise explain(failure) from failure
+    return module
 
 
 def _check(recording: Recording, module: nn.Module) -> Construction:

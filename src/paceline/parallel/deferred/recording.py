@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,8 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from paceline.errors import PacelineError
 from paceline.parallel.deferred.generator import cost
+from paceline.parallel.deferred.operators import (
+    REPLACING,
+    asks_for_values,
+    checks_indices,
+    checks_values,
+    has_size_by_values,
+    is_integer,
+    is_known,
+    list_written,
+)
+from paceline.parallel.deferred.proof import Prover
+from paceline.parallel.deferred.refusal import UndeferrableError, explain
 from paceline.parallel.deferred.stream import Moment, RandomStream
 
 _MAX_CONSTANT_BYTES = 64 * 2**20
@@ -25,7 +37,6 @@ _FILLS: Mapping[Any, str] = {
 }
 """Operations that draw a fixed number of words an element, in the elements' order."""
 _CONSTANT_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
-_REPLACING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 _POINTWISE = {
     torch.ops.aten.mul_.Scalar,
     torch.ops.aten.add_.Scalar,
@@ -41,10 +52,6 @@ _POINTWISE = {
 """Operations on each element alone, in place."""
 _GROUP = 16
 """Elements that torch's normal numbers are made from together."""
-
-
-class UndeferrableError(PacelineError):
-    """A construction that cannot be recorded, so that the model must be built whole."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,9 @@ class Recording(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no other storage takes the place that identifies one
         self._constant_bytes = 0
-        self._stream = RandomStream()
+        self._stream, self._prover = RandomStream(), Prover()
+        self.refusal: UndeferrableError | None = None
+        """Why the construction cannot be recorded, if so; the code that builds the model may have caught the error."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,20 +150,41 @@ class Recording(TorchDispatchMode):
         leaves, _ = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
-        if not any(map(self._knows, tensors)) and (tensors or not has_device):
+        is_concerned = any(map(self._knows, tensors))
+        if not is_concerned and (not _makes_in_memory(kwargs.get("device"), tensors) if has_device else tensors):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._stream.settle()
-            return func(*args, **kwargs)  # of tensors that have values anyway
-        if func.overloadpacket in _REPLACING:
+            return func(*args, **kwargs)  # of tensors that have values anyway, or none that anybody needs
+        with self.watch(func):
+            return self._dispatch(func, args, kwargs, has_device=has_device)
+
+    @contextmanager
+    def watch(self, what: Any) -> Iterator[None]:
+        """Note what is raised inside: with values it might not be, and the code that builds the model may catch it."""
+        try:
+            yield
+        except Exception as error:
+            self.refusal = self.refusal or explain(error, what)
+            raise
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_device: bool) -> Any:
+        """Record an operation that makes or concerns tensors without memory."""
+        if func is torch.ops.aten.set_.source_Tensor and all(map(self._knows, args)):
+            with self._fake:
+                return func(*args)  # which then refers to the other's memory
+        if func.overloadpacket in REPLACING:
             raise UndeferrableError(f"it replaces the memory of a tensor ({func})")
+        if any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]) and not is_known(func):
+            raise UndeferrableError(f"it calls the operator {func}, which is not torch's own and may write anywhere")
         if has_device:
             device = kwargs.get("device")
             if device is not None and torch.device(device).type != "cpu":
                 raise UndeferrableError(f"it makes tensors on the device {device}, not in host memory")
         if kwargs.get("generator") is not None:
             raise UndeferrableError("it draws random numbers from a generator of its own")
-        if func is torch.ops.aten._local_scalar_dense.default or self._writes_outside(func, args, kwargs):
+        if asks_for_values(func) or self._writes_outside(func, args, kwargs):
             return func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
+        self._check_values(func, args, kwargs)
         return self._record(func, args, kwargs, has_device=has_device)
 
     def refer(self, tensor: Tensor) -> Reference | None:
@@ -223,22 +253,30 @@ class Recording(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         moment = self._stream.now() if is_random else None
         leaves, structure = tree_flatten((args, kwargs))
-        recorded = [self._as_leaf(leaf) for leaf in leaves]
-        with self._fake:
-            result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        recorded = [self._as_leaf(func, leaf) for leaf in leaves]
+        if is_sized := has_size_by_values(func, leaves):
+            result = func(*tree_map(self._with_values, args), **tree_map(self._with_values, kwargs))
+            with self._fake:
+                result = tree_map(_without_values, result)
+        else:
+            with self._fake:
+                result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
         # Torch refuses to convert a module's parameters, in place, of which there are weak references.
         self._fake.fake_tensor_converter.tensor_memo.clear()
         given = {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and self._knows(leaf)}
         made: list[tuple[int, Reference]] = []
-        for place, leaf in enumerate(tree_flatten(result)[0]):
+        results = tree_flatten(result)[0]
+        for place, leaf in enumerate(results):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._keep(leaf)
                 reference = self.refer(leaf)
                 assert reference is not None
                 made.append((place, reference))
-        written = frozenset(_key(tensor) for tensor in _list_written(func, args, kwargs))
+        written = frozenset(_key(tensor) for tensor in list_written(func, args, kwargs))
         if not made and not written:
             return result  # a view
+        if not (has_device or is_random or is_sized or checks_values(func)):
+            self._prover.prove(func, args, kwargs, {place: results[place] for place, _ in made})
         if has_device and "dtype" in {argument.name for argument in func._schema.arguments} and made:
             # As it is now: the default dtype may change.
             args_, kwargs_ = tree_unflatten(recorded, structure)
@@ -252,6 +290,21 @@ class Recording(TorchDispatchMode):
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
         return result
+
+    def _check_values(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Run an operation that checks values, on those that it checks, so that it raises what it would raise."""
+        are_all_checked = checks_values(func)
+        if not are_all_checked and not checks_indices(func, tree_flatten((args, kwargs))[0]):
+            return
+        written = {id(tensor) for tensor in list_written(func, args, kwargs)}
+
+        def give(leaf: Any) -> Any:
+            if are_all_checked or not self._knows(leaf) or is_integer(leaf):
+                return self._with_values(leaf)
+            shape = leaf.shape if id(leaf) in written else ()
+            return torch.zeros(shape, dtype=leaf.dtype, device="cpu").expand(leaf.shape)
+
+        func(*tree_map(give, args), **tree_map(give, kwargs))
 
     def _draw(self, operation: _Operation, moment: Moment) -> None:
         """Move the generator on as the operation would."""
@@ -345,18 +398,23 @@ class Recording(TorchDispatchMode):
         self._sizes[storage._cdata] = storage.nbytes()
 
     def _writes_outside(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return any(not self._knows(tensor) for tensor in _list_written(func, args, kwargs))
+        are_known = {self._knows(tensor) for tensor in list_written(func, args, kwargs)}
+        if len(are_known) > 1:
+            raise UndeferrableError(f"the operator {func} writes at once to the model's tensors and to others")
+        return False in are_known
 
     def _with_values(self, leaf: Any) -> Any:
         if (reference := self.refer(leaf) if isinstance(leaf, Tensor) else None) is None:
             return leaf
         return self.compute([reference])[0]
 
-    def _as_leaf(self, leaf: Any) -> Any:
+    def _as_leaf(self, func: Any, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if (reference := self.refer(leaf)) is not None:
             return reference
+        if leaf.is_meta and func is torch.ops.aten.empty_like.default:
+            return leaf  # which has a shape, and that is all that is asked for
         if leaf.device.type != "cpu":
             raise UndeferrableError(f"it uses a tensor on the device {leaf.device}")
         self._constant_bytes += leaf.nbytes
@@ -405,13 +463,11 @@ def _fills_in_order(function: Any, dtype: torch.dtype) -> bool:
     return torch.equal(whole[5 * _GROUP : 22 * _GROUP], part)
 
 
-def _list_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+def _makes_in_memory(device: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation makes tensors elsewhere than on the meta device."""
+    if device is not None:
+        return torch.device(device).type != "meta"
+    return not tensors or not all(tensor.is_meta for tensor in tensors)
 
 
 def _without_values(leaf: Any) -> Any:
@@ -430,6 +486,8 @@ def _is_contiguous(reference: Reference) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
+    if tensor.is_meta:
+        return repr((tensor.shape, tensor.stride(), tensor.dtype)).encode()
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -1,0 +1,32 @@
+"""Why a model must be built whole, in a sentence that a log can end with."""
+
+from typing import Any
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from paceline.errors import PacelineError
+
+_MEANINGS = {
+    "Creating a new Tensor subclass Uninit": "it has lazy modules, whose sizes a first batch decides; "
+    "give sizes, such as nn.Linear for nn.LazyLinear",
+    ".numpy() is not supported": "it asks for a NumPy array of a tensor",
+}
+"""Reasons, by what torch's errors begin with."""
+
+
+class UndeferrableError(PacelineError):
+    """A construction that cannot be recorded, so that the model must be built whole."""
+
+
+def explain(error: Exception, what: Any = None) -> UndeferrableError:
+    """Return the error that says why a construction that raised `error`, in an operator, cannot be recorded."""
+    if isinstance(error, UndeferrableError):
+        return error
+    first_line = str(error).strip().partition("\n")[0]
+    for beginning, meaning in _MEANINGS.items():
+        if first_line.startswith(beginning):
+            return UndeferrableError(meaning)
+    operator = f"the operator {what}" if what is not None else "it"
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return UndeferrableError(f"{operator} makes a result whose size depends on values")
+    return UndeferrableError(f"{operator} raises {type(error).__name__} while the model is built: {first_line}")
