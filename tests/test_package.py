@@ -67,14 +67,15 @@ def test_the_public_names_are_frozen():
 
 PUBLIC = {
     "checkpoint": "AsyncSaver Checkpoint CheckpointStore DamagedError SafetensorsReader SafetensorsWriter "
-    "SavedCheckpoint TensorSpec",
+    "SavedCheckpoint TensorBlock TensorSpec",
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
     "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
     "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "
     "MapSource MaskedText "
     "Source Spec Splits Text apportion derive_seed",
-    "parallel": "ContextParallelModule HasPipelineLayers Mesh ModelShard ORDERS Pipeline PipelineLayer "
-    "PipelineSettings STYLES Style TiedHead parallelize register_styles",
+    "parallel": "Construction ContextParallelModule Experts HasPipelineLayers Mesh MixtureOfExperts ModelShard ORDERS "
+    "Pipeline PipelineLayer PipelineSettings STYLES Style TiedHead UndeferrableError balance_loss defer parallelize "
+    "register_experts register_styles",
     "programs": "Algorithm Collective Direct DoubleTree HalvingDoubling Hierarchical Naive Program RecursiveDoubling "
     "Ring Round Torus chunk_bounds find_algorithm list_algorithms",
     "replica": "Loss Replica StepResult UnusedParametersWarning full_state_dict load_latest save",

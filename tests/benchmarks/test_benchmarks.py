@@ -129,7 +129,7 @@ def test_the_command_places_workers_on_hosts(monkeypatch, tmp_path):
         (["replica", "--bandwidth", "1gbit"], "must be given together, but got None and 1gbit"),
         (
             ["replica", "--hosts", "4", "--bandwidth", "fast"],
-            "^--workers.bandwidth: a speed must be like 100gbit.*but got 'fast'",
+            "^--workers.bandwidth: a speed must be like 50mbit.*but got 'fast'",
         ),
         (["replica", "--hosts", "1", "--bandwidth", "1gbit"], "bandwidth must be given for several hosts"),
         (

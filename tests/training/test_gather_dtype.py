@@ -28,7 +28,7 @@ def test_a_run_gathers_in_the_dtype_of_forward_on_gpus(monkeypatch, precision, d
 
     monkeypatch.setattr(training, "parallelize", stop)
     monkeypatch.setattr(training, "save_activations", lambda *_: None)
-    monkeypatch.setattr(training, "_read_sample", lambda *_: None)
+    monkeypatch.setattr(training, "read_sample", lambda *_: None)
     group = SimpleNamespace(device=torch.device(device), size=2)
     run = SimpleNamespace(
         layout=Layout(sharded=2), tensor_plan=None, pipeline=None, sharded_codec=None, precision=precision

@@ -3,17 +3,17 @@
 from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.saver import AsyncSaver
-from paceline.checkpoint.storage import Block, SafetensorsReader, SafetensorsWriter
+from paceline.checkpoint.storage import SafetensorsReader, SafetensorsWriter, TensorBlock
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
 
 __all__ = [
     "AsyncSaver",
-    "Block",
     "Checkpoint",
     "CheckpointStore",
     "DamagedError",
     "SafetensorsReader",
     "SafetensorsWriter",
     "SavedCheckpoint",
+    "TensorBlock",
     "TensorSpec",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.checkpoint.storage import Block
+from paceline.checkpoint.storage import TensorBlock
 from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
 from paceline.comm.streams import record
 
@@ -75,7 +75,12 @@ class AsyncSaver:
         )
 
     def start_blocks(
-        self, blocks: Mapping[str, Sequence[Block]], document: Mapping[str, Any], step: int, *, is_best: bool = False
+        self,
+        blocks: Mapping[str, Sequence[TensorBlock]],
+        document: Mapping[str, Any],
+        step: int,
+        *,
+        is_best: bool = False,
     ) -> None:
         """Begin to save this process's blocks of tensors, as `start` does, by `CheckpointStore.save_blocks`.
 

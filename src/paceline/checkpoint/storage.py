@@ -130,7 +130,7 @@ class SafetensorsWriter(StorageWriter):
         return False
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """A block of a tensor of which other processes may save the rest."""
 
     tensor: Tensor
@@ -150,7 +150,7 @@ class WrittenBlocks(NamedTuple):
 
 
 def write_blocks(
-    directory: Path, rank: int, blocks: Mapping[str, Sequence[Block]], max_file_bytes: int = 2**30
+    directory: Path, rank: int, blocks: Mapping[str, Sequence[TensorBlock]], max_file_bytes: int = 2**30
 ) -> WrittenBlocks:
     """Write a process's blocks of tensors into its own files in a directory that the processes share, durably.
 
@@ -326,7 +326,7 @@ def _to_entry(item: WriteItem, planner: SavePlanner) -> Entry:
     )
 
 
-def _block_entry(name: str, block: Block) -> Entry:
+def _block_entry(name: str, block: TensorBlock) -> Entry:
     shape = tuple(block.tensor.shape)
     return Entry(name, block.tensor.dtype, block.offsets, shape, shape == block.whole, resolve=lambda: block.tensor)
 

@@ -21,8 +21,8 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.storage import (
-    Block,
     SafetensorsWriter,
+    TensorBlock,
     WrittenBlocks,
     finish_blocks,
     save_tensors,
@@ -125,7 +125,7 @@ class CheckpointStore:
 
     def save_blocks(
         self,
-        blocks: Mapping[str, Sequence[Block]],
+        blocks: Mapping[str, Sequence[TensorBlock]],
         document: Mapping[str, Any],
         step: int,
         process_group: dist.ProcessGroup,

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Operation:
+class _PendingOperation:
     name: str
     posted: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     finished: bool = False
@@ -46,7 +46,7 @@ class _Room:
         self.size = size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
-        self.operations: dict[int, _Operation] = {}
+        self.operations: dict[int, _PendingOperation] = {}
         self.positions = ["has begun no operation"] * size
         self.failure = failure
         self.messages: dict[tuple[int, int, int, bool], deque[_Message]] = {}
@@ -240,7 +240,7 @@ class LocalGroup(Group):
             return DoneWork()
         room = self._room
         with room.changed:
-            operation = room.operations.setdefault(self._sequence, _Operation(name))
+            operation = room.operations.setdefault(self._sequence, _PendingOperation(name))
             if operation.name != name:
                 raise MismatchError(
                     f"operation {self._sequence} must be the same on every rank, but rank {self.names[self.rank]} runs "
@@ -259,7 +259,7 @@ class LocalGroup(Group):
                 room.changed.notify_all()
         return _LocalWork(self, operation, self._sequence)
 
-    def _wait(self, operation: _Operation, sequence: int) -> None:
+    def _wait(self, operation: _PendingOperation, sequence: int) -> None:
         room = self._room
         deadline = time.monotonic() + room.timeout_s
         with room.changed:
@@ -270,7 +270,7 @@ class LocalGroup(Group):
                     raise PeerTimeoutError(self._describe_timeout(operation, sequence))
         wait_in_queue(operation.posted[self.rank][0].device, operation.ended)
 
-    def _describe_timeout(self, operation: _Operation, sequence: int) -> str:
+    def _describe_timeout(self, operation: _PendingOperation, sequence: int) -> str:
         missing = [rank for rank in range(self.size) if rank not in operation.posted]
         places = "; ".join(f"rank {self.names[rank]} {self._room.positions[rank]}" for rank in missing)
         late = ", ".join(map(str, self.names_of(missing)))
@@ -281,7 +281,7 @@ class LocalGroup(Group):
 
 
 class _LocalWork(Work):
-    def __init__(self, group: LocalGroup, operation: _Operation, sequence: int) -> None:
+    def __init__(self, group: LocalGroup, operation: _PendingOperation, sequence: int) -> None:
         self._group = group
         self._operation = operation
         self._sequence = sequence

@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Block, Checkpoint
+from paceline.checkpoint import Checkpoint, TensorBlock
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
@@ -111,7 +111,7 @@ def gather(mine: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     return gathered
 
 
-def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[Block]]:
+def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[TensorBlock]]:
     """Return the blocks of whole tensors that this rank is to write, of which each is some rank's; nothing moves.
 
     Args:
@@ -119,14 +119,14 @@ def divide(mine: Mapping[str, Tensor], group: Group) -> dict[str, list[Block]]:
         group: The ranks.
     """
     offers = _exchange({name: Slice.of(tensor) for name, tensor in mine.items()}, group, "slices of the state")
-    blocks: dict[str, list[Block]] = {}
+    blocks: dict[str, list[TensorBlock]] = {}
     for name, slices in offers.items():
         owners = {(held.begin, *held.shape): rank for rank, held in reversed(slices.items())}
         if group.rank not in owners.values():
             continue
         held, tensor = slices[group.rank], local(mine[name]).detach()
         if tensor.numel() or not Size(held.whole).numel():
-            blocks[name] = [Block(part, tuple(held.whole), offsets) for part, offsets in held.split(tensor)]
+            blocks[name] = [TensorBlock(part, tuple(held.whole), offsets) for part, offsets in held.split(tensor)]
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""A model built without memory, whose ranks then make only what they hold: bit for bit as if it were built whole."""
+"""Layer 6: a model built without memory, whose ranks make only what they hold, bit for bit as if built whole."""
 
 from paceline.parallel.deferred.construction import Construction, defer
 from paceline.parallel.deferred.refusal import UndeferrableError

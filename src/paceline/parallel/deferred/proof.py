@@ -25,7 +25,7 @@ class Prover:
 
         Args:
             func: Operator, which draws no random numbers.
-            args: Its arguments; of tensors only shapes, strides and dtypes are of interest.
+            args: Arguments, of whose tensors only shapes, strides and dtypes matter.
             kwargs: More of them.
             made: Tensors without memory that it has made, by their places among its results.
         """

@@ -138,7 +138,7 @@ class Recording(TorchDispatchMode):
         self._constant_bytes = 0
         self._stream, self._prover = RandomStream(), Prover()
         self.refusal: UndeferrableError | None = None
-        """Why the construction cannot be recorded, if so; the code that builds the model may have caught the error."""
+        """Reason for which the construction cannot be recorded, if any; code of the model may have caught the error."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
