@@ -122,7 +122,7 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
         gc.unfreeze()
 
 
-class _Watch(TorchFunctionMode):
+class _ErrorWatch(TorchFunctionMode):
     """Context that notes the errors of torch's functions, which the code that builds a model may catch."""
 
     def __init__(self, recording: Recording) -> None:
@@ -137,7 +137,7 @@ class _Watch(TorchFunctionMode):
 def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
     module, failure = None, None
     try:
-        with recording, _Watch(recording), warnings.catch_warnings():
+        with recording, _ErrorWatch(recording), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, to copy it
             module = build()
     except Exception as error:
