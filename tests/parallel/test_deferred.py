@@ -1,7 +1,9 @@
 """A model built without memory has, bit for bit, the values of the whole construction, on the ranks that hold them."""
 
+import copy
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,21 @@ def build_with_sizes_by_values() -> nn.Module:
     return module
 
 
+def build_with_copies() -> nn.Module:
+    module = nn.Transformer(8, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=16, batch_first=True)
+    layers = nn.ModuleList(copy.deepcopy(module.encoder.layers[0]) for _ in range(2))
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    module.more = layers
+    return module
+
+
+def build_by_the_generators_state() -> nn.Module:
+    first = nn.Linear(40, 40)
+    torch.manual_seed(int(torch.get_rng_state().to(torch.int64).sum()))
+    return nn.Sequential(first, nn.Linear(40, 40))
+
+
 BUILDERS: list[Callable[[], nn.Module]] = [
     Odd,
     build_encoder,
@@ -114,6 +131,8 @@ BUILDERS: list[Callable[[], nn.Module]] = [
     build_with_parametrizations,
     build_without_initialisation,
     build_with_sizes_by_values,
+    build_with_copies,
+    build_by_the_generators_state,
 ]
 
 
@@ -244,6 +263,40 @@ def build_lazily() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
 
 
+def build_by_address() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in {one.data_ptr(): one for one in module.parameters()}.values():
+        nn.init.normal_(parameter)
+    return module
+
+
+def build_by_storage() -> nn.Module:
+    module = nn.Linear(4, 4)
+    if module.weight.untyped_storage().data_ptr() == module.bias.untyped_storage().data_ptr():
+        module.weight = nn.Parameter(torch.ones(4, 4))
+    return module
+
+
+def build_in_a_thread() -> nn.Module:
+    module = nn.Linear(4, 4)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(nn.init.constant_, module.weight, 3.0)
+    return module
+
+
+def build_by_text() -> nn.Module:
+    module = nn.Linear(4, 4)
+    torch.manual_seed(len(f"{module.weight.sum()}"))
+    nn.init.normal_(module.weight)
+    return module
+
+
+def build_by_another_library() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.scale = float(np.from_dlpack(module.weight.detach()).max())
+    return module
+
+
 @torch.library.custom_op("paceline_test::count", mutates_args=())
 def count(counter: torch.Tensor) -> torch.Tensor:
     counter += 1  # which the schema denies
@@ -276,6 +329,11 @@ def build_with_statistics_of_others() -> nn.Module:
         (build_with_tensors_elsewhere, "keeps tensors that are neither"),
         (build_on_meta, "no memory in the model itself"),
         (build_from_numpy, "asks for a NumPy array"),
+        (build_by_address, "asks for the address"),
+        (build_by_storage, "asks for the address"),
+        (build_in_a_thread, "another thread works on its tensors"),
+        (build_by_text, "makes a text of a tensor's values"),
+        (build_by_another_library, "hands a tensor to another library"),
         (build_lazily, "lazy modules, whose sizes a first batch decides"),
         (build_with_operator, "calls the operator paceline_test.count.default, which is not torch's own"),
         (build_with_statistics_of_others, "writes at once to the model's tensors and to others"),

@@ -81,6 +81,14 @@ def make_model(settings: dict[str, Any] | None = None) -> nn.Module:
     return TransformerLM(**settings).build(Spec(num_classes=VOCABULARY, input_shape=(NUM_TOKENS,))).double()
 
 
+def make_collapsed() -> nn.Module:
+    model = make_model(FREE)
+    for layer in model.layers:
+        nn.init.zeros_(layer.mlp.router.weight)
+        layer.mlp.router.weight.requires_grad_(False)  # all tokens take the first experts, for ever
+    return model
+
+
 def make_extra() -> nn.Module:
     return Extra(make_model())
 
@@ -110,6 +118,7 @@ def make_recomputed() -> nn.Module:
 MODELS = {
     "balanced": make_model,
     "free": lambda: make_model(FREE),
+    "collapsed": make_collapsed,
     "extra": make_extra,
     "stacked": make_stacked,
     "mixtral": make_mixtral,
@@ -295,6 +304,7 @@ CASES: list[Any] = [
             ("extra", {"expert": 2}, 1),
             ("free", {"expert": 2}, 2),
             ("stacked", {"expert": 2}, 1),
+            ("collapsed", {"expert": 2}, 1),
             ("mixtral", {"expert": 2}, 2),
             ("recomputed", {"expert": 2}, 1),
             ("balanced", {"sharded": 2}, 2),

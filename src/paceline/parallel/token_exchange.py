@@ -56,8 +56,8 @@ class TokenExchange:
         x_NW, index_NK, weight_NK = [*self._signature.bind(*args, **kwargs).arguments.values()][:3]
         self._route = route = self._plan(x_NW, index_NK, weight_NK)
         received = self._move(x_NW[route.token], route.sent_to, route.received_at, route.num_rows)
-        if not len(route.expert):  # so that its experts have a gradient, as those without tokens beside others
-            received = received.new_zeros(1, received.shape[1])
+        if not len(route.expert):  # a row of zeros, so that its experts have a gradient and backward sends as others'
+            received = nn.functional.pad(received, (0, 0, 0, 1))
         expert_M1 = route.expert.new_zeros(1, 1) if not len(route.expert) else route.expert[:, None]
         return (received, expert_M1, weight_NK.new_ones(expert_M1.shape)), {}
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.parallel.deferred.python_access import watching_python
 from paceline.parallel.deferred.recording import Recording, Reference
 from paceline.parallel.deferred.refusal import UndeferrableError, explain
 from paceline.parallel.local import local, local_slice, wrap
@@ -137,7 +138,7 @@ class _ErrorWatch(TorchFunctionMode):
 def _build(recording: Recording, build: Callable[[], nn.Module]) -> nn.Module:
     module, failure = None, None
     try:
-        with recording, _ErrorWatch(recording), warnings.catch_warnings():
+        with recording, _ErrorWatch(recording), watching_python(recording), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, to copy it
             module = build()
     except Exception as error:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.parallel.deferred.generator import cost
+from paceline.parallel.deferred.one_thread_mode import OneThreadMode
 from paceline.parallel.deferred.operators import (
     REPLACING,
     asks_for_values,
@@ -130,7 +131,9 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = FakeTensorMode()  # unlike the meta device, which code asks for and then leaves weights as they are
+        self._fake = OneThreadMode(
+            self.watch
+        )  # unlike the meta device, which code asks for and then leaves weights as they are
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
         self._sizes: dict[int, int] = {}
