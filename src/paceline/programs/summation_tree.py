@@ -1,13 +1,14 @@
 """Summation in one fixed order, whatever the number of workers: the tree, and the parts of it that each worker has.
 
 Floating-point sums depend on their order. Here a global batch has a fixed number of terms, one per virtual worker, and
-term i is added to term i + 1 for even i, their sum to the next one, and so on: a binary tree over blocks whose sizes are
-powers of two. (With 12 terms: blocks of 8 and 4.) A worker gets whole blocks, so that it can add up each by itself, and
-sends only their sums. For c terms these are as many as c has ones in binary: c = 4 is one block, c = 6 two, of 4 and 2.
+term i is added to term i + 1 for even i, their sum to the next one, and so on: a binary tree over blocks whose sizes
+are powers of two. (With 12 terms: blocks of 8 and 4.) A worker gets whole blocks, so that it can add up each by itself,
+and sends only their sums. For c terms these are as many as c has ones in binary: c = 4 is one block, c = 6 two, of 4
+and 2.
 
-Cost on the wire, for n workers and b bytes per term: each sum is cut into n slices, and slice r of all sums goes to rank
-r, which adds them up and sends the result to all. With at most k blocks per worker that is (k + 1) (n - 1) / n * b bytes
-a rank, (k + 1) / 2 times those of an all-reduce: the same for k = 1, and at most twice up to 14 terms per worker.
+Cost on the wire, for n workers and b bytes per term: each sum is cut into n slices, and slice r of all sums goes to
+rank r, which adds them up and sends the result to all. With at most k blocks per worker that is (k + 1) (n - 1) / n * b
+bytes a rank, (k + 1) / 2 times those of an all-reduce: the same for k = 1, and at most twice up to 14 terms per worker.
 """
 
 from collections.abc import Callable
