@@ -202,8 +202,9 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     """Train on a micro-batch of `step`, and return the update's result if it was the step's last."""
     training, run, replica = session.training, session.training.run, session.replica
     # Each micro-batch has its own random stream, which needs no state to resume.
-    stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
-    torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
+    if batch.virtual_worker is None:  # else the loader has seeded it
+        stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
+        torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
     session.num_micro_batches += 1
     if batch.last:
         session.rates.set(step, session.loader.batch_at(batch.interval.start))  # coded steps use them in backward
@@ -386,7 +387,7 @@ def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: 
         run.loss,
         held_out,
         metrics=run.metrics,
-        batch_size=max(1, run.global_batch // num_workers // run.num_micro_batches),
+        batch_size=max(1, run.global_batch // run.count_parts(num_workers)),
         max_samples=run.evaluate_samples,
         averaged=averaged,
         is_stopped=lambda: bool(session.membership.stop_requested_by),

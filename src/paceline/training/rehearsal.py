@@ -170,7 +170,7 @@ def describe_step(
         build=build,
         loss=loss,
         device=device,
-        num_micro_batches=run.num_micro_batches,
+        num_micro_batches=max(1, run.count_parts(num_workers) // num_workers),
         is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits))) > 1,
         clip_norm=run.clip_norm,
     )
@@ -178,6 +178,8 @@ def describe_step(
 
 def count_samples(run: Run, num_workers: int) -> int:
     """Return the samples of a micro-batch of the worker with the largest share."""
+    if run.num_virtual_workers is not None:
+        return max(1, -(-run.global_batch // run.num_virtual_workers))
     shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
     return max(1, -(-max(shares) // run.num_micro_batches))
 

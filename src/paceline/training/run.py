@@ -24,6 +24,7 @@ from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.replica.checks import Precision, check_layout
 from paceline.replica.landing import Landing, check_landing
+from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchSchedule, Constant, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
@@ -68,6 +69,9 @@ class Run(Settings):
     """Whether an epoch's last samples, if too few for a full global batch, share one with the next epoch's first."""
     num_micro_batches: int = Field(default=1, ge=1)
     """Micro-batches per worker and step, over which gradients are accumulated to save memory."""
+    num_virtual_workers: int | None = Field(default=None, ge=1)
+    """Virtual workers, each with a fixed part of every global batch: weights are then the same bits on any number
+    of workers, and however it changes. By default the real workers, whose number changes rounding and dropout."""
     optimizer: Optimizer = AdamW()
     """Optimizer of the parameters."""
     schedule: LearningRate = Cosine(warmup_steps=20)
@@ -234,6 +238,29 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_virtual_workers(self) -> Self:
+        check_virtual_workers(self.num_virtual_workers, self.sync, self.layout, self.landing, self.batch_norm)
+        if self.num_virtual_workers is None:
+            return self
+        found = ""
+        if self.num_threads is None:
+            found = "no num_threads, whose default depends on the number of workers; give one (--num_threads 1)"
+        elif self.num_micro_batches > 1 or self.batch_schedule.adds_micro_batches:
+            found = (
+                "more than one micro-batch of each; take more virtual workers (--num_micro_batches 1), and a "
+                "batch_schedule with larger micro_batches"
+            )
+        elif self.shares is not None:
+            found = f"shares {self.shares}, but all virtual workers have equal ones; leave shares out"
+        elif self.noise_interval:
+            found = "the gradient noise scale, which compares the gradients of real workers; leave it out"
+        elif self.global_batch < self.num_virtual_workers:
+            found = f"global_batch {self.global_batch}, too few samples for all; raise it"
+        if found:
+            raise ValueError(f"num_virtual_workers {self.num_virtual_workers} must fit other settings, but got {found}")
+        return self
+
+    @model_validator(mode="after")
     def _check_changes(self) -> Self:
         self.batch_schedule.check(self.global_batch)
         if self.sync.is_asynchronous and not isinstance(self.batch_schedule, ConstantBatch):
@@ -315,6 +342,10 @@ class Run(Settings):
     def noise_interval(self) -> int:
         """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
         return self.noise_scale_interval or self.batch_schedule.noise_interval
+
+    def count_parts(self, num_workers: int) -> int:
+        """Return the number of micro-batches that each global batch is cut into, by workers or by virtual workers."""
+        return self.num_virtual_workers or num_workers * self.num_micro_batches
 
     @property
     def fixed_shares(self) -> tuple[float, ...] | None:

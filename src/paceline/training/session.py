@@ -1,10 +1,12 @@
 """State of the workers that train together now: opened when they start, closed when they part."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint
@@ -165,6 +167,9 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
     """Return a new replica of the training's model, among the workers of `group`."""
     run = training.run
     # A norm is reported only if it is bounded.
+    if run.num_virtual_workers is not None and group.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of what comes next
+        torch.use_deterministic_algorithms(True)
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     replica = Replica(
         training.module,
@@ -179,6 +184,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         batch_norm=run.batch_norm,
         hash_interval=run.hash_interval,
         seed=run.seed,
+        num_virtual_workers=run.num_virtual_workers,
         world=world,
     )
     replica.state.warns_of_idleness = False  # the run has said so before its first step
@@ -232,6 +238,7 @@ def make_loader(
         shuffle=splits.shuffle,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
+        num_virtual_workers=run.num_virtual_workers,
         num_processes=run.num_data_processes or splits.num_processes,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
