@@ -13,7 +13,6 @@ from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
-    BatchChanged,
     Evaluated,
     ModelGrown,
     Preempted,
@@ -37,7 +36,7 @@ from paceline.training.log_events import log_delays, log_distance, log_failure, 
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
-from paceline.training.session import Session, build_replica, make_rates, open_session
+from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
@@ -52,6 +51,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     """
     training = None
     try:
+        run = run.fit_workers(run.count_workers((world or group).size))
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
             try:
@@ -245,7 +245,7 @@ def log_batch_change(session: Session) -> None:
     batch = session.loader.global_batch
     if batch != session.global_batch:
         session.global_batch = batch
-        session.log_event(BatchChanged(global_batch=batch, start=session.loader.position))
+        session.log_event(describe_batch(session))
 
 
 def maybe_grow(session: Session) -> None:

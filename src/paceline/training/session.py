@@ -15,7 +15,7 @@ from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.order import Dispatcher
 from paceline.errors import SettingsError
-from paceline.monitor.events import Event, RunStarted, Warned
+from paceline.monitor.events import BatchChanged, Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
@@ -129,8 +129,10 @@ def open_session(
     session = _make_session(training, group, world)
     _resume(session, checkpoint)
     check_batch_norm_sizes(training.run, training.splits, session.loader)
-    session.global_batch = session.loader.global_batch
+    before, session.global_batch = session.global_batch, session.loader.global_batch
     _log_start(session)
+    if before not in (0, session.global_batch):  # other workers, or other settings, than before
+        session.log_event(describe_batch(session))
     # A second signal must not end the process while the saver still writes.
     with session.membership.stopping_on_signals(may_interrupt=False), session.saver or nullcontext():
         yield session
@@ -252,6 +254,7 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     if document is None:
         return
     loader.load_state_dict(document["loader"])
+    session.global_batch = document["loader"]["batches"][0][2] if "batches" in document["loader"] else 0
     if run.shares == "measured":
         loader.load_shares(document["loader"])
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
@@ -269,6 +272,12 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
 def find_delays(session: Session) -> Delays | None:
     """Return the delays of gradients, on rank 0; None elsewhere, or if workers step together."""
     return session.replica.state.count_delays() if session.replica.group.rank == 0 else None
+
+
+def describe_batch(session: Session) -> BatchChanged:
+    """Return the event that says how many samples steps take from here on, and at which learning rates."""
+    factor = session.training.run.optimizer.scale_rate(session.global_batch)
+    return BatchChanged(global_batch=session.global_batch, start=session.loader.position, rate_factor=factor)
 
 
 def _log_start(session: Session) -> None:
