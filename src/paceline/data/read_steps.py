@@ -40,7 +40,7 @@ class StepReads:
     def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
         """Return its micro-batches, given their data."""
         last = len(read) - 1
-        virtual = self.virtual_workers or [None] * len(read)
+        virtual: Sequence[int | None] = self.virtual_workers or [None] * len(read)
         batches = [
             Batch(data, count, self.interval, last=number == last, virtual_worker=virtual[number])
             for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
