@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import paceline
 from paceline.comm import LocalGroup
 from paceline.data import virtual_workers
-from paceline.errors import GradientError, SettingsError
+from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.programs.summation_tree import SummationTree
 from paceline.replica.step_buffers import StepBuffers
 from paceline.sync import EveryStep
@@ -21,6 +22,10 @@ NUM_VIRTUAL = 12
 NUM_STEPS = 6
 NUM_SAMPLES = 110
 """With global batches of 36, an epoch's last has two samples: ten of the virtual workers have none of it."""
+
+
+SEEDING = threading.Lock()
+"""Threads share torch's generator."""
 
 
 class Points(nn.Module):
@@ -101,8 +106,9 @@ def loss_of(replica, batch, kind):
 
 def make_problem(kind):
     """Return a model and its data, the same in every process."""
-    torch.manual_seed(0)
-    model = {"points": Points, "pictures": Pictures, "words": Words, "gpt2": make_gpt2}[kind]()
+    with SEEDING:
+        torch.manual_seed(0)
+        model = {"points": Points, "pictures": Pictures, "words": Words, "gpt2": make_gpt2}[kind]()
     classes = draw(NUM_SAMPLES, high=3)
     tokens = draw(NUM_SAMPLES, 7, high=11)
     inputs, targets = {
@@ -227,6 +233,30 @@ def train_pictures(group, *, num_backward=None, **options):
         last = batch.last if num_backward is None else number == num_backward
         replica.backward(F.cross_entropy(replica(batch.inputs), batch.targets), weight=batch.count(), last=last)
     return replica.update()
+
+
+def train_through_a_bad_step(group):
+    """Return a hash after steps of which the second has a loss that is NaN in one virtual worker."""
+    model, dataset = make_problem("pictures")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = paceline.Replica(model, optimizer, group=group, num_virtual_workers=7)
+    loader = paceline.Loader(dataset, 36, group=group, num_steps=3, num_virtual_workers=7)
+    for batch in loader:
+        loss = F.cross_entropy(replica(batch.inputs), batch.targets)
+        is_bad = replica.num_updates == 1 and batch.virtual_worker == 4 and loader.step == 1
+        replica.backward(loss * float("nan") if is_bad else loss, weight=batch.count(), last=batch.last)
+        if batch.last and loader.step == 1:
+            with pytest.raises(NonFiniteError, match="the loss must be finite, but at step 1 it is not on rank"):
+                replica.update()
+        elif batch.last:
+            replica.update()
+    assert replica.num_updates == 2
+    return hash_all(model.state_dict(), optimizer.state_dict()["state"])
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    (alone,) = LocalGroup.run(1, train_through_a_bad_step)
+    assert LocalGroup.run(3, train_through_a_bad_step) == [alone] * 3
 
 
 def test_a_step_needs_every_virtual_worker():

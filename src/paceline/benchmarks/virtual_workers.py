@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from paceline.recipes.transformer_lm import TransformerLM
 from paceline.registry import register
 from paceline.replica.replica import Replica
 
-Weights = npt.NDArray[np.float32]
+Weights = npt.NDArray[Any]
 
 
 @register("virtual_workers")
@@ -44,19 +45,20 @@ class VirtualWorkersBenchmark(Benchmark):
 
     def measure(self) -> list[BenchmarkRow]:
         """Train at each number of workers."""
-        rows, alone = [], {}
+        rows: list[BenchmarkRow] = []
+        alone: tuple[Weights, Weights] | None = None
         for number in self.num_workers:
             exact, fast = run_in_processes(number, _train, self.model_dump(mode="json"))[0]
             case = f"{number} workers, {self.num_virtual_workers} virtual"
             rows.append(BenchmarkRow.of_pairs(self.name, case, "step time", "s", exact.times_s, fast.times_s, "fast"))
-            alone = alone or {"exact": exact.weights, "fast": fast.weights}
-            ours, reference = _distance(exact.weights, alone["exact"]), _distance(fast.weights, alone["fast"])
-            for metric, unit, pair in (
-                ("difference of weights from 1 worker's", "", (ours, reference)),
+            alone = alone or (exact.weights, fast.weights)
+            distances = _distance(exact.weights, alone[0]), _distance(fast.weights, alone[1])
+            for metric, unit, (ours, reference) in (
+                ("difference of weights from 1 worker's", "", distances),
                 ("bytes sent", "MB", (exact.wire_bytes / 1e6, fast.wire_bytes / 1e6)),
             ):
-                ratio = pair[0] / pair[1] if pair[1] else 0.0
-                rows.append(BenchmarkRow(self.name, case, metric, unit, *pair, "fast", ratio))
+                ratio = ours / reference if reference else 0.0
+                rows.append(BenchmarkRow(self.name, case, metric, unit, ours, reference, "fast", ratio))
         return rows
 
 
@@ -64,7 +66,7 @@ class VirtualWorkersBenchmark(Benchmark):
 class _Side:
     times_s: list[float] = field(default_factory=list)
     wire_bytes: int = 0
-    weights: Weights = field(default_factory=lambda: np.zeros(0))
+    weights: Weights = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
 
 def _train(settings: dict[str, object]) -> tuple[_Side, _Side]:

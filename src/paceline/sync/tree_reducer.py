@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from paceline.comm.channel import Channel
 from paceline.comm.group import DoneWork, Group, Work
+from paceline.compression import NoCodec
 from paceline.programs.summation_tree import SummationTree, TreeSum
 from paceline.sync.reducer import Divisor, FlatBucket
-from paceline.sync.reducers import DenseReducer
+from paceline.sync.reducers import DenseReducer, ReducerThread
 
 
 class TreeReducer(DenseReducer):
@@ -26,10 +26,9 @@ class TreeReducer(DenseReducer):
 
     def __init__(self, group: Group, tree: SummationTree) -> None:
         super().__init__(group, None)
-        self._tree, self._num_blocks = tree, len(tree.blocks_of(group.rank))
+        self._tree = tree
         self._sums: dict[str, TreeSum[Tensor]] = {}
-        self._connections = group.duplicate("virtual workers") if group.size > 1 else None
-        self._channel = Channel("paceline-virtual-workers") if self._connections is not None else None
+        self._thread = ReducerThread(group, NoCodec(), None) if group.size > 1 else None
 
     def keep(self, bucket: FlatBucket) -> None:
         """Add a virtual worker's gradients to its block, and zero them in the bucket for the next one's."""
@@ -41,16 +40,17 @@ class TreeReducer(DenseReducer):
     def reduce(self, bucket: FlatBucket, divisor: Divisor, step: int, loss_scale: float = 1.0) -> Work:
         """Add the last virtual worker's gradients, and sum blocks over the workers in a thread of this reducer's."""
         mine = self._sum_of(bucket)
+        group = self._thread.group if self._thread is not None else None
 
         def job() -> None:
             mine.push(bucket.buffer)
-            total = sum_blocks(mine.take(), self._tree, self._connections, name=bucket.name)
+            total = sum_blocks(mine.take(), self._tree, group, name=bucket.name)
             bucket.buffer.copy_(total)
 
-        if self._channel is None:
-            job()
-            return DoneWork()
-        return self._channel.submit(job)
+        if self._thread is not None:
+            return self._thread.submit(job, bucket.buffer.device)
+        job()
+        return DoneWork()
 
     def roll_back(self) -> None:
         """Drop the sums of a step that has failed."""
@@ -62,9 +62,8 @@ class TreeReducer(DenseReducer):
 
     def close(self) -> None:
         """Close thread and connections."""
-        if self._channel is not None and self._connections is not None:
-            self._channel.close()
-            self._connections.close()
+        if self._thread is not None:
+            self._thread.close()
 
     def _sum_of(self, bucket: FlatBucket) -> TreeSum[Tensor]:
         return self._sums.setdefault(bucket.name, TreeSum(Tensor.add_))
