@@ -52,10 +52,6 @@ class TreeReducer(DenseReducer):
         job()
         return DoneWork()
 
-    def roll_back(self) -> None:
-        """Drop the sums of a step that has failed."""
-        self._sums = {}
-
     def wire_bytes(self, bucket: FlatBucket) -> int:
         """Return the bytes of the slices of all blocks, and of the gathered sum."""
         return round((self._tree.most_blocks + 1) * (self._size - 1) / self._size * bucket.numerators.nbytes)

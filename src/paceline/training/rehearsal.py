@@ -166,12 +166,15 @@ def describe_step(
         batch = Batch(data, num_samples, Interval(0, run.global_batch))
         return run.loss.loss(Forward(module, run.precision, device.type), batch).mean
 
+    num_parts = -(-run.count_parts(num_workers) // num_workers)
+    num_reducing = len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits)))
     return StepDescription(
         build=build,
         loss=loss,
         device=device,
-        num_micro_batches=max(1, run.count_parts(num_workers) // num_workers),
-        is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits))) > 1,
+        num_micro_batches=num_parts,
+        is_exchanged=num_reducing > 1 or run.num_virtual_workers is not None,
+        num_partial_sums=num_parts.bit_length() - 1 if run.num_virtual_workers is not None else 0,
         clip_norm=run.clip_norm,
     )
 
