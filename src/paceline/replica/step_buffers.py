@@ -99,6 +99,7 @@ class StepBuffers:
         if any(self._held[number].start.is_complex() for number in counts):
             raise GradientError("buffers that forward changes must be real with num_virtual_workers; keep two of them")
         if real:
+            assert len(self._taken) == len(self._tree.terms_of(self._group.rank))
             blocks: TreeSum[Tensor] = TreeSum(Tensor.add_)
             for number in range(len(self._taken)):
                 blocks.push(self._flatten(number, real).double())
