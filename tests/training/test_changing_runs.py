@@ -21,7 +21,7 @@ from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
 from paceline.recipes.transformer_lm.model import TransformerLM
 from paceline.registry import register
-from paceline.schedules import GrowingBatch, Linear, NoiseScaleBatch, SteppedBatch
+from paceline.schedules import Constant, FixedBatch, GrowingBatch, Linear, NoiseScaleBatch, PerWorkerBatch, SteppedBatch
 from paceline.sync import EveryStep, LocalSGD
 from paceline.training import Model, NextToken, Run, train
 from paceline.training.growth import Growth
@@ -300,3 +300,67 @@ def test_a_batch_that_may_fall_below_the_workers_is_refused_at_once(tmp_path):
     run = make_run(batch_schedule=NoiseScaleBatch(min_batch=2))
     with pytest.raises(SettingsError, match="batch_schedule noise_scale may take it to 2 with 3 workers"):
         train_here(run, tmp_path, 3)
+
+
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("square_root", 0.5)])
+def test_a_batch_per_worker_follows_the_number_of_workers(tmp_path, scaling, power):
+    policy = PerWorkerBatch(samples=3, scaling=scaling)
+    run = make_run(batch_policy=policy, schedule=Constant(), num_steps=8)
+    records = fail_then_go_on(run, tmp_path / "run", 9, num_workers=2, num_later=4)
+    steps = told(records, StepFinished)
+    assert [steps[step].num_samples for step in range(1, 9)] == [6] * 5 + [12, 12, 6]  # 60 an epoch
+    assert steps[8].position == 60  # none is lost or used twice
+    assert [steps[step].learning_rate for step in (5, 6)] == pytest.approx([0.01, 0.01 * 2**power])
+    assert told(records, BatchChanged) == {5: BatchChanged(global_batch=12, start=30, rate_factor=2**power)}
+
+
+def test_a_batch_per_worker_of_as_many_workers_is_the_fixed_batch(tmp_path):
+    steps = [
+        steps_of(train_here(make_run(batch_policy=policy, num_steps=4), tmp_path / policy.name, num_workers=2))
+        for policy in (FixedBatch(), PerWorkerBatch(samples=3))
+    ]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_steps": None, "num_epochs": 2}, "got num_epochs, whose number of steps would change"),
+        ({"batch_schedule": GROWING}, "got batch_schedule growing, which chooses the batch itself"),
+        ({"num_virtual_workers": 2, "num_threads": 1}, "got num_virtual_workers, whose steps are the same"),
+        ({"optimizer": AdamW(learning_rate=0.01, scaling="linear")}, "got optimizer.scaling linear; give the rule as"),
+    ],
+)
+def test_a_batch_per_worker_refuses_what_has_another_batch(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        make_run(batch_policy=PerWorkerBatch(samples=3), **changes)
+
+
+def make_virtual(**changes):
+    larger = GrowingBatch(factor=2, interval=4, max_batch=20, micro_batches="larger")
+    settings = {"num_virtual_workers": 5, "num_threads": 1, "batch_schedule": larger, "ema": 0.9}
+    return make_run(**(settings | changes))
+
+
+def test_virtual_workers_train_the_same_bits_on_other_workers(tmp_path):
+    straight = train_here(make_virtual(), tmp_path / "straight")
+    resumed = fail_then_go_on(make_virtual(), tmp_path / "resumed", 20, num_workers=3, num_later=2)
+    assert steps_of(resumed) == steps_of(straight)
+    assert_same_end(tmp_path / "straight", tmp_path / "resumed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_threads": None}, r"got no num_threads, whose default depends on .*; give one \(--num_threads 1\)"),
+        ({"num_micro_batches": 2}, "got more than one micro-batch of each; take more virtual workers"),
+        ({"batch_schedule": GROWING}, "got more than one micro-batch of each; .* with larger micro_batches"),
+        ({"shares": (1.0, 2.0)}, r"got shares \(1.0, 2.0\), but all virtual workers have equal ones"),
+        ({"noise_scale_interval": 5}, "got the gradient noise scale, which compares the gradients of real workers"),
+        ({"num_virtual_workers": 7}, "num_virtual_workers 7 must fit other settings, but got global_batch 6, too few"),
+        ({"sync": LocalSGD()}, "got sync local_sgd, whose workers train models of their own"),
+    ],
+)
+def test_virtual_workers_refuse_what_depends_on_workers(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        make_virtual(**changes)

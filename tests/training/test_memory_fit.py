@@ -111,3 +111,22 @@ def test_parameters_in_cpu_memory_leave_the_device(monkeypatch):
     assert away.bytes_of["optimizer"] == 0
     assert away.bytes_of["activations"] == whole.bytes_of["activations"]
     assert away.host_bytes >= 3 * num_bytes
+
+
+def test_virtual_workers_hold_partial_sums_and_smaller_batches():
+    plain = make_run(global_batch=16)
+    virtual = make_run(global_batch=16, num_virtual_workers=8, num_threads=1)
+    needed = [estimate(run, TEXT, 2, CPU) for run in (plain, virtual)]
+    ones = needed[0].bytes_of["parameters"]
+    sums = needed[1].bytes_of["gradients"] - needed[0].bytes_of["gradients"]
+    assert sums == pytest.approx(2 * ones, rel=0.01), "four of them each: sums of two, and of one"
+    assert needed[1].bytes_of["activations"] < needed[0].bytes_of["activations"] / 2
+
+
+def test_virtual_workers_are_advised_more_of_them():
+    run = make_run(global_batch=64, num_virtual_workers=2, num_threads=1)
+    room = estimate(run, TEXT, 2, CPU).peak_bytes // 2
+    with pytest.raises(SettingsError, match=r"it would with --num_virtual_workers \d+ ") as refused:
+        check_fit(run, TEXT, 2, CPU, room)
+    assert "micro_batches" not in str(refused.value)
+    assert "layout" not in str(refused.value)

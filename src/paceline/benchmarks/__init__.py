@@ -16,6 +16,7 @@ from paceline.benchmarks.stragglers import StragglersBenchmark
 from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
 from paceline.benchmarks.throughput import ThroughputBenchmark
 from paceline.benchmarks.time_to_loss import TimeToLossBenchmark
+from paceline.benchmarks.virtual_workers import VirtualWorkersBenchmark
 from paceline.benchmarks.workers import Workers
 from paceline.registry import find_variant, list_variants
 
@@ -37,6 +38,7 @@ __all__ = [
     "TableRow",
     "ThroughputBenchmark",
     "TimeToLossBenchmark",
+    "VirtualWorkersBenchmark",
     "Workers",
     "check_new_files",
     "find_benchmark",

@@ -100,12 +100,14 @@ def prepare_new(
         cores = len(os.sched_getaffinity(0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))
         run = run.model_copy(update={"num_threads": max(1, cores // local_ranks)})
-    splits = check_workers(run, num_workers)
-    check_batch_norm_sizes(run, splits, make_loader(run, splits, AbsentGroup(0, num_workers, torch.device("cpu"))))
+    fitted = run.fit_workers(num_workers)
+    splits = check_workers(fitted, num_workers)
+    absent = AbsentGroup(0, num_workers, torch.device("cpu"))
+    check_batch_norm_sizes(fitted, splits, make_loader(fitted, splits, absent))
     if run.initial is not None:
         with contextlib.suppress(RehearsalError):  # workers will tell
             run.initial.check(outline(run.model, splits))
-    needed = _check_memory(run, splits, num_workers)
+    needed = _check_memory(fitted, splits, num_workers)
     file = RunFile(recipe=recipe, num_workers=num_workers, launch=launch, run=run.model_dump(mode="json"))
     is_made = out is None or not out.exists()
     directory = _make_directory(out, recipe)
@@ -137,8 +139,9 @@ def prepare_resumed(directory: Path, num_workers: int | None, overrides: list[tu
             f"a resumed run must go on with its own weights, but got --initial {run.initial.path} for {directory}, "
             "which has a checkpoint; leave it out, or begin a new run in another --out"
         )
-    splits = check_workers(run, workers)
-    needed = _check_memory(run, splits, workers)
+    fitted = run.fit_workers(workers)
+    splits = check_workers(fitted, workers)
+    needed = _check_memory(fitted, splits, workers)
     if reason := find_early_end(directory, run):
         raise SettingsError(
             f"a resumed run must have evaluations left, but {directory} has ended: {reason}; give more --stop_after, "

@@ -36,6 +36,8 @@ class Batch:
     """Positions of the whole global batch in the global order, the same on every worker."""
     last: bool = True
     """Whether this is the last micro-batch of the step, after which gradients are exchanged."""
+    virtual_worker: int | None = None
+    """Number of the virtual worker whose part of the global batch this is; None without virtual workers."""
     copied: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
     """Data on a GPU, and in host memory, where it was copied from; see `on_host`."""
     arrival: Any = field(default=None, repr=False, compare=False)

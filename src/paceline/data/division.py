@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from paceline.data.batch import Batch
 from paceline.data.order import ENDLESS, GlobalOrder, Interval, apportion
 from paceline.data.read_steps import StepReads
 from paceline.errors import SettingsError
@@ -124,6 +125,8 @@ class Ending:
     """
 
     def __init__(self, order: GlobalOrder, batches: Batches, num_epochs: int | None, num_steps: int | None) -> None:
+        num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
+        num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
         self._order, self._batches, self._num_steps = order, batches, num_steps
         self.position = None if num_epochs is None else num_epochs * order.num_samples
         """Position at which the last epoch ends."""
@@ -225,14 +228,18 @@ class MicroBatches:
 
     def __init__(self, batches: Batches, shares: Shares, rank: int, num_micro_batches: int, *, adds: bool) -> None:
         self._batches, self._shares, self._rank = batches, shares, rank
-        self._num_parts = num_micro_batches
+        self.num_parts = num_micro_batches
+        """Micro-batches per share of a global batch of the first size."""
         self.adds = adds
+
+    def begin(self, batch: Batch) -> None:
+        """Do nothing before `batch` is used: the caller seeds random numbers."""
 
     def count(self, position: int) -> int:
         """Return the number of micro-batches per share in the step that begins at `position`."""
         if not self.adds:
-            return self._num_parts
-        return self._num_parts * max(1, -(-self._batches.at(position) // self._batches.first))
+            return self.num_parts
+        return self.num_parts * max(1, -(-self._batches.at(position) // self._batches.first))
 
     def divide(self, share: int, position: int) -> list[int]:
         """Return the sizes of a share's micro-batches in the step that begins at `position`."""

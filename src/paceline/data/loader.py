@@ -13,14 +13,15 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
 from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, MicroBatches, Shares, check_batch, find_progress
+from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
-from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, Tail, apportion
+from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion, choose_tail
 from paceline.data.randomness import warn_of_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
+from paceline.data.virtual_workers import divide_steps
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
@@ -49,6 +50,8 @@ class Loader:
         shuffle: Whether each epoch has its own random order; true by default, unless the data set is iterable.
         shares: Shares of a global batch: one non-negative weight per worker; None for even ones.
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
+        num_virtual_workers: Parts that each global batch is cut into, whatever the number of workers. A worker gets
+            some of them as micro-batches, each with random generators seeded anew; give `Replica` the same number.
         prefetch: Steps to read ahead.
         num_processes: Number of processes that read; 0 for a background thread. In a process each sample has its own
             random numbers, by its position: augmentation is then the same on any number of workers, and after resuming.
@@ -80,6 +83,7 @@ class Loader:
         shuffle: bool | None = None,
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
+        num_virtual_workers: int | None = None,
         prefetch: int = 2,
         num_processes: int = 0,
         split: Callable[[Batch], Batch] | None = None,
@@ -102,18 +106,15 @@ class Loader:
                 group.membership.loaders.add(self)
             group, split = group.membership.reading or (group, split)
             self._finds_dispatcher = True
-        self._split = split
         self._rank, self._num_workers, self._device = group.rank, group.size, group.device
         self._group, self._membership = group, group.membership
-        self._shares = Shares(shares, self._num_workers)
-        if drop_last and join_epochs:
-            raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
+        self._split, self._shares = split, Shares(shares, self._num_workers)
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
         check_dataset(dataset, collate_fn)
         seed = check_whole("seed", 0 if seed is None else seed)
         self._name, self._sketch = type(dataset).__name__, sketch_dataset(dataset)
-        tail: Tail = "drop" if drop_last else "join" if join_epochs else "short"
+        tail = choose_tail(drop_last=drop_last, join_epochs=join_epochs)
         self._collate_fn = collate_fn
         self._source: Source | None = None
         self._stream: Stream | None = None
@@ -129,14 +130,12 @@ class Loader:
         self._first_batch = check_batch(global_batch, self._num_workers, self.order)
         changes = [(step, check_batch(batch, self._num_workers, self.order)) for step, batch in changes]
         self._batches = Batches(self.order, self._first_batch, changes)
-        num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
-        num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
         self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
         self._ends_unknown = self._stream is not None and num_epochs is not None
-        self.num_micro_batches = check_whole("num_micro_batches", num_micro_batches, 1)
-        self._micro_batches = MicroBatches(
-            self._batches, self._shares, self._rank, self.num_micro_batches, adds=adds_micro_batches
+        self._micro_batches = divide_steps(
+            self._batches, self._shares, self._rank, num_micro_batches, num_virtual_workers, adds_micro_batches, seed
         )
+        self.num_micro_batches = self._micro_batches.num_parts
         self._prefetch = check_whole("prefetch", prefetch, 0)
         self._dispatcher = dispatcher
         self._claim_size = max(1, round(self._first_batch / self._num_workers))
@@ -160,7 +159,7 @@ class Loader:
             return 0
         steps = range(self.step, end)
         if not self._micro_batches.adds:
-            return len(steps) * self.num_micro_batches
+            return len(steps) * self._micro_batches.count(0)
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
 
     def __str__(self) -> str:
@@ -366,6 +365,7 @@ class Loader:
     def _give(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, and note that this thread has it."""
         note_given(batch)
+        self._micro_batches.begin(batch)
         return self._split(batch.arrived()) if self._split is not None else batch.arrived()
 
     @property

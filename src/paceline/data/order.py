@@ -173,6 +173,17 @@ def apportion(num_samples: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
+def choose_tail(*, drop_last: bool, join_epochs: bool) -> Tail:
+    """Return the treatment of an epoch's last samples.
+
+    Raises:
+        SettingsError: Both are true.
+    """
+    if drop_last and join_epochs:
+        raise SettingsError("drop_last and join_epochs must not both be true; leave one of them out")
+    return "drop" if drop_last else "join" if join_epochs else "short"
+
+
 @dataclass
 class Ledger:
     """The positions that were handed out, and those that were used.

@@ -34,12 +34,15 @@ class StepReads:
     interval: Interval
     parts: list[Interval]
     counts: list[int]
+    virtual_workers: list[int] | None = None
+    """Virtual worker of each micro-batch, if there are any."""
 
     def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
         """Return its micro-batches, given their data."""
         last = len(read) - 1
+        virtual: Sequence[int | None] = self.virtual_workers or [None] * len(read)
         batches = [
-            Batch(data, count, self.interval, last=number == last)
+            Batch(data, count, self.interval, last=number == last, virtual_worker=virtual[number])
             for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
         ]
         return batches if device.type == "cpu" else _send(batches, device)

@@ -31,6 +31,7 @@ class StepDescription:
         device: Device of the training.
         num_micro_batches: Number of micro-batches in a step.
         is_exchanged: Whether gradients go to other workers, from their own flat buffers.
+        num_partial_sums: Number of further buffers of gradients, in which those of virtual workers are added up.
         clip_norm: Largest gradient norm; None for no clipping.
     """
 
@@ -39,6 +40,7 @@ class StepDescription:
     device: torch.device
     num_micro_batches: int = 1
     is_exchanged: bool = False
+    num_partial_sums: int = 0
     clip_norm: float | None = None
 
 
@@ -97,7 +99,8 @@ def rehearse(
         if step.device.type != "cpu":
             on_host = counting(module, optimizer, "cpu")
         with on_host as host, counting(module, optimizer, step.device.type) as tracker:
-            tracker.label("gradients", views)
+            sums = [torch.empty_like(view) for _ in range(step.num_partial_sums) for view in views]
+            tracker.label("gradients", [*views, *sums])
             tracker.reset_peak()
             watch = _Watch(tracker, {name: module.get_submodule(name) for name in watched})
             for _ in range(min(step.num_micro_batches, 2)):  # the second adds to gradients, like all later ones

@@ -308,6 +308,8 @@ class BatchChanged(Event):
     """Samples over all workers."""
     start: Int
     """Number of samples used since the start of training at which it takes effect."""
+    rate_factor: Float = 1.0
+    """Factor of learning rates by the scaling of the optimizer, or of the batch policy, for that number of samples."""
 
 
 @_event("codec_changed")

@@ -105,8 +105,9 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {describe_slow(event)}"
         case SharesChanged(shares=shares):
             return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
-        case BatchChanged(global_batch=batch):
-            return f"step {record.step:,}: {batch:,} samples a step from here on"
+        case BatchChanged(global_batch=batch, rate_factor=factor):
+            rates = "" if factor == 1 else f", learning rates times {factor:.3g}"
+            return f"step {record.step:,}: {batch:,} samples a step from here on{rates}"
         case CodecChanged(codec=codec, before=before, reason=reason):
             return f"step {record.step:,}: codec {codec} in place of {before}, {reason.partition(':')[0]}"
         case ModelGrown(num_layers=num_layers, width=width, num_parameters=parameters):

@@ -14,6 +14,7 @@ from paceline.replica.bucket_size import FIRST_SIZE, SIZES, BucketSizer
 from paceline.replica.buckets import Bucket, BucketLauncher, BucketLayout, make_buckets, plan_layout
 from paceline.replica.step_result import BucketTimes, StepTimes
 from paceline.sync.reducer import Divisor, FlatBucket, GradientReducer, read_findings
+from paceline.sync.tree_reducer import TreeReducer
 
 
 class Gradients:
@@ -80,6 +81,16 @@ class Gradients:
             for slot in bucket.slots:
                 if slot.parameter.grad is not None:
                     slot.attach()
+
+    def keep(self) -> None:
+        """Keep the gradients of a virtual worker, and let the next one's begin anew."""
+        assert isinstance(self.reducer, TreeReducer)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if not slot.used:
+                    slot.view.zero_()
+            self.reducer.keep(bucket.flat)
+            bucket.drop_gradients()
 
     def finish(self) -> None:
         """Launch the remaining buckets after the backward pass."""

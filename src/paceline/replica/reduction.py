@@ -25,6 +25,7 @@ from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
 from paceline.replica.step_scalars import StepScalars, StepTotals
+from paceline.replica.virtual_workers import VirtualWorkers
 from paceline.sync.carrying import CarryingReducer
 from paceline.sync.every_step import EveryStep
 from paceline.sync.reducer import Divisor, GradientReducer
@@ -48,6 +49,7 @@ class GradientReduction:
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
         seed: Random seed of the codecs.
+        num_virtual_workers: See `Replica`.
     """
 
     def __init__(
@@ -62,11 +64,14 @@ class GradientReduction:
         bucket_bytes: int | None,
         landing: Landing,
         seed: int,
+        num_virtual_workers: int | None = None,
     ) -> None:
         self._module, self._parameters, self._optimizer = module, parameters, optimizer
         self._shard, self._all, self._rule = shard, shard.group, rule
         self._bucket_bytes, self._landing, self._seed = bucket_bytes, landing, seed
         self._optimizer_step = optimizer_step
+        self.virtual = VirtualWorkers(num_virtual_workers, module, shard.group) if num_virtual_workers else None
+        """This worker's virtual workers; None if gradients are summed over workers."""
         self.chooser = self._start_chooser()
         """Chooser of the codec; None if it is fixed."""
         if self.chooser is not None:
@@ -118,7 +123,8 @@ class GradientReduction:
 
     def send_scalars(self, weight: float | Tensor, numerator: Tensor, stop: bool | Tensor) -> StepScalars:
         """Send the scalars of a step to the reduce group, with what this worker measured in the step before."""
-        measured = self.chooser.values() if self.chooser is not None else ()
+        measured: Any = self.chooser.values() if self.chooser is not None else ()
+        measured = measured if self.virtual is None else self.virtual.measured()
         return StepScalars(self.reduce_group, weight, numerator, stop, measured=measured)
 
     def choice(self) -> dict[str, Any] | None:
@@ -174,10 +180,10 @@ class GradientReduction:
         landed = self.landing.state_dict() if self.landing is not None else {}
         self._end = self.gradients = self.landing = None
         self._ranks, self._phase, self.reduce_group = ranks, phase, self._open_reduce_group(ranks, step)
-        if self.reduce_group.size == 1:
+        if self.reduce_group.size == 1 and self.virtual is None:
             return
         self.landing = self._start_landing(step)
-        starting = self.landing or self._rule
+        starting = self.virtual or self.landing or self._rule
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
         if self.landing is not None:
             self.landing.load_state_dict(landed)
@@ -200,6 +206,7 @@ class GradientReduction:
 
     def sum_first_weights(self, weight: float) -> float:
         """Return the sum of the reduce group's weights in the first step."""
+        weight = weight if self.virtual is None else self.virtual.unit_of(weight)
         mine = self._shard.reduce_step_scalars(weight, torch.zeros(()), False)[0]
         first = torch.tensor([float(mine)], dtype=torch.float64, device=self.reduce_group.device)
         self.reduce_group.all_reduce(first, name="first weights").wait()
@@ -217,7 +224,7 @@ class GradientReduction:
             NonFiniteError: A loss is not finite; the message names the rank.
             GradientError: All weights are 0.
         """
-        totals = scalars.wait()
+        totals = scalars.wait() if self.virtual is None else self.virtual.sum_totals(scalars.wait())
         if self.chooser is not None:
             self.chooser.hear(totals.measured)
         if totals.num_non_finite:
@@ -256,12 +263,19 @@ class GradientReduction:
         if self.gradients is not None:
             self.gradients.arm(divisor, step, loss_scale)
 
-    def end_backward(self, *, collect: bool = False) -> None:
-        """Launch what the last backward of a step has left.
+    def end_backward(self, *, last: bool = True, collect: bool = False) -> None:
+        """Launch what the last backward of a step has left; keep what another one made for a virtual worker.
 
         Args:
+            last: Whether this was the last.
             collect: Whether gradients were computed without hooks, as in pipeline stages.
         """
+        if self.virtual is not None:
+            self.virtual.end_backward()
+        if not last:
+            if self.virtual is not None and self.gradients is not None:
+                self.gradients.keep()
+            return
         if self._in_common is not None:
             if collect:
                 self._in_common.collect()
@@ -293,9 +307,21 @@ class GradientReduction:
                     bucket.work.wait()
             self.gradients.reducer.roll_back()
             self.gradients.reset()
+        if self.virtual is not None:
+            self.virtual.roll_back()
         self._drop_gradients()
         self.failure = None
         return True
+
+    def begin_forward(self) -> None:
+        """Note the buffers that virtual workers begin with."""
+        if self.virtual is not None:
+            self.virtual.begin_forward()
+
+    def note(self, weight: float, numerator: Tensor, *, last: bool) -> None:
+        """Note the weight of a virtual worker, and its loss times that; see `VirtualWorkers.note`."""
+        if self.virtual is not None:
+            self.virtual.note(weight, numerator, last=last)
 
     def begin_backward(self, *, is_first: bool) -> None:
         """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
@@ -330,6 +356,8 @@ class GradientReduction:
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:
         """Commit or roll back the codecs' state, drop the step's gradients, and return the times of its buckets."""
+        if self.virtual is not None:
+            self.virtual.end_step()
         common = [self._in_common.time(bucket) for bucket in self._in_common.buckets] if self._in_common else []
         if self._in_common is not None:
             self._in_common.reset()

@@ -30,6 +30,7 @@ from paceline.replica.optimizer_step import OptimizerStep, OptimizerStepResult, 
 from paceline.replica.reduction import GradientReduction
 from paceline.replica.step_result import StepResult, StepTimes
 from paceline.replica.step_scalars import StepScalars, StepTotals, StopVotes, read_loss
+from paceline.replica.virtual_workers import describe_exactness
 from paceline.replica.worker_state import WorkerState
 from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import LocalStep, SampleDispatcher, SyncResult, WorkerContext
@@ -55,9 +56,8 @@ class Replica:
         precision: Precision of forward. ``bf16`` and ``fp16`` run it under autocast, fp16 with loss scaling;
             parameters, gradients and their sums stay in the parameters' dtype.
         clip_norm: Largest global gradient norm, after averaging.
-        bucket_bytes: Size of the buckets in which gradients are exchanged, the first of 1 MiB at most; by default
-            the codec's own if it has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the
-            network (`StepTimes.bucket_choice`).
+        bucket_bytes: Size of the buckets of gradients, the first of 1 MiB at most; by default the codec's own, else
+            25 MiB on GPUs, and on CPUs what the first steps show to suit the network (`StepTimes.bucket_choice`).
         landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
             arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
             has arrived: each is applied just before its parameters are used, and those that forward uses first are sent
@@ -68,6 +68,7 @@ class Replica:
         hash_interval: Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too;
             0 for none.
         seed: Random seed of the codecs.
+        num_virtual_workers: The number that `Loader` has: weights are then the same bits on any number of workers.
         world: All processes, the workers of `group` first, if some only serve (`Rule.num_server_processes`).
 
     Raises:
@@ -90,6 +91,7 @@ class Replica:
         batch_norm: BatchNormScope = "local",
         hash_interval: int = 100,
         seed: int = 0,
+        num_virtual_workers: int | None = None,
         world: Group | None = None,
     ) -> None:
         self._compiled, module = module, find_original(module)
@@ -117,6 +119,7 @@ class Replica:
         self._times = StepTimes()
         chosen: dict[str, object] = {"precision": precision, "landing": landing, "batch_norm": batch_norm, "ema": ema}
         chosen |= {"clip_norm": clip_norm, "bucket_bytes": bucket_bytes, "hash_interval": hash_interval, "seed": seed}
+        chosen |= describe_exactness(num_virtual_workers, self.sync, self.shard, landing, batch_norm)
         start_alike(module, local_optimizer(self.optimizer), self.shard, self.sync, chosen)
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
@@ -132,6 +135,7 @@ class Replica:
             bucket_bytes=bucket_bytes,
             landing=landing,
             seed=seed,
+            num_virtual_workers=num_virtual_workers,
         )
         held = None if self.shard.is_whole else {name: local(p).detach() for name, p in self._parameters.items()}
         context = WorkerContext(module, self.optimizer, self.group, seed, world, held)
@@ -158,6 +162,7 @@ class Replica:
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():  # evaluation is no part of a step
             self._times.began_s = self._times.began_s or time.perf_counter()
+            self._reduction.begin_forward()
         with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
                 return self._reduction.landing.run(lambda: function(*args, **kwargs))
@@ -235,9 +240,10 @@ class Replica:
         self._begin_backward(weight, last=last)
         assert self.state.weight_unit is not None
         factor = weight if is_mean else float(weight > 0)
+        numerator = loss.detach().double() * factor if weight else torch.zeros_like(self._loss)
+        self._reduction.note(weight, numerator, last=last)
         if last:
-            numerator = self._loss + loss.detach().double() * factor if weight else self._loss
-            self._send_scalars(self._weight + weight, numerator)
+            self._send_scalars(self._weight + weight, self._loss + numerator)
         # A loss of weight 0 may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
         counts = weight > 0 or not self.shard.is_whole
         scale = factor / self.state.weight_unit
@@ -250,11 +256,10 @@ class Replica:
         if counts:
             # Only now, so that a failed backward leaves no weight behind.
             self._weight += weight
-            self._loss = self._loss + loss.detach().double() * factor if weight else self._loss
+            self._loss = self._loss + numerator
         if self._reduction.landing is not None:
             self._reduction.landing.end_backward()
-        if last:
-            self._reduction.end_backward()
+        self._reduction.end_backward(last=last)
         self._times.backward_ended_s = time.perf_counter()
 
     def backward_through(self, batch: Batch, loss: LossOfOutput, *, last: bool = True, timed: bool = False) -> None:
@@ -308,11 +313,10 @@ class Replica:
             raise
 
     def _update(self, scalars: StepScalars) -> StepResult:
-        began_s = time.perf_counter()
+        began_s, landed_step = time.perf_counter(), self.num_updates
         totals = self._reduction.check_totals(scalars, self._loss, self.num_updates)
         assert self.state.weight_unit is not None
         waited_s = time.perf_counter() - began_s
-        landed_step = self.num_updates
         divisor = (totals.weight or self.state.weight_unit) / self.state.weight_unit
         all_totals: StepTotals | None = None
         stop = totals.stop and self._reduction.covers_all_workers

@@ -63,11 +63,11 @@ class StepScalars:
         loss: Tensor,
         stop: bool | Tensor,
         weight_since_sync: float | Tensor | None = None,
-        measured: Sequence[float] = (),
+        measured: Sequence[float] | Tensor = (),
     ) -> None:
         self._values = torch.zeros(5 + len(measured), dtype=torch.float64, device=group.device)
-        if measured:
-            self._values[5:] = torch.tensor(measured, dtype=torch.float64)
+        if len(measured):
+            self._values[5:] = torch.as_tensor(measured, dtype=torch.float64)
         self._values[0] = weight
         self._values[1] = loss
         self._values[2] = ~torch.isfinite(loss)

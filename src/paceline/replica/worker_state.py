@@ -111,6 +111,7 @@ class WorkerState:
             "sharded_codec": self._shard.reduce_scatter.codec.name if self._shard.reduce_scatter is not None else "",
             "codec_choice": self._reduction.choice(),
             "gradients": self._reduction.gradients.state_dict() if self._reduction.gradients is not None else None,
+            "virtual_workers": self._reduction.virtual.document() if self._reduction.virtual is not None else None,
             "landing": self._reduction.landing.state_dict() if self._reduction.landing is not None else {},
             "sync": self._rule.name,
             "weight_since_sync": self._stop_votes.weight_since_sync if self._stop_votes is not None else 0.0,
@@ -126,6 +127,8 @@ class WorkerState:
         """
         self.is_begun = True
         self.num_updates = state["num_updates"]
+        if self._reduction.virtual is not None:
+            self._reduction.virtual.check_saved(state.get("virtual_workers"))
         self._reduction.resume(self.num_updates, state.get("codec_choice"))
         self.weight_unit = state["weight_unit"]
         self._optimizer_step.load_state_dict(state["scaler"])

@@ -80,7 +80,7 @@ class CodecReducer(GradientReducer):
         self._seed = seed
         self.bucket_bytes, self.max_in_flight = codec.bucket_bytes or CODED_BUCKET_BYTES, codec.max_in_flight
         self._rank, self._size = group.rank, group.size
-        self._threads = [_CodecThread(group, codec, program) for _ in range(self.max_in_flight)]
+        self._threads = [ReducerThread(group, codec, program) for _ in range(self.max_in_flight)]
         self._num_reductions = 0
         self.state_of = codec.name
         self._states: dict[str, State] = {}
@@ -94,9 +94,7 @@ class CodecReducer(GradientReducer):
         def job() -> None:
             self._reduce(bucket, thread.group, divisor() * loss_scale, step, loss_scale)
 
-        if bucket.buffer.device.type == "cpu":
-            return thread.channel.submit(job)
-        return thread.submit_to_stream(job, bucket.buffer.device)
+        return thread.submit(job, bucket.buffer.device)
 
     def finalize(self, bucket: FlatBucket, divisor: float) -> None:
         """Do nothing: the codec has divided already."""
@@ -163,8 +161,8 @@ class CodecReducer(GradientReducer):
             bucket.numerators.mul_(loss_scale)
 
 
-class _CodecThread:
-    """A thread that sums buckets through a codec, with its own connections, and on a GPU its own stream."""
+class ReducerThread:
+    """A thread that sums buckets in several operations, with its own connections, and on a GPU its own stream."""
 
     def __init__(self, group: Group, codec: Codec, program: Algorithm | None) -> None:
         self._connections = group.duplicate("codec")
@@ -175,12 +173,14 @@ class _CodecThread:
         self.channel = Channel("paceline-codec")
         self._stream: SideStream | None = None
 
-    def submit_to_stream(self, job: Callable[[], None], device: torch.device) -> Work:
-        """Run a job that queues work on a GPU: after what the caller has queued, beside what it queues from now on.
+    def submit(self, job: Callable[[], None], device: torch.device) -> Work:
+        """Run a job; on a GPU, after what the caller has queued, beside what it queues from now on.
 
         The stream's memory is safe: each job begins after a mark of the computing stream, which has by then waited for
         all jobs of earlier steps.
         """
+        if device.type == "cpu":
+            return self.channel.submit(job)
         stream = self._stream = self._stream or SideStream(device)
         ready, ended = stream.mark(), []
 

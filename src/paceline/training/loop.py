@@ -13,7 +13,6 @@ from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
-    BatchChanged,
     Evaluated,
     ModelGrown,
     Preempted,
@@ -37,7 +36,7 @@ from paceline.training.log_events import log_delays, log_distance, log_failure, 
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
-from paceline.training.session import Session, build_replica, make_rates, open_session
+from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
@@ -52,6 +51,7 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
     """
     training = None
     try:
+        run = run.fit_workers(run.count_workers((world or group).size))
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
             try:
@@ -202,8 +202,9 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     """Train on a micro-batch of `step`, and return the update's result if it was the step's last."""
     training, run, replica = session.training, session.training.run, session.replica
     # Each micro-batch has its own random stream, which needs no state to resume.
-    stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
-    torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
+    if batch.virtual_worker is None:  # else the loader has seeded it
+        stream = (step, *replica.shard.random_stream) if replica.dispatcher is None else batch.interval
+        torch.manual_seed(derive_seed(run.seed, *stream, session.num_micro_batches) >> 1)
     session.num_micro_batches += 1
     if batch.last:
         session.rates.set(step, session.loader.batch_at(batch.interval.start))  # coded steps use them in backward
@@ -244,7 +245,7 @@ def log_batch_change(session: Session) -> None:
     batch = session.loader.global_batch
     if batch != session.global_batch:
         session.global_batch = batch
-        session.log_event(BatchChanged(global_batch=batch, start=session.loader.position))
+        session.log_event(describe_batch(session))
 
 
 def maybe_grow(session: Session) -> None:
@@ -386,7 +387,7 @@ def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: 
         run.loss,
         held_out,
         metrics=run.metrics,
-        batch_size=max(1, run.global_batch // num_workers // run.num_micro_batches),
+        batch_size=max(1, run.global_batch // run.count_parts(num_workers)),
         max_samples=run.evaluate_samples,
         averaged=averaged,
         is_stopped=lambda: bool(session.membership.stop_requested_by),

@@ -153,7 +153,13 @@ def _find_changes(
 
 def _list_changes(run: Run, num_ranks: int, device: torch.device, least: float) -> Iterator[tuple[str, str, Run]]:
     """Yield changes: which setting, in which words, and the run with it. Of each setting the mildest comes first."""
-    most = max(1, run.global_batch // max(1, num_ranks // run.layout.ranks_of_worker))
+    is_virtual = run.num_virtual_workers is not None
+    num_virtual = 2 * (run.num_virtual_workers or run.global_batch)
+    while num_virtual <= run.global_batch:
+        changed = run.model_copy(update={"num_virtual_workers": num_virtual})
+        yield "virtual workers", f"--num_virtual_workers {num_virtual}", changed
+        num_virtual *= 2
+    most = 1 if is_virtual else max(1, run.global_batch // max(1, num_ranks // run.layout.ranks_of_worker))
     num_micro = run.num_micro_batches * 2
     while num_micro <= most:
         if num_micro >= least:
@@ -169,9 +175,11 @@ def _list_changes(run: Run, num_ranks: int, device: torch.device, least: float) 
     if run.optimizer.name != "adafactor":
         lean = Adafactor()
         yield "optimizer", "--optimizer adafactor", run.model_copy(update={"optimizer": lean})
-    if run.layout.is_plain and num_ranks > 1:
+    if run.layout.is_plain and num_ranks > 1 and not is_virtual:
         layout = run.layout.model_copy(update={"sharded": num_ranks})
         yield "layout", f"--layout.sharded {num_ranks}", run.model_copy(update={"layout": layout})
+    if is_virtual:
+        return
     leanest = _with_memory(run, recompute="full").model_copy(update={"num_micro_batches": most})
     yield "both", f"--num_micro_batches {most} --memory.recompute full", leanest
 

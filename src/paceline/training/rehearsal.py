@@ -166,18 +166,23 @@ def describe_step(
         batch = Batch(data, num_samples, Interval(0, run.global_batch))
         return run.loss.loss(Forward(module, run.precision, device.type), batch).mean
 
+    num_parts = -(-run.count_parts(num_workers) // num_workers)
+    num_reducing = len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits)))
     return StepDescription(
         build=build,
         loss=loss,
         device=device,
-        num_micro_batches=run.num_micro_batches,
-        is_exchanged=len(run.sync.reduce_ranks(AbsentGroup(0, num_workers, device), run.count_steps(splits))) > 1,
+        num_micro_batches=num_parts,
+        is_exchanged=num_reducing > 1 or run.num_virtual_workers is not None,
+        num_partial_sums=num_parts.bit_length() - 1 if run.num_virtual_workers is not None else 0,
         clip_norm=run.clip_norm,
     )
 
 
 def count_samples(run: Run, num_workers: int) -> int:
     """Return the samples of a micro-batch of the worker with the largest share."""
+    if run.num_virtual_workers is not None:
+        return max(1, -(-run.global_batch // run.num_virtual_workers))
     shares = apportion(run.global_batch, check_shares(run.fixed_shares, num_workers))
     return max(1, -(-max(shares) // run.num_micro_batches))
 

@@ -24,7 +24,8 @@ from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
 from paceline.replica.checks import Precision, check_layout
 from paceline.replica.landing import Landing, check_landing
-from paceline.schedules import BatchSchedule, Constant, ConstantBatch, Cosine, LearningRate
+from paceline.replica.virtual_workers import check_virtual_workers
+from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
 from paceline.training.best import part_measure
@@ -68,12 +69,17 @@ class Run(Settings):
     """Whether an epoch's last samples, if too few for a full global batch, share one with the next epoch's first."""
     num_micro_batches: int = Field(default=1, ge=1)
     """Micro-batches per worker and step, over which gradients are accumulated to save memory."""
+    num_virtual_workers: int | None = Field(default=None, ge=1)
+    """Virtual workers, each with a fixed part of every global batch: weights are then the same bits on any number
+    of workers, and however it changes. By default the real workers, whose number changes rounding and dropout."""
     optimizer: Optimizer = AdamW()
     """Optimizer of the parameters."""
     schedule: LearningRate = Cosine(warmup_steps=20)
     """Learning-rate schedule; constant by default with an optimizer of your own."""
     batch_schedule: BatchSchedule = ConstantBatch()
     """Schedule of the global batch size."""
+    batch_policy: BatchPolicy = FixedBatch()
+    """Global batch if the number of workers changes: fixed, or a fixed part per_worker with a learning-rate rule."""
     noise_scale_interval: int = Field(default=0, ge=0)
     """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
     growth: Growth = Growth()
@@ -234,6 +240,46 @@ class Run(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_virtual_workers(self) -> Self:
+        check_virtual_workers(self.num_virtual_workers, self.sync, self.layout, self.landing, self.batch_norm)
+        if self.num_virtual_workers is None:
+            return self
+        found = ""
+        if self.num_threads is None:
+            found = "no num_threads, whose default depends on the number of workers; give one (--num_threads 1)"
+        elif self.num_micro_batches > 1 or self.batch_schedule.adds_micro_batches:
+            found = (
+                "more than one micro-batch of each; take more virtual workers (--num_micro_batches 1), and a "
+                "batch_schedule with larger micro_batches"
+            )
+        elif self.shares is not None:
+            found = f"shares {self.shares}, but all virtual workers have equal ones; leave shares out"
+        elif self.noise_interval:
+            found = "the gradient noise scale, which compares the gradients of real workers; leave it out"
+        elif self.global_batch < self.num_virtual_workers:
+            found = f"global_batch {self.global_batch}, too few samples for all; raise it"
+        if found:
+            raise ValueError(f"num_virtual_workers {self.num_virtual_workers} must fit other settings, but got {found}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> Self:
+        if isinstance(self.batch_policy, FixedBatch):
+            return self
+        found = ""
+        if self.num_steps is None:
+            found = "num_epochs, whose number of steps would change with the workers; give num_steps"
+        elif not isinstance(self.batch_schedule, ConstantBatch):
+            found = f"batch_schedule {self.batch_schedule.name}, which chooses the batch itself; leave one of them out"
+        elif self.num_virtual_workers is not None:
+            found = "num_virtual_workers, whose steps are the same on any number of workers; leave one of them out"
+        elif self.optimizer.scaling != "none":
+            found = f"optimizer.scaling {self.optimizer.scaling}; give the rule as batch_policy.scaling"
+        if found:
+            raise ValueError(f"batch_policy {self.batch_policy.name} must fit other settings, but got {found}")
+        return self
+
+    @model_validator(mode="after")
     def _check_changes(self) -> Self:
         self.batch_schedule.check(self.global_batch)
         if self.sync.is_asynchronous and not isinstance(self.batch_schedule, ConstantBatch):
@@ -315,6 +361,23 @@ class Run(Settings):
     def noise_interval(self) -> int:
         """Steps from one measurement of the gradient noise scale to the next; 0 for none."""
         return self.noise_scale_interval or self.batch_schedule.noise_interval
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the run with the global batch and learning rates that its batch policy has for the workers."""
+        policy = self.batch_policy
+        if isinstance(policy, FixedBatch):
+            return self
+        scaled = {"scaling": policy.scaling, "base_batch": self.global_batch}
+        changes = {
+            "global_batch": policy.batch_of(self.global_batch, num_workers),
+            "optimizer": self.optimizer.model_copy(update=scaled),
+            "batch_policy": FixedBatch(),
+        }
+        return self.model_copy(update=changes)
+
+    def count_parts(self, num_workers: int) -> int:
+        """Return the number of micro-batches that each global batch is cut into, by workers or by virtual workers."""
+        return self.num_virtual_workers or num_workers * self.num_micro_batches
 
     @property
     def fixed_shares(self) -> tuple[float, ...] | None:

@@ -1,10 +1,12 @@
 """State of the workers that train together now: opened when they start, closed when they part."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from paceline.checkpoint import AsyncSaver, Checkpoint
@@ -13,7 +15,7 @@ from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.order import Dispatcher
 from paceline.errors import SettingsError
-from paceline.monitor.events import Event, RunStarted, Warned
+from paceline.monitor.events import BatchChanged, Event, RunStarted, Warned
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
@@ -127,8 +129,10 @@ def open_session(
     session = _make_session(training, group, world)
     _resume(session, checkpoint)
     check_batch_norm_sizes(training.run, training.splits, session.loader)
-    session.global_batch = session.loader.global_batch
+    before, session.global_batch = session.global_batch, session.loader.global_batch
     _log_start(session)
+    if before not in (0, session.global_batch):  # other workers, or other settings, than before
+        session.log_event(describe_batch(session))
     # A second signal must not end the process while the saver still writes.
     with session.membership.stopping_on_signals(may_interrupt=False), session.saver or nullcontext():
         yield session
@@ -165,6 +169,9 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
     """Return a new replica of the training's model, among the workers of `group`."""
     run = training.run
     # A norm is reported only if it is bounded.
+    if run.num_virtual_workers is not None and group.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of what comes next
+        torch.use_deterministic_algorithms(True)
     clip_norm = NO_CLIPPING if run.clip_norm is None and run.noise_interval else run.clip_norm
     replica = Replica(
         training.module,
@@ -179,6 +186,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         batch_norm=run.batch_norm,
         hash_interval=run.hash_interval,
         seed=run.seed,
+        num_virtual_workers=run.num_virtual_workers,
         world=world,
     )
     replica.state.warns_of_idleness = False  # the run has said so before its first step
@@ -232,6 +240,7 @@ def make_loader(
         shuffle=splits.shuffle,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
+        num_virtual_workers=run.num_virtual_workers,
         num_processes=run.num_data_processes or splits.num_processes,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),
@@ -245,6 +254,7 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     if document is None:
         return
     loader.load_state_dict(document["loader"])
+    session.global_batch = document["loader"]["batches"][0][2] if "batches" in document["loader"] else 0
     if run.shares == "measured":
         loader.load_shares(document["loader"])
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
@@ -262,6 +272,12 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
 def find_delays(session: Session) -> Delays | None:
     """Return the delays of gradients, on rank 0; None elsewhere, or if workers step together."""
     return session.replica.state.count_delays() if session.replica.group.rank == 0 else None
+
+
+def describe_batch(session: Session) -> BatchChanged:
+    """Return the event that says how many samples steps take from here on, and at which learning rates."""
+    factor = session.training.run.optimizer.scale_rate(session.global_batch)
+    return BatchChanged(global_batch=session.global_batch, start=session.loader.position, rate_factor=factor)
 
 
 def _log_start(session: Session) -> None:
