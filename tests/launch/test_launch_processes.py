@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.comm.control import ControlAccess, ControlStore
+from paceline.comm.join import open_store
 from paceline.launch import processes
 from paceline.launch.processes import ProcessesError, run_in_processes, watch_processes
 from paceline.launch.signals import StopRequest
@@ -100,6 +102,21 @@ def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
         ended = watch_processes(2, stop_launcher_and_wait, os.getpid(), int(number), tmp_path, stop=stop)
     assert stop.number == number
     assert ended.values == {0: number, 1: number}
+
+
+def come_by_the_file(folder):
+    """Return what the store of the launcher holds, for one who has nothing but the file."""
+    path = folder / "control.json"
+    store = ControlStore(ControlAccess.load(path))
+    store.set("key", "value")
+    return open_store().get("key"), path.stat().st_mode & 0o777
+
+
+def test_a_file_gives_this_user_access_while_it_runs(tmp_path):
+    with StopRequest() as stop:
+        ended = watch_processes(1, come_by_the_file, tmp_path, stop=stop, output=tmp_path)
+    assert ended.values == {0: (b"value", 0o600)}
+    assert not (tmp_path / "control.json").exists()
 
 
 def print_words(words):

@@ -15,6 +15,7 @@ from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.workers import Workers
 from paceline.comm import TorchGroup
 from paceline.comm.group import Group
+from paceline.comm.join import open_store
 from paceline.comm.program_group import ProgramGroup
 from paceline.comm.shared_memory.group import SharedMemoryGroup
 from paceline.errors import SettingsError
@@ -153,9 +154,10 @@ def _beside_gloo(measure: Callable[[dist.Store], T]) -> T:
     """Run `measure` with torch's default group there, and a store to make others."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", timeout=timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    measured = measure(dist.PrefixStore("benchmark", dist.TCPStore(address, port, timeout=timeout)))
+    store = open_store(_TIMEOUT_S)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+    measured = measure(dist.PrefixStore("benchmark", store))
     dist.barrier()
     dist.destroy_process_group()
     return measured

@@ -155,7 +155,8 @@ def joined() -> Iterator[Group]:
     torch.set_num_threads(1)
     with join() as group:
         if group.size > 1:
-            dist.init_process_group("nccl" if group.device.type == "cuda" else "gloo")
+            backend = "nccl" if group.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=group.store, rank=group.rank, world_size=group.size)
         try:
             yield group
         finally:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from paceline.comm.control import ControlAccess, ControlStore, store_of_epoch
 from paceline.comm.group import Group, joined_group, note_joined
 from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
@@ -99,15 +100,32 @@ def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group
     if size == 1:
         return LocalGroup(device=chosen)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
+        store = open_store(timeout_s)
         generation = agree_generation(dist.PrefixStore("paceline", store), rank, size, timeout_s)
-        prefix = dist.PrefixStore(f"paceline/generation{generation}", store)
+        if rank == 0 and isinstance(store, ControlStore):
+            store.announce_epoch(generation)
+        prefix = store_of_epoch(store, generation)
         if chosen.type != "cpu":
             return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
         return _open_cpu_group(prefix, rank, size, timeout_s=timeout_s, epoch=generation, transport=transport)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
+
+
+def open_store(timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
+    """Return the store by which the workers of this start find each other: their launcher's, or torchrun's.
+
+    Raises:
+        RuntimeError: It cannot be reached.
+    """
+    access = ControlAccess.from_environment(os.environ)
+    # Where a worker of ours starts torchrun, its workers inherit the access to a launcher that is not theirs.
+    if access is not None and (access.host, str(access.port)) == (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
+        return ControlStore(access, timeout_s=timeout_s)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))[0]
+    return store
 
 
 def _open_cpu_group(

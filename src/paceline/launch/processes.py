@@ -14,12 +14,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from paceline.comm.control import ControlAccess, ControlServer
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.forking import START_METHOD, prepare_to_fork, unblock_signals
 from paceline.launch.signals import StopRequest
 
+_ACCESS_FILE = "control.json"
 _GRACE_S = 40.0
 """Time that the others have to end by themselves after one has failed."""
 
@@ -75,19 +75,22 @@ def watch_processes(
         function: Function of each process, at the top of a module.
         arguments: Arguments of the function.
         stop: Signals to this process, which are handed on; whoever is asked to stop has all the time it needs.
-        output: Folder in which each has its files ``rank0.out`` and ``rank0.err``, which grow from start to start.
+        output: Folder in which each has its files ``rank0.out`` and ``rank0.err``, which grow from start to start, and
+            where meanwhile ``control.json`` gives this user access to the control server.
     """
     prepare_to_fork()
     context: Any = multiprocessing.get_context(START_METHOD)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = ControlServer()
     ended = Ended()
     processes: list[BaseProcess] = []
     receivers: dict[int, Connection] = {}
     stop.hand_on = lambda number: _signal(processes, ended, number)
     try:
+        if output is not None:
+            server.access.save(output / _ACCESS_FILE)
         for rank in range(num_processes):
             receivers[rank], sender = context.Pipe(duplex=False)
-            start = (_environment(rank, num_processes, store.port), output, sender, function, arguments)
+            start = (_environment(rank, num_processes, server.access), output, sender, function, arguments)
             process = context.Process(target=_be_rank, args=start, name=f"rank {rank}")
             process.start()
             sender.close()
@@ -101,6 +104,9 @@ def watch_processes(
         for process in processes:
             process.kill()
             process.join()
+        server.close()
+        if output is not None:
+            (output / _ACCESS_FILE).unlink(missing_ok=True)
 
 
 def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended: Ended) -> None:
@@ -143,15 +149,15 @@ def _signal(processes: list[BaseProcess], ended: Ended, number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+def _environment(rank: int, size: int, access: ControlAccess) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 must not open one
+        "MASTER_ADDR": access.host,
+        "MASTER_PORT": str(access.port),
+        **access.environment(),
     }
 
 

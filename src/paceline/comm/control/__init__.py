@@ -1,0 +1,20 @@
+"""Layer 3: authenticated control traffic: connections, the launcher's server, and a store of torch's over them."""
+
+from paceline.comm.control.access import ControlAccess
+from paceline.comm.control.connection import ControlClient, ControlConnection
+from paceline.comm.control.errors import ControlError, ControlTimeoutError, EpochOverError
+from paceline.comm.control.server import ControlServer, ServerLimits
+from paceline.comm.control.store import ControlStore, store_of_epoch
+
+__all__ = [
+    "ControlAccess",
+    "ControlClient",
+    "ControlConnection",
+    "ControlError",
+    "ControlServer",
+    "ControlStore",
+    "ControlTimeoutError",
+    "EpochOverError",
+    "ServerLimits",
+    "store_of_epoch",
+]
