@@ -1,6 +1,7 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from paceline.comm.progress import PROGRESS
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.memory.tracker import StateReader
 from paceline.parallel.local import local
@@ -98,6 +100,7 @@ class OptimizerStep:
         Raises:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
         """
+        PROGRESS.enter(time.monotonic(), b"update")
         overflow = self._unscale() if self._scale is not None and has_gradients else None
         norm = self._clip(optimizer, self.clip_norm) if self.clip_norm is not None else None
         # Both are read at once: each read on a GPU waits for all that was queued.

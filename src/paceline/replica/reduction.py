@@ -1,6 +1,7 @@
 """Reduction of one replica's gradients over its reduce group: all workers, those of a host, or itself alone."""
 
 import sys
+import time
 import warnings
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
 from paceline.errors import GradientError, NonFiniteError
@@ -162,6 +164,7 @@ class GradientReduction:
         self._ranks, self._unchanged = [], range(0)
 
     def _use_rule(self, step: int) -> None:
+        PROGRESS.stamp(step, time.monotonic(), BETWEEN)
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
@@ -217,6 +220,7 @@ class GradientReduction:
             NonFiniteError: A loss is not finite; the message names the rank.
             GradientError: All weights are 0.
         """
+        PROGRESS.enter(time.monotonic(), b"reduce")
         totals = scalars.wait()
         if self.chooser is not None:
             self.chooser.hear(totals.measured)
@@ -299,6 +303,7 @@ class GradientReduction:
 
     def begin_backward(self, *, is_first: bool) -> None:
         """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
+        PROGRESS.enter(time.monotonic(), b"backward")
         if self.landing is not None:
             self.landing.begin_backward()
         if is_first:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
+from paceline.comm.progress import PROGRESS
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
@@ -156,7 +157,9 @@ class Replica:
             return find_attribute(self, name, self._run, is_late=vars(self).get("_is_late", False))
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():  # evaluation is no part of a step
+        is_step = torch.is_grad_enabled()  # evaluation is no part of one
+        PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
+        if is_step:
             self._times.began_s = self._times.began_s or time.perf_counter()
         with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:

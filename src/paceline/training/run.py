@@ -136,6 +136,9 @@ class Run(Settings):
     """Processes with which a worker reads data; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Time that workers wait for one another before an error names the missing ones."""
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """Time without progress, while others wait for it, after which a worker counts as hanging and is given up. By
+    default ten times its longest phase so far, at least 20 s (60 s for data), and 5 s if even its heartbeats stop."""
 
     @field_validator("callbacks", mode="before")
     @classmethod
