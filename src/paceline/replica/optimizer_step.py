@@ -60,6 +60,8 @@ class OptimizerStep:
             )
         self._guard = guarded.register_step_pre_hook(self._refuse_step) if guarded is not None else None
         self.clip_norm = clip_norm
+        self.judge: Callable[[str, float], None] | None = None
+        """Judge of the gradient norm before the step; see `GradientReduction.judge`."""
         self._shard = shard
         self._parameters = parameters
         self._scale = LossScale() if precision == "fp16" else None
@@ -109,6 +111,8 @@ class OptimizerStep:
         is_overflown = overflow is not None and values[0] > 0
         if norm is not None:
             self._check_norm(values[-1], number)
+            if self.judge is not None and not is_overflown:
+                self.judge("gradient norm", values[-1])
         before(is_overflown and not is_optimizer_run)
         if has_gradients:
             if is_optimizer_run and not is_overflown:

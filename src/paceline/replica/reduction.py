@@ -4,6 +4,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
-from paceline.errors import GradientError, NonFiniteError
+from paceline.errors import GradientError, NonFiniteError, SpikeError
 from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, is_split, summed_gradient
@@ -79,6 +80,8 @@ class GradientReduction:
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
         self._phase = 0
+        self.judge: Callable[[str, float], None] | None = None
+        """Judge of the mean loss before the update; it raises `SpikeError` where that must not be made."""
         self.failure: type[Exception] | None = None
         """Kind of error of an update after which there can be no other."""
         self._end: weakref.finalize[Any, GradientReduction] | None = None
@@ -234,6 +237,8 @@ class GradientReduction:
                 f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
                 "learning rate, clip gradients, or look at the data of that step"
             )
+        if self.judge is not None and totals.weight > 0:
+            self.judge("loss", totals.loss / totals.weight)
         if totals.weight <= 0 and self.covers_all_workers and not self._rule.is_asynchronous:
             raise GradientError(
                 f"the weights of a global batch must add up to more than 0, but at step {step} got {totals.weight}; "
@@ -284,7 +289,7 @@ class GradientReduction:
         at_update = self.landing is None or isinstance(self.landing, StepCoding)
         is_plain = self._shard.is_whole and self._shard.mesh is None
         if not (
-            isinstance(error, NonFiniteError)
+            isinstance(error, NonFiniteError | SpikeError)
             and at_update
             and is_plain
             and self._rule.keeps_replicas_equal

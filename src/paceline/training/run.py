@@ -27,6 +27,7 @@ from paceline.replica.landing import Landing, check_landing
 from paceline.schedules import BatchSchedule, Constant, ConstantBatch, Cosine, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
+from paceline.training.anomalies import Anomalies
 from paceline.training.best import part_measure
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
@@ -136,6 +137,8 @@ class Run(Settings):
     """Processes with which a worker reads data; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Time that workers wait for one another before an error names the missing ones."""
+    anomalies: Anomalies = Anomalies()
+    """Reactions to losses and gradients that are not finite, or far above those before."""
     hang_timeout_s: float | None = Field(default=None, gt=0)
     """Time without progress, while others wait for it, after which a worker counts as hanging and is given up. By
     default ten times its longest phase so far, at least 20 s (60 s for data), and 5 s if even its heartbeats stop."""
@@ -187,6 +190,7 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
+        self.anomalies.check(self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):

@@ -19,6 +19,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
 from paceline.sync.synchroniser import Delays
+from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
@@ -44,6 +45,7 @@ class Session:
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
+    guard: AnomalyGuard
     step_began_s: float = 0.0
     num_micro_batches: int = 0
     """Number of micro-batches done in the current step."""
@@ -125,7 +127,7 @@ def open_session(
         checkpoint: Checkpoint to resume from, on rank 0.
     """
     session = _make_session(training, group, world)
-    _resume(session, checkpoint)
+    resume(session, checkpoint)
     check_batch_norm_sizes(training.run, training.splits, session.loader)
     session.global_batch = session.loader.global_batch
     _log_start(session)
@@ -157,8 +159,10 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     saver = open_saver(training.store, replica.shard)
+    guard = AnomalyGuard(run.anomalies)
+    replica.state.judge_with(guard.judge)
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
-    return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
+    return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe, guard)
 
 
 def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
@@ -239,11 +243,12 @@ def make_loader(
     )
 
 
-def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
+def resume(session: Session, checkpoint: Checkpoint | None) -> bool:
+    """Load rank 0's `checkpoint` into the session of every rank; return whether there was one."""
     training, run, loader = session.training, session.training.run, session.loader
     document = restore(checkpoint, session.replica)
     if document is None:
-        return
+        return False
     loader.load_state_dict(document["loader"])
     if run.shares == "measured":
         loader.load_shares(document["loader"])
@@ -257,6 +262,7 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+    return True
 
 
 def find_delays(session: Session) -> Delays | None:
