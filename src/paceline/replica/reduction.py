@@ -82,6 +82,8 @@ class GradientReduction:
         self._phase = 0
         self.judge: Callable[[str, float], None] | None = None
         """Judge of the mean loss before the update; it raises `SpikeError` where that must not be made."""
+        self.compare: Callable[[int], None] | None = None
+        """Comparison of the summed gradients of a step with those of the other workers."""
         self.failure: type[Exception] | None = None
         """Kind of error of an update after which there can be no other."""
         self._end: weakref.finalize[Any, GradientReduction] | None = None
@@ -336,6 +338,8 @@ class GradientReduction:
         unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
         self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
+        if self.compare is not None and self.covers_all_workers:
+            self.compare(step)
         return waited_s + sum(bucket.waited_s for bucket in buckets)
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:

@@ -122,7 +122,7 @@ class Replica:
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
         self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, self.sync, watched)
-        self._comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
+        self.comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
         self._reduction = GradientReduction(
             module,
             self._parameters,
@@ -343,7 +343,7 @@ class Replica:
         self.state.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
-        if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
+        if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
             self.compare()
         times = self._end_step()
         reported = all_totals or totals
@@ -379,7 +379,7 @@ class Replica:
             DivergenceError: Replicas should be equal and are not.
         """
         self.flush()
-        self._comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
+        self.comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

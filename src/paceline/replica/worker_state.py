@@ -83,6 +83,10 @@ class WorkerState:
         """
         self._reduction.judge = self._optimizer_step.judge = judge
 
+    def compare_gradients_with(self, compare: Callable[[int], None]) -> None:
+        """Let `compare` see each step's gradients, in the parameters, once they are summed over all workers."""
+        self._reduction.compare = compare
+
     def skip_update(self) -> None:
         """Count an update that was refused, and dropped on all workers, as one that changed nothing."""
         self.num_updates += 1

@@ -18,13 +18,15 @@ from paceline.topology.layout import Layout
 
 Reaction = Literal["ignore", "report", "skip", "roll_back", "stop"]
 """What is done about an anomaly: nothing; an event in the log; that, and the update is skipped, on all workers; or
-training goes back to its last checkpoint, and skips the update and the one before it; or the run ends."""
+training goes back to its last checkpoint, and skips the updates from the one before the anomaly on; or the run ends."""
 
 _LEAST_VALUES = 20
 """Number of values before which nothing is a spike: the first steps change fast."""
+_MOST_HIGH = 2
+"""Number of high values in a row of which none is a spike."""
 _MAD_OF_SIGMA = 1.4826
 """Ratio of a normal distribution's deviation to the median of the distances from its median."""
-_LEAST_SCALE = 0.05
+_LEAST_SCALE = 0.02
 """Least scale of what is usual, as a fraction: a loss that never moves may still move by some."""
 
 
@@ -39,8 +41,10 @@ class Anomalies(Settings):
     """Reaction to a gradient norm, before clipping, far above those before; norms are known if clip_norm is given."""
     window: int = Field(default=100, ge=_LEAST_VALUES)
     """Number of steps before that a value is compared with."""
-    threshold: float = Field(default=10.0, gt=0)
-    """Distance above the median from which a value is a spike, in robust standard deviations."""
+    loss_threshold: float = Field(default=10.0, gt=0)
+    """Distance above the median from which a loss is a spike, in robust standard deviations."""
+    gradient_threshold: float = Field(default=20.0, gt=0)
+    """The same for a gradient norm, which changes more as a model learns."""
     patience: int = Field(default=10, ge=1)
     """Number of updates that may be skipped one after another, or times that training may go back, before it ends."""
 
@@ -63,7 +67,9 @@ class Anomalies(Settings):
 class SpikeDetector:
     """Tells values that are far above those before.
 
-    Values are compared by their logarithms while all are positive: then a loss near 0 may double, and one of 3 may not.
+    A value is a spike if it is above the median by `threshold` deviations, or the third in a row that is above it by
+    half of that: an odd batch is soon over, and parameters that went astray stay there. Values are compared by their
+    logarithms while all are positive: then a loss near 0 may double, and one of 3 may not.
 
     Args:
         window: Number of values before that one is compared with.
@@ -73,20 +79,26 @@ class SpikeDetector:
     def __init__(self, window: int, threshold: float) -> None:
         self._values: deque[float] = deque(maxlen=window)
         self._threshold = threshold
+        self.num_high = 0
+        """Number of values in a row, up to the last, that are above half of what makes a spike."""
 
     def find_limit(self) -> float:
-        """Return the largest value that is no spike."""
+        """Return the largest value that is no spike, if it comes next."""
+        return self._find_limit(self._threshold if self.num_high < _MOST_HIGH else self._threshold / 2)
+
+    def _find_limit(self, threshold: float) -> float:
         if len(self._values) < _LEAST_VALUES:
             return math.inf
         if min(self._values) <= 0:
             middle, scale = _center(self._values)
-            return middle + self._threshold * max(scale, _LEAST_SCALE * abs(middle))
+            return middle + threshold * max(scale, _LEAST_SCALE * abs(middle))
         middle, scale = _center([math.log(value) for value in self._values])
-        exponent = middle + self._threshold * max(scale, _LEAST_SCALE)
+        exponent = middle + threshold * max(scale, _LEAST_SCALE)
         return math.exp(exponent) if exponent < 700 else math.inf
 
     def add(self, value: float) -> None:
         """Take a finite value into what later ones are compared with."""
+        self.num_high = self.num_high + 1 if value > self._find_limit(self._threshold / 2) else 0
         if math.isfinite(value):
             self._values.append(value)
 
@@ -111,7 +123,8 @@ class AnomalyGuard:
     def __init__(self, settings: Anomalies) -> None:
         self.settings = settings
         self._detectors = {
-            name: SpikeDetector(settings.window, settings.threshold) for name in ("loss", "gradient norm")
+            "loss": SpikeDetector(settings.window, settings.loss_threshold),
+            "gradient norm": SpikeDetector(settings.window, settings.gradient_threshold),
         }
         self._step = 0
         self._values: dict[str, float] = {}
@@ -169,7 +182,8 @@ class AnomalyGuard:
             reaction = self._found[-1].reaction
         if reaction == "roll_back":
             self._num_returns += 1
-            self.skipped_steps |= {self._step - 1, self._step}
+            first = self._step - self._detectors["loss"].num_high - 1  # the update before what was high
+            self.skipped_steps |= set(range(max(0, first), self._step + 1))
             return reaction if self._num_returns <= self.settings.patience else "stop"
         self._num_skipped += 1
         return reaction if self._num_skipped <= self.settings.patience else "stop"

@@ -39,7 +39,7 @@ from paceline.training.log_events import log_delays, log_distance, log_failure, 
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
-from paceline.training.session import Session, build_replica, make_rates, open_session
+from paceline.training.session import Session, build_replica, make_rates, open_session, watch_replica
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
@@ -295,6 +295,7 @@ def maybe_grow(session: Session) -> None:
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     session.replica = new
+    watch_replica(session)
     session.rates = make_rates(training, new, session.rates)
     if session.noise is not None:
         session.noise.use(new.module)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,8 @@ from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.order import Dispatcher
 from paceline.errors import SettingsError
-from paceline.monitor.events import Event, RunStarted, Warned
+from paceline.monitor.events import Event, ReplicasHealed, RunStarted, Warned
+from paceline.replica.healing import GradientComparison, Healed, heal
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
@@ -26,6 +28,7 @@ from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
 from paceline.training.rehearsal import check_batch_norm_sizes
+from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
 from paceline.training.training import Training
 
@@ -46,6 +49,10 @@ class Session:
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
     guard: AnomalyGuard
+    resources: ResourceWatch | None
+    """Watch of this host's memory and disk, on its first rank."""
+    checkpoint_bytes: int = 0
+    """Size of the newest checkpoint; 0 before the first."""
     step_began_s: float = 0.0
     num_micro_batches: int = 0
     """Number of micro-batches done in the current step."""
@@ -114,6 +121,33 @@ class TrainingView:
         self._session.membership.request_stop(reason)
 
 
+def watch_replica(session: Session) -> None:
+    """Let the run's health settings act on the session's replica, which may be a new one."""
+    run, replica, group = session.training.run, session.replica, session.replica.shard.group
+    replica.state.judge_with(session.guard.judge)
+
+    def log_healed(healed: Healed) -> None:
+        session.log_event(
+            ReplicasHealed(ranks=healed.ranks, source_rank=healed.source_rank, difference=healed.difference)
+        )
+
+    def heal_replica(everybody: list[dict[str, str]], targets: dict[str, Any]) -> bool:
+        healed = heal(everybody, group, targets)
+        if healed is not None:
+            log_healed(healed)
+        return healed is not None
+
+    heals = run.on_divergence == "heal"
+    if heals:
+        replica.comparison.heal = heal_replica
+    if run.gradient_hash_interval and group.size > 1:
+        parameters = {name: p for name, p in replica.module.named_parameters() if p.requires_grad}
+        comparison = GradientComparison(
+            parameters, replica.shard, run.gradient_hash_interval, log_healed if heals else None
+        )
+        replica.state.compare_gradients_with(comparison.check)
+
+
 @contextmanager
 def open_session(
     training: Training, group: Group, world: Group | None, checkpoint: Checkpoint | None
@@ -127,6 +161,7 @@ def open_session(
         checkpoint: Checkpoint to resume from, on rank 0.
     """
     session = _make_session(training, group, world)
+    watch_replica(session)
     resume(session, checkpoint)
     check_batch_norm_sizes(training.run, training.splits, session.loader)
     session.global_batch = session.loader.global_batch
@@ -160,9 +195,14 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     saver = open_saver(training.store, replica.shard)
     guard = AnomalyGuard(run.anomalies)
-    replica.state.judge_with(guard.judge)
+    world_rank, host_ranks = replica.shard.world.rank, replica.shard.world.host_ranks
+    resources = (
+        ResourceWatch(training.directory if saver is not None else None) if world_rank in host_ranks[:1] else None
+    )
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
-    return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe, guard)
+    return Session(
+        training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe, guard, resources
+    )
 
 
 def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
