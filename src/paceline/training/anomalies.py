@@ -79,6 +79,7 @@ class SpikeDetector:
     def __init__(self, window: int, threshold: float) -> None:
         self._values: deque[float] = deque(maxlen=window)
         self._threshold = threshold
+        self._center: tuple[float, float, bool] | None = None
         self.num_high = 0
         """Number of values in a row, up to the last, that are above half of what makes a spike."""
 
@@ -89,10 +90,13 @@ class SpikeDetector:
     def _find_limit(self, threshold: float) -> float:
         if len(self._values) < _LEAST_VALUES:
             return math.inf
-        if min(self._values) <= 0:
-            middle, scale = _center(self._values)
+        if self._center is None:
+            in_logarithms = min(self._values) > 0
+            values = [math.log(value) for value in self._values] if in_logarithms else self._values
+            self._center = *_center(values), in_logarithms
+        middle, scale, in_logarithms = self._center
+        if not in_logarithms:
             return middle + threshold * max(scale, _LEAST_SCALE * abs(middle))
-        middle, scale = _center([math.log(value) for value in self._values])
         exponent = middle + threshold * max(scale, _LEAST_SCALE)
         return math.exp(exponent) if exponent < 700 else math.inf
 
@@ -101,6 +105,7 @@ class SpikeDetector:
         self.num_high = self.num_high + 1 if value > self._find_limit(self._threshold / 2) else 0
         if math.isfinite(value):
             self._values.append(value)
+            self._center = None
 
     @property
     def median(self) -> float:
