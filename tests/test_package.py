@@ -81,8 +81,8 @@ PUBLIC = {
     "replica": "Loss Replica StepResult UnusedParametersWarning full_state_dict load_latest save",
     "sync": "ADPSGD ASGD AdaptiveLocalSGD AdaptiveMixing ChocoSGD DPSGD DiLoCo EASGD EveryStep HierarchicalLocalSGD "
     "LocalSGD ParameterServer PostLocalSGD PushSum Rule SSP Scaffold StreamingDiLoCo Traffic",
-    "training": "Callback Classification Evaluation FunctionLoss FunctionModel MaskedLM Metrics Model NextToken "
-    "Objective Run RunFile TrainingView compile_blocks evaluate train",
+    "training": "Anomalies Callback Classification Evaluation FunctionLoss FunctionModel MaskedLM Metrics Model "
+    "NextToken Objective Run RunFile TrainingView compile_blocks evaluate train",
 }
 """Public names that pages show, by package."""
 

@@ -58,6 +58,10 @@ class NonFiniteError(PacelineError):
     """A loss or gradient became NaN or infinite."""
 
 
+class SpikeError(PacelineError):
+    """A loss or a gradient norm is far above those before, and its update is not made."""
+
+
 class DivergenceError(PacelineError):
     """Replicas that must be equal are not."""
 

@@ -58,6 +58,7 @@ def comparable(value: Any) -> Any:
 
 def test_there_is_a_class_for_every_kind() -> None:
     assert sorted(list_kinds()) == [
+        "anomaly_found",
         "batch_changed",
         "bucket_exchanged",
         "bucket_size_chosen",
@@ -74,7 +75,10 @@ def test_there_is_a_class_for_every_kind() -> None:
         "model_grown",
         "pipeline_measured",
         "preempted",
+        "replicas_healed",
+        "resource_low",
         "restarted",
+        "rolled_back",
         "run_finished",
         "run_started",
         "shares_changed",

@@ -29,7 +29,9 @@ def train_as_worker(
     run = make_run(recipe, overrides) if recipe else None
     offload = run.memory.offload if run else dict(overrides).get("memory.offload")
     group = join(
-        timeout_s=run.timeout_s if run else DEFAULT_TIMEOUT_S, device="cpu" if offload == "parameters" else None
+        timeout_s=run.timeout_s if run else DEFAULT_TIMEOUT_S,
+        device="cpu" if offload == "parameters" else None,
+        hang_timeout_s=run.hang_timeout_s if run else None,
     )
     is_first = group.rank == 0
     with ExitStack() as resuming:

@@ -13,12 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TypeVar
 
 from torch.distributed import Store
 
+from paceline.comm.hang_watch import UNJUDGED, HangWatch, Verdict
+from paceline.comm.heartbeat_record import FINISHED, Heartbeat
+from paceline.comm.progress import PROGRESS
+from paceline.comm.stacks import find_host_of_processes, find_own_line, register_stacks, started_at
 from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError, PeerTimeoutError
 
@@ -27,28 +31,11 @@ _NUM_RECENT = 16
 _STORE_TIMEOUT_S = 2.0
 _NUM_LOOKS = 4
 """Number of looks at ranks, while the posts of several stand still."""
+_WATCH_AFTER_S = 1.0
+"""Time of waiting in an operation after which a rank begins to watch the others."""
 
 
 T = TypeVar("T")
-
-
-@dataclass
-class Heartbeat:
-    """A rank's state, posted four times a second."""
-
-    host: str
-    pid: int
-    beat: int = 0
-    """Number of posts so far; if it stands still, so does the process."""
-    begun: int = 0
-    begun_name: str = ""
-    waiting: int = 0
-    """Sequence number of the operation that the rank waits in; 0 while it computes."""
-    waiting_since_s: float = 0.0
-    last_words: str = ""
-    """Reason why the rank stopped, if it could post one."""
-    recent: list[tuple[int, str]] = field(default_factory=list)
-    """The last operations that it has begun, each with its number."""
 
 
 class HeartbeatBoard:
@@ -58,13 +45,31 @@ class HeartbeatBoard:
         store: Store for the heartbeats.
         rank: Rank of this process.
         names: Number of each rank in errors.
+        on_verdict: Function that ends this rank's operations, called in a thread of its own when ranks that it waits
+            for have ended or hang; None to watch nobody.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int]) -> None:
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[int], on_verdict: Callable[[Verdict], None] | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._names = names
-        self._mine = Heartbeat(socket.gethostname(), os.getpid())
+        self._on_verdict = on_verdict
+        self.waiting_outside = 0
+        """Number of an operation of a group above this one, which has no watch of its own, while it is waited in."""
+        self._mine = Heartbeat(
+            socket.gethostname(),
+            os.getpid(),
+            host_key=find_host_of_processes(),
+            started=started_at(os.getpid()),
+            progress=PROGRESS.path,
+            stacks=register_stacks(),
+        )
+        self._watched = 0, 0
+        self._watched_since_s = self._posted_s = time.monotonic()
+        self._watch: HangWatch | None = None
+        self._first_step = -1
         self._recent: deque[tuple[int, str]] = deque(maxlen=_NUM_RECENT)
         self._waiting_since_s = 0.0
         self._lock = threading.Lock()
@@ -82,13 +87,20 @@ class HeartbeatBoard:
         """Record the operation that this rank waits in; 0 when it no longer waits."""
         self._waiting_since_s = time.monotonic()
         self._mine.waiting = sequence
+        PROGRESS.wait_in(id(self), sequence)
+
+    @property
+    def latest(self) -> Heartbeat:
+        """This rank's own heartbeat, as posted last."""
+        return self._mine
 
     def close(self, last_words: str = "") -> None:
         """Post for the last time; the `last_words` of the first call count."""
+        PROGRESS.wait_in(id(self), 0)
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT_S)
         if not self._mine.last_words and not self._thread.is_alive():
-            self._mine.last_words = last_words or "it has finished"
+            self._mine.last_words = last_words or FINISHED
             run_within(_STORE_TIMEOUT_S, self._post)
 
     def read(self, rank: int) -> Heartbeat | None:
@@ -97,18 +109,20 @@ class HeartbeatBoard:
 
     def describe_others(self, sequence: int) -> str:
         """Return a description of where each other rank is, those that hold up operation `sequence` first."""
-        found = self._watch()
+        found = self._look_around()
         if found is None:
             return "the store does not answer: the process that holds it (that of rank 0) is gone or frozen"
         return describe_ranks(found, sequence)
 
-    def _watch(self) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]] | None:
+    def _look_around(self) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]] | None:
         """Return an earlier and a later heartbeat of each other rank, by its number in errors; None without a store.
 
         While several stand still, it looks again: on a busy machine some of them are only slow.
         """
         found: dict[int, tuple[Heartbeat | None, Heartbeat | None]] = {}
         before = run_within(_STORE_TIMEOUT_S, self._read)
+        if before is not None and (seen := self._see_processes(before)):
+            return seen
         for _ in range(_NUM_LOOKS):
             time.sleep(3 * POST_INTERVAL_S)
             after = run_within(_STORE_TIMEOUT_S, self._read) if before is not None else None
@@ -120,6 +134,20 @@ class HeartbeatBoard:
                 break
         return found
 
+    def _see_processes(
+        self, heartbeats: Sequence[Heartbeat | None]
+    ) -> dict[int, tuple[Heartbeat | None, Heartbeat | None]]:
+        """Return the heartbeats of those that have ended, if a process of this host has without saying so."""
+        here = self._mine.host_key
+        seen: dict[int, tuple[Heartbeat | None, Heartbeat | None]] = {}
+        for name, one in zip(self._names, heartbeats, strict=True):
+            if one is None or name == self._names[self._rank]:
+                continue
+            is_dead = bool(here) and one.host_key == here and started_at(one.pid) != one.started
+            if is_dead or one.last_words:  # what the others posted last may be a quarter of a second old
+                seen[name] = one, replace(one, beat=one.beat + int(not is_dead))
+        return seen if any(_stands_still(*pair) for pair in seen.values()) else {}
+
     def find_mismatch(self) -> str:
         """Return the first of the last operations that ranks ran differently, as a sentence; empty if there is none."""
         read = run_within(_STORE_TIMEOUT_S, self._read) or []
@@ -129,9 +157,48 @@ class HeartbeatBoard:
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
             self._post()
+            if self._on_verdict is not None and not self._closed.is_set():
+                self._judge(self._on_verdict)
+
+    def _judge(self, on_verdict: Callable[[Verdict], None]) -> None:
+        """Judge the others while this rank waits, and hand over the verdict, once."""
+        waiting = self._mine.waiting, self.waiting_outside
+        now_s = time.monotonic()
+        if waiting != self._watched or not any(waiting):
+            self._watched, self._watched_since_s, self._watch = waiting, now_s, None
+        if not any(waiting) or now_s - self._watched_since_s < _WATCH_AFTER_S:
+            return
+        self._watch = self._watch or HangWatch(PROGRESS.hang_timeout_s)
+        with contextlib.suppress(RuntimeError):  # without a store there is nobody to judge
+            read = zip(self._names, self._read(), strict=True)
+            others = {name: one for name, one in read if name != self._names[self._rank]}
+            if verdict := self._watch.judge(others, waiting[0]):
+                self._on_verdict = None
+                start_thread(on_verdict, verdict, name="paceline-verdict")
+
+    def _note_progress(self) -> None:
+        """Record step and phase in the heartbeat, and how long the phase before them took."""
+        mine, position, now_s = self._mine, PROGRESS.read(), time.monotonic()
+        has_moved = (position.step, position.phase) != (
+            mine.step,
+            mine.phase,
+        ) or now_s - position.since_s < mine.still_s
+        if has_moved:
+            if mine.phase not in UNJUDGED and not mine.waits:
+                mine.longest_s = max(mine.longest_s, mine.still_s)
+            mine.line = ""
+        mine.longest_silence_s = max(mine.longest_silence_s, now_s - self._posted_s)
+        mine.step, mine.phase, mine.still_s = position.step, position.phase, now_s - position.since_s
+        mine.waits, self._posted_s = bool(PROGRESS.waits), now_s
+        self._first_step = position.step if self._first_step < 0 else self._first_step
+        mine.num_steps = max(0, position.step - self._first_step)
+        limit_s = HangWatch(PROGRESS.hang_timeout_s).find_limit(mine)
+        if limit_s is not None and not mine.line and not mine.waits and mine.still_s > limit_s / 2:
+            mine.line = find_own_line(is_reading=mine.phase == "data")  # others may see no process of this host
 
     def _post(self) -> None:
         with self._lock:
+            self._note_progress()
             self._mine.beat += 1
             waited_s = time.monotonic() - self._waiting_since_s if self._mine.waiting else 0.0
             self._mine.waiting_since_s = round(waited_s, 1)

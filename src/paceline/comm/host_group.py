@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel
 from paceline.comm.group import Group, Work
+from paceline.comm.hang_watch import Verdict
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.local_group import LocalGroup
 from paceline.comm.program_group import ProgramGroup
@@ -86,7 +87,8 @@ class HostGroup(Group):
             links = self._open_network("leaders", [ranks[0] for ranks in self._hosts])
             self._leaders = ProgramGroup(links, self._algorithm, is_tuned=self._is_tuned)
             self._parts = [self._neighbours, self._leaders, links, self._small, self._everyone]
-        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._verdict: Verdict | None = None
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, self._end_by)
         self._sequence = 0
         self._channel = Channel("paceline-hosts", on_wait=self._board.wait_in, waiters_run=True)
         self._duplicates: list[Group] = []
@@ -274,9 +276,16 @@ class HostGroup(Group):
 
         return self._channel.submit(run, sequence)
 
+    def _end_by(self, verdict: Verdict) -> None:
+        """End all operations here, with an error that names the ranks that hang or have ended."""
+        self._verdict = verdict
+        self._close_parts(verdict.to_error(f"operation {self._sequence} on rank {self.names[self.rank]}"))
+
     def _explain(self, error: CommunicationError, sequence: int, name: str) -> CommunicationError:
         """Return the error with all hosts' ranks in it, and close the connections so that the others notice."""
         where = f"operation {sequence} {name!r} on rank {self.names[self.rank]}"
+        if self._verdict is not None:
+            return self._verdict.to_error(where)
         if isinstance(error, PeerTimeoutError):
             others = self._board.describe_others(sequence)
             self._close_parts(error)  # only now, so that ranks that began later reach their own time-out

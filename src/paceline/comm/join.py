@@ -14,6 +14,7 @@ from paceline.comm.control import ControlAccess, ControlStore, store_of_epoch
 from paceline.comm.group import Group, joined_group, note_joined
 from paceline.comm.host_group import HostGroup
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.progress import PROGRESS
 from paceline.comm.shared_memory import (
     SharedMemoryError,
     SharedMemoryGroup,
@@ -37,6 +38,7 @@ def join(
     device: str | torch.device | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     transport: Transport = "auto",
+    hang_timeout_s: float | None = None,
 ) -> Group:
     """Join the other workers of this run, or make a world of one where no launcher started this process.
 
@@ -52,12 +54,21 @@ def join(
             and messages between the hosts' leaders. ``network``: messages everywhere. ``auto``: shared memory if some
             host has several workers and all can share it, else the network; a warning says why they cannot share it.
             GPUs always use NCCL.
+        hang_timeout_s: Time without progress, while others wait for it, after which a worker counts as hanging; then
+            they stop waiting, with an error that says where it is. By default ten times its longest phase so far, at
+            least 20 s (60 s for data), and 5 s if even its heartbeats stop; your code between phases, such as an
+            evaluation of your own, may then take as long as it likes.
 
     Raises:
         SettingsError: The launcher's environment is incomplete, or `transport` is not available.
         CommunicationError: The other workers did not join within `timeout_s`.
     """
     _check_fork()
+    if hang_timeout_s is not None and not hang_timeout_s > 0:
+        raise SettingsError(
+            f"hang_timeout_s must be more than 0, but got {hang_timeout_s!r}; leave it out for what suits the training"
+        )
+    PROGRESS.hang_timeout_s = hang_timeout_s
     chosen = torch.device(device) if device is not None else default_device()
     if transport not in get_args(Transport):
         raise SettingsError(f"transport must be one of {get_args(Transport)}, but got {transport!r}; choose one")

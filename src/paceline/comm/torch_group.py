@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
+from paceline.comm.hang_watch import Verdict
 from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.pacing import SLICE_BYTES, find_limit
 from paceline.comm.watchdog import Watchdog
@@ -42,6 +43,7 @@ class TorchGroup(Group):
             operations, a `Watchdog` looks.
         epoch: Number of the membership that the group belongs to.
         names: Number of each rank in errors.
+        on_verdict: Function that ends the operations of a group above this one, if ranks that it waits for hang.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class TorchGroup(Group):
         timeout_s: float,
         epoch: int = 0,
         names: Sequence[int] | None = None,
+        on_verdict: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
         super().__init__(rank, size, device, epoch, names)
         self.timeout_s = timeout_s
         self.store: dist.Store = store
         self._sequence = 0
+        self._tell_above = on_verdict
         self._num_duplicates = 0
         self._duplicates: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
         self._on_cpu: TorchGroup | None = None
@@ -67,7 +71,8 @@ class TorchGroup(Group):
         # gloo gives up after its own time-out without saying who was late: ours comes first.
         backend_timeout = timedelta(seconds=timeout_s + 60)
         self._backend: Any = _make_backend(dist.PrefixStore("backend", store), rank, size, device, backend_timeout)
-        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names)
+        self._verdict: Verdict | None = None
+        self._board = HeartbeatBoard(dist.PrefixStore("board", store), rank, self.names, self._end_by)
         self._watchdog: Watchdog | None = None
         if device.type != "cpu":
             self._watchdog = Watchdog(timeout_s, self._board.describe_others, self._backend.abort)
@@ -143,8 +148,16 @@ class TorchGroup(Group):
         self._sequence += 1
         self._board.begin(self._sequence, name, what)
 
+    @property
+    def board(self) -> HeartbeatBoard:
+        """Heartbeats of the ranks."""
+        return self._board
+
     def close(self, error: BaseException | None = None) -> None:
-        """Post a last heartbeat; connections close now if there is an `error`, else with the process group."""
+        """Post a last heartbeat; connections close now if there is an `error`, else with the process group.
+
+        Any thread may call it with an `error`: operations under way here end at once.
+        """
         for duplicate in list(self._duplicates):
             duplicate.close(error)
         self._board.close(f"{type(error).__name__}: {error}" if error else "")
@@ -283,6 +296,15 @@ class TorchGroup(Group):
             last_beats[destination] = position.beat if position else 0
         waiting.wait()
 
+    def _end_by(self, verdict: Verdict) -> None:
+        """End all operations here, with an error that names the ranks that hang or have ended."""
+        self._verdict = verdict
+        self._tell_above(verdict)
+        if self.device.type == "cpu":
+            self._disconnect()
+        else:
+            self._backend.abort()
+
     def _explain(self, error: RuntimeError, where: str, sequence: int, began_s: float) -> PacelineError:
         waited_s = time.monotonic() - began_s
         if not is_lost_peer(error):
@@ -292,6 +314,9 @@ class TorchGroup(Group):
             )
         # The backend's destructor would wait for the failed operation, a minute and more: it never runs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+        if self._verdict is not None:
+            self._disconnect()
+            return self._verdict.to_error(where)
         if waited_s >= self.timeout_s:
             others = self._board.describe_others(sequence)
             mismatch = self._board.find_mismatch()

@@ -3,9 +3,11 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterator
 from typing import Self
 
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.comm.threads import start_thread
 from paceline.data.batch import Batch
 
@@ -35,7 +37,12 @@ class ReadAhead:
             self._thread.join(timeout=10)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        while (item := self._ready.get()) is not None:
+        while True:
+            PROGRESS.enter(time.monotonic(), b"data")
+            item = self._ready.get()
+            PROGRESS.enter(time.monotonic(), BETWEEN)
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
             yield item

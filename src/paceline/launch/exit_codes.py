@@ -14,6 +14,7 @@ from paceline.errors import (
     MismatchError,
     NonFiniteError,
     PacelineError,
+    SpikeError,
     StorageError,
 )
 
@@ -37,7 +38,7 @@ def find_exit_code(error: type[BaseException]) -> ExitCode:
     """Return the exit code of a process that a kind of error ends."""
     if issubclass(error, CommunicationError):
         return ExitCode.PEERS_LOST
-    if issubclass(error, DivergenceError | MismatchError | NonFiniteError | StorageError):
+    if issubclass(error, DivergenceError | MismatchError | NonFiniteError | SpikeError | StorageError):
         return ExitCode.FAILED
     return ExitCode.REFUSED if issubclass(error, PacelineError | ValidationError) else ExitCode.FAILED
 

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from paceline.comm import Group, join
+from paceline.comm.stacks import register_stacks
 from paceline.errors import PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
 from paceline.monitor.events import Warned
@@ -99,7 +100,10 @@ def _join_and_work(directory: Path, attempt: int) -> ExitCode:
         file = RunFile.load(directory)
         offload = file.run.get("memory", {}).get("offload")
         device = "cpu" if offload == "parameters" else None  # what is exchanged is where the parameters are
-        group = join(timeout_s=file.run.get("timeout_s", 300.0), device=device)
+        register_stacks(directory / "workers" / f"rank{os.environ.get('RANK', 0)}.stack")
+        group = join(
+            timeout_s=file.run.get("timeout_s", 300.0), device=device, hang_timeout_s=file.run.get("hang_timeout_s")
+        )
     except Exception as error:
         rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:

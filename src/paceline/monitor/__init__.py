@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
+    AnomalyFound,
     BatchChanged,
     BucketExchanged,
     BucketSizeChosen,
@@ -22,7 +23,10 @@ from paceline.monitor.events import (
     PipelineMeasured,
     Preempted,
     Record,
+    ReplicasHealed,
+    ResourceLow,
     Restarted,
+    RolledBack,
     RunFinished,
     RunStarted,
     SharesChanged,
@@ -53,6 +57,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AnomalyFound",
     "BatchChanged",
     "BucketExchanged",
     "BucketSizeChosen",
@@ -73,7 +78,10 @@ __all__ = [
     "Preempted",
     "Record",
     "Records",
+    "ReplicasHealed",
+    "ResourceLow",
     "Restarted",
+    "RolledBack",
     "RunFinished",
     "RunStarted",
     "RunSummary",

@@ -1,117 +1,21 @@
 """The typed events of a run."""
 
-import math
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Generic, dataclass_transform
+from typing import Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
-from typing_extensions import TypeVar  # comes with pydantic; `typing` has defaults from 3.13 on
+from pydantic import Field
 
-from paceline.errors import PacelineError, unknown_name
-from paceline.registry import explain
-
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _read_non_finite(value: Any) -> Any:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+from paceline.monitor.event import Event as Event
+from paceline.monitor.event import EventError as EventError
+from paceline.monitor.event import Float as Float
+from paceline.monitor.event import Int as Int
+from paceline.monitor.event import Record as Record
+from paceline.monitor.event import event
+from paceline.monitor.event import find_kind as find_kind
+from paceline.monitor.event import list_fields as list_fields
+from paceline.monitor.event import list_kinds as list_kinds
 
 
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""An integer of 64 bits."""
-Float = Annotated[float, BeforeValidator(_read_non_finite)]
-"""A float, or its name if JSON has none for it: nan, inf or -inf."""
-
-
-class EventError(PacelineError, ValueError):
-    """An event has a field of the wrong type, or a line of a log is not an event."""
-
-
-class Event:
-    """Something that happened in a run: the payload, without rank and time."""
-
-    __slots__ = ()
-    kind: ClassVar[str]
-    """Name that the class is registered under; the `kind` of a line in the log."""
-
-
-T = TypeVar("T")
-E_co = TypeVar("E_co", bound=Event, covariant=True, default=Event)
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def _checked(fields_only: type[T]) -> type[T]:
-    """Make a dataclass that checks its fields, and raises an `EventError` for a wrong one."""
-    config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-    cls: Any = dataclass(frozen=True, slots=True, kw_only=True, config=config)(fields_only)
-    check = cls.__init__
-
-    def check_fields(self: T, /, **given: Any) -> None:
-        try:
-            check(self, **given)
-        except ValidationError as error:
-            raise EventError(f"{getattr(cls, 'kind', 'record')}: {explain(error)}") from error
-
-    cls.__init__ = check_fields
-    made: type[T] = cls
-    return made
-
-
-@_checked
-class Record(Generic[E_co]):
-    """An event in its envelope: run, rank and membership epoch that wrote it, and the time."""
-
-    run: str
-    rank: Int
-    """Rank of the worker; -1 for the launcher."""
-    epoch: Int
-    """Number of the membership, which counts groups of workers, not passes over the data."""
-    step: Int
-    """Number of the step; -1 if there is none."""
-    time_s: Float
-    """Monotonic time; comparable within one process only."""
-    unix_s: Float
-    event: E_co
-
-
-_KINDS: dict[str, type[Event]] = {}
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def _event(kind: str) -> Callable[[type[E_co]], type[E_co]]:
-    def add(fields_only: type[E_co]) -> type[E_co]:
-        cls = _checked(fields_only)
-        cls.kind = kind
-        _KINDS[kind] = cls
-        return cls
-
-    return add
-
-
-def list_fields(cls: Any) -> dict[str, Any]:
-    """Return the annotations of an event class's fields, by name."""
-    return {field.name: field.type for field in fields(cls)}
-
-
-def list_kinds() -> dict[str, type[Event]]:
-    """Return the event classes by kind."""
-    return dict(_KINDS)
-
-
-def find_kind(kind: str) -> type[Event]:
-    """Return the event class of a kind.
-
-    Raises:
-        EventError: There is no such kind; the log may be of another version.
-    """
-    if kind not in _KINDS:
-        raise EventError(str(unknown_name("the kind of an event", kind, _KINDS)))
-    return _KINDS[kind]
-
-
-@_event("run_started")
+@event("run_started")
 class RunStarted(Event):
     """The workers are ready; written again by each attempt after a restart or resume."""
 
@@ -130,7 +34,7 @@ class RunStarted(Event):
     """Checkpoint that this attempt resumes from."""
 
 
-@_event("step_finished")
+@event("step_finished")
 class StepFinished(Event):
     """One optimizer update is done."""
 
@@ -150,7 +54,7 @@ class StepFinished(Event):
     """Bytes that this worker sent for the step; None if not counted."""
 
 
-@_event("bucket_exchanged")
+@event("bucket_exchanged")
 class BucketExchanged(Event):
     """Times of one bucket's exchange in a sampled step, on the worker that wrote the event.
 
@@ -178,7 +82,7 @@ class BucketExchanged(Event):
     """Time that the worker waited for it."""
 
 
-@_event("bucket_size_chosen")
+@event("bucket_size_chosen")
 class BucketSizeChosen(Event):
     """The size of gradient buckets, chosen after the first steps."""
 
@@ -187,7 +91,7 @@ class BucketSizeChosen(Event):
     """Numbers that it was chosen by, in words."""
 
 
-@_event("step_timed")
+@event("step_timed")
 class StepTimed(Event):
     """Times of a sampled step, on the worker that wrote the event, after its buckets.
 
@@ -209,7 +113,7 @@ class StepTimed(Event):
     optimizer_ended_s: Float | None = None
 
 
-@_event("pipeline_measured")
+@event("pipeline_measured")
 class PipelineMeasured(Event):
     """Work of one pipeline rank in a sampled step; each rank writes its own.
 
@@ -235,7 +139,7 @@ class PipelineMeasured(Event):
     ended_s: list[Float]
 
 
-@_event("memory_estimated")
+@event("memory_estimated")
 class MemoryEstimated(Event):
     """Memory of a step on each rank, from a rehearsal before the run started; omitted if there is plenty of memory."""
 
@@ -247,7 +151,7 @@ class MemoryEstimated(Event):
     """Memory available to a rank."""
 
 
-@_event("memory_measured")
+@event("memory_measured")
 class MemoryMeasured(Event):
     """Memory of a step, measured on rank 0; with a layout that shares the model, on the rank that needs the most."""
 
@@ -262,7 +166,7 @@ class MemoryMeasured(Event):
     allocator has not given back. Pages of libraries that processes share count in part. 0 if unknown, as with GPUs."""
 
 
-@_event("slow_worker")
+@event("slow_worker")
 class SlowWorker(Event):
     """A worker computes much slower than the others; written once per start for each slow worker."""
 
@@ -274,7 +178,60 @@ class SlowWorker(Event):
     others_samples_per_s: Float
 
 
-@_event("shares_changed")
+@event("anomaly_found")
+class AnomalyFound(Event):
+    """A loss or a gradient norm is not finite, or far above those before."""
+
+    quantity: str
+    """Loss or gradient norm; or gradient, where one is not finite."""
+    value: Float
+    median: Float | None = None
+    """Median of the steps before."""
+    limit: Float | None = None
+    """Value above which it counts as a spike."""
+    reaction: str
+    """What was done: report for nothing but this event; skip, roll_back or stop."""
+    message: str = ""
+    """Ranks and places where it was found, if they are known."""
+
+
+@event("rolled_back")
+class RolledBack(Event):
+    """Training went back to a checkpoint, and makes the steps since again, without the updates that led astray."""
+
+    checkpoint: str
+    from_step: Int
+    """Number of steps that had been done."""
+    skipped_steps: list[Int]
+    """Steps whose updates are skipped."""
+
+
+@event("replicas_healed")
+class ReplicasHealed(Event):
+    """Replicas had become different, and took the state of the majority."""
+
+    ranks: list[Int]
+    """Ranks that differed."""
+    source_rank: Int
+    """Rank whose state they took."""
+    difference: str
+    """First difference, in words."""
+
+
+@event("resource_low")
+class ResourceLow(Event):
+    """Memory or disk space of a host runs out; written once until there is enough again."""
+
+    host: str
+    resource: str
+    """Memory or disk."""
+    available_bytes: Int
+    needed_bytes: Int
+    """Size below which the event is written."""
+    message: str
+
+
+@event("shares_changed")
 class SharesChanged(Event):
     """The workers' shares of a global batch follow their speed from a position on."""
 
@@ -286,7 +243,7 @@ class SharesChanged(Event):
     """Speed of each rank while it computes; NaN for one that computed nothing."""
 
 
-@_event("gradient_noise_measured")
+@event("gradient_noise_measured")
 class GradientNoiseMeasured(Event):
     """Noise of the gradients: moving averages over steps."""
 
@@ -300,7 +257,7 @@ class GradientNoiseMeasured(Event):
     """Number of steps since the last measurement."""
 
 
-@_event("batch_changed")
+@event("batch_changed")
 class BatchChanged(Event):
     """Steps have another number of samples from here on."""
 
@@ -312,7 +269,7 @@ class BatchChanged(Event):
     """Factor of learning rates by the scaling of the optimizer, or of the batch policy, for that number of samples."""
 
 
-@_event("codec_changed")
+@event("codec_changed")
 class CodecChanged(Event):
     """Codec auto encodes with another codec from the next step on."""
 
@@ -325,7 +282,7 @@ class CodecChanged(Event):
     """Measured speed of the link, and predicted step times, the best first."""
 
 
-@_event("model_grown")
+@event("model_grown")
 class ModelGrown(Event):
     """The model has become deeper or wider."""
 
@@ -336,7 +293,7 @@ class ModelGrown(Event):
     width: Int | None = None
 
 
-@_event("experts_used")
+@event("experts_used")
 class ExpertsUsed(Event):
     """Use of experts by the tokens of all workers, since it was logged last or the run began.
 
@@ -351,7 +308,7 @@ class ExpertsUsed(Event):
     """Number of times that a token's expert had no room for it."""
 
 
-@_event("staleness_measured")
+@event("staleness_measured")
 class StalenessMeasured(Event):
     """Age of the parameters that workers computed their gradients from, where they go at their own pace."""
 
@@ -368,7 +325,7 @@ class StalenessMeasured(Event):
     """Number of pushes that came too late to count."""
 
 
-@_event("consensus_measured")
+@event("consensus_measured")
 class ConsensusMeasured(Event):
     """Distance of workers from what is evaluated and saved, where a rule lets their parameters differ."""
 
@@ -376,7 +333,7 @@ class ConsensusMeasured(Event):
     """Root mean square over workers of the distance of their parameters from the consensus, to the consensus's norm."""
 
 
-@_event("evaluated")
+@event("evaluated")
 class Evaluated(Event):
     """The model was evaluated on the held-out data."""
 
@@ -390,7 +347,7 @@ class Evaluated(Event):
     """Loss and metrics of the parameters as they are, where the others are of their moving averages."""
 
 
-@_event("checkpoint_saved")
+@event("checkpoint_saved")
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk."""
 
@@ -401,7 +358,7 @@ class CheckpointSaved(Event):
     """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
 
 
-@_event("checkpoint_skipped")
+@event("checkpoint_skipped")
 class CheckpointSkipped(Event):
     """A checkpoint could not be used."""
 
@@ -409,21 +366,21 @@ class CheckpointSkipped(Event):
     reason: str
 
 
-@_event("unused_parameters")
+@event("unused_parameters")
 class UnusedParameters(Event):
     """Parameters that got no gradient on any rank."""
 
     names: list[str]
 
 
-@_event("warned")
+@event("warned")
 class Warned(Event):
     """A problem that does not stop training."""
 
     message: str
 
 
-@_event("preempted")
+@event("preempted")
 class Preempted(Event):
     """The run was asked to stop, and saved a checkpoint."""
 
@@ -431,14 +388,14 @@ class Preempted(Event):
     signal: str
 
 
-@_event("stopped_early")
+@event("stopped_early")
 class StoppedEarly(Event):
     """The training ends before its last step, as it was told to: it is finished, and saved."""
 
     reason: str
 
 
-@_event("restarted")
+@event("restarted")
 class Restarted(Event):
     """The workers are started again after a failure."""
 
@@ -446,7 +403,7 @@ class Restarted(Event):
     reason: str
 
 
-@_event("failed")
+@event("failed")
 class Failed(Event):
     """A worker ended with an error."""
 
@@ -458,14 +415,14 @@ class Failed(Event):
     """Innermost line of the user's own code that the exception came through, as ``file:line``; empty if none."""
 
 
-@_event("showcased")
+@event("showcased")
 class Showcased(Event):
     """Sample output of the trained model, as text. The model wrote it: do not trust it."""
 
     text: str
 
 
-@_event("run_finished")
+@event("run_finished")
 class RunFinished(Event):
     """All steps are done."""
 

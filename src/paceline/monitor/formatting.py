@@ -5,6 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from paceline.monitor.events import (
+    AnomalyFound,
     BatchChanged,
     CheckpointSaved,
     CheckpointSkipped,
@@ -15,7 +16,10 @@ from paceline.monitor.events import (
     ModelGrown,
     Preempted,
     Record,
+    ReplicasHealed,
+    ResourceLow,
     Restarted,
+    RolledBack,
     RunFinished,
     RunStarted,
     SharesChanged,
@@ -103,6 +107,16 @@ def describe(record: Record) -> str | None:
             return f"step {record.step:,}: {describe_experts(event)}"
         case SlowWorker() as event:
             return f"step {record.step:,}: {describe_slow(event)}"
+        case AnomalyFound() as event:
+            return f"step {record.step:,}: {describe_anomaly(event)}"
+        case RolledBack(checkpoint=checkpoint, from_step=from_step, skipped_steps=steps):
+            skipped = ", ".join(f"{step:,}" for step in steps)
+            return f"step {from_step:,}: training goes back to {checkpoint}, and skips the updates of steps {skipped}"
+        case ReplicasHealed(ranks=ranks, source_rank=source, difference=difference):
+            healed = ", ".join(map(str, ranks))
+            return f"step {record.step:,}: {difference}; rank {healed} took the state of rank {source}"
+        case ResourceLow(message=message, host=host):
+            return f"warning: {host}: {message}"
         case SharesChanged(shares=shares):
             return f"step {record.step:,}: shares follow speed: {', '.join(map(str, shares))} samples of a global batch"
         case BatchChanged(global_batch=batch, rate_factor=factor):
@@ -161,6 +175,17 @@ def describe_experts(event: ExpertsUsed) -> str:
 def busiest_load(counts: Sequence[int]) -> float:
     """Return the tokens of a layer's busiest expert, as a multiple of its even share."""
     return max(counts) * len(counts) / max(sum(counts), 1)
+
+
+def describe_anomaly(event: AnomalyFound) -> str:
+    """Return what was out of the ordinary, and what was done."""
+    done = {"report": "", "skip": "; its update is skipped", "roll_back": "; training goes back"}.get(
+        event.reaction, "; the run ends"
+    )
+    if event.limit is None or event.median is None:
+        return f"{event.message or f'the {event.quantity} is {number(event.value)}'}{done}"
+    usual = f"above {number(event.limit)}, where the median is {number(event.median)}"
+    return f"the {event.quantity} is {number(event.value)}, {usual}{done}"
 
 
 def describe_slow(event: SlowWorker) -> str:

@@ -16,13 +16,17 @@ from rich.panel import Panel
 from rich.text import Text
 
 from paceline.monitor.events import (
+    AnomalyFound,
     CheckpointSkipped,
     Evaluated,
     Event,
     Failed,
     Preempted,
     Record,
+    ReplicasHealed,
+    ResourceLow,
     Restarted,
+    RolledBack,
     RunFinished,
     RunStarted,
     Showcased,
@@ -39,6 +43,10 @@ _STYLES: dict[type[Event], str] = {
     RunStarted: "bold",
     CheckpointSkipped: "yellow",
     SlowWorker: "yellow",
+    AnomalyFound: "yellow",
+    RolledBack: "bold yellow",
+    ReplicasHealed: "bold yellow",
+    ResourceLow: "bold yellow",
     UnusedParameters: "yellow",
     Warned: "yellow",
     Restarted: "bold yellow",

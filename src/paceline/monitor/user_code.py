@@ -23,23 +23,24 @@ def find_user_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         places.append((error.filename, error.lineno))
     places += [(file, int(line)) for file, line in _PLACE.findall(str(error))]
-    return next((f"{_shorten(file)}:{line}" for file, line in reversed(places) if _is_users(file)), "")
+    return next((f"{shorten(file)}:{line}" for file, line in reversed(places) if is_users(file)), "")
 
 
 def format_user_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the outermost line of the user's own code on."""
     outermost = error.__traceback__
-    while outermost is not None and not _is_users(outermost.tb_frame.f_code.co_filename):
+    while outermost is not None and not is_users(outermost.tb_frame.f_code.co_filename):
         outermost = outermost.tb_next
     return "".join(traceback.format_exception(type(error), error, outermost))
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return whether a file is the user's own code: not Paceline's, Python's or an installed package's."""
     is_installed = "site-packages" in file or "dist-packages" in file
     return not file.startswith("<") and not is_installed and not any(file.startswith(f"{path}/") for path in _OTHERS)
 
 
-def _shorten(file: str) -> str:
+def shorten(file: str) -> str:
     """Return the path relative to the working directory if it is below that, else the absolute path."""
     path = os.path.relpath(file)
     return os.path.abspath(file) if path.startswith("..") else path

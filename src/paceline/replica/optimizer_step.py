@@ -1,6 +1,7 @@
 """The optimizer's step: unscaled, clipped, and skipped where fp16 overflowed."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from paceline.comm.progress import PROGRESS
 from paceline.errors import GradientError, NonFiniteError, SettingsError
 from paceline.memory.tracker import StateReader
 from paceline.parallel.local import local
@@ -58,6 +60,8 @@ class OptimizerStep:
             )
         self._guard = guarded.register_step_pre_hook(self._refuse_step) if guarded is not None else None
         self.clip_norm = clip_norm
+        self.judge: Callable[[str, float], None] | None = None
+        """Judge of the gradient norm before the step; see `GradientReduction.judge`."""
         self._shard = shard
         self._parameters = parameters
         self._scale = LossScale() if precision == "fp16" else None
@@ -98,6 +102,7 @@ class OptimizerStep:
         Raises:
             NonFiniteError: The gradient norm is not finite, in a precision that does not overflow.
         """
+        PROGRESS.enter(time.monotonic(), b"update")
         overflow = self._unscale() if self._scale is not None and has_gradients else None
         norm = self._clip(optimizer, self.clip_norm) if self.clip_norm is not None else None
         # Both are read at once: each read on a GPU waits for all that was queued.
@@ -106,6 +111,8 @@ class OptimizerStep:
         is_overflown = overflow is not None and values[0] > 0
         if norm is not None:
             self._check_norm(values[-1], number)
+            if self.judge is not None and not is_overflown:
+                self.judge("gradient norm", values[-1])
         before(is_overflown and not is_optimizer_run)
         if has_gradients:
             if is_optimizer_run and not is_overflown:

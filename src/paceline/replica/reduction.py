@@ -1,8 +1,10 @@
 """Reduction of one replica's gradients over its reduce group: all workers, those of a host, or itself alone."""
 
 import sys
+import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.compression import AutoCodec, Codec
 from paceline.compression.codec import is_finite
-from paceline.errors import GradientError, NonFiniteError
+from paceline.errors import GradientError, NonFiniteError, SpikeError
 from paceline.optim.torch_rules import is_adaptive, is_known
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard, is_split, summed_gradient
@@ -82,6 +85,10 @@ class GradientReduction:
         self._unchanged = range(0)
         """Steps for which the rule wants the present group and reducer."""
         self._phase = 0
+        self.judge: Callable[[str, float], None] | None = None
+        """Judge of the mean loss before the update; it raises `SpikeError` where that must not be made."""
+        self.compare: Callable[[int], None] | None = None
+        """Comparison of the summed gradients of a step with those of the other workers."""
         self.failure: type[Exception] | None = None
         """Kind of error of an update after which there can be no other."""
         self._end: weakref.finalize[Any, GradientReduction] | None = None
@@ -168,6 +175,7 @@ class GradientReduction:
         self._ranks, self._unchanged = [], range(0)
 
     def _use_rule(self, step: int) -> None:
+        PROGRESS.stamp(step, time.monotonic(), BETWEEN)
         if step in self._unchanged:
             return
         end = self._rule.next_change(step)
@@ -224,6 +232,7 @@ class GradientReduction:
             NonFiniteError: A loss is not finite; the message names the rank.
             GradientError: All weights are 0.
         """
+        PROGRESS.enter(time.monotonic(), b"reduce")
         totals = scalars.wait() if self.virtual is None else self.virtual.sum_totals(scalars.wait())
         if self.chooser is not None:
             self.chooser.hear(totals.measured)
@@ -237,6 +246,8 @@ class GradientReduction:
                 f"the loss must be finite, but at step {step} it is not on {', '.join(bad)}; lower the "
                 "learning rate, clip gradients, or look at the data of that step"
             )
+        if self.judge is not None and totals.weight > 0:
+            self.judge("loss", totals.loss / totals.weight)
         if totals.weight <= 0 and self.covers_all_workers and not self._rule.is_asynchronous:
             raise GradientError(
                 f"the weights of a global batch must add up to more than 0, but at step {step} got {totals.weight}; "
@@ -294,7 +305,7 @@ class GradientReduction:
         at_update = self.landing is None or isinstance(self.landing, StepCoding)
         is_plain = self._shard.is_whole and self._shard.mesh is None
         if not (
-            isinstance(error, NonFiniteError)
+            isinstance(error, NonFiniteError | SpikeError)
             and at_update
             and is_plain
             and self._rule.keeps_replicas_equal
@@ -325,6 +336,7 @@ class GradientReduction:
 
     def begin_backward(self, *, is_first: bool) -> None:
         """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
+        PROGRESS.enter(time.monotonic(), b"backward")
         if self.landing is not None:
             self.landing.begin_backward()
         if is_first:
@@ -352,6 +364,8 @@ class GradientReduction:
         unused = [name for bucket in buckets for name in self.gradients.receive(bucket, divisor)]
         self.unused = list(dict.fromkeys([*unused, *self._clear_unused(step, may_skip=may_skip)]))
         self.gradients.check_finite(buckets, step, may_skip=may_skip)
+        if self.compare is not None and self.covers_all_workers:
+            self.compare(step)
         return waited_s + sum(bucket.waited_s for bucket in buckets)
 
     def finish(self, *, skipped: bool) -> list[BucketTimes]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import Membership
+from paceline.comm.progress import PROGRESS
 from paceline.data.batch import Batch, is_borrowed, list_tensors
 from paceline.errors import GradientError, SettingsError
 from paceline.parallel.batch_norm import BatchNormScope, start_batch_norm
@@ -124,7 +125,7 @@ class Replica:
         self._batch_norm = start_batch_norm(batch_norm, module, self.shard.statistics_group)
         watched = self._batch_norm if self._compiled is module else None  # a hook would compile it again
         self._beginning = Beginning(module, local_optimizer(self.optimizer), self.shard, self.sync, watched)
-        self._comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
+        self.comparison = ReplicaComparison(module, self.optimizer, self.shard, self.sync, hash_interval)
         self._reduction = GradientReduction(
             module,
             self._parameters,
@@ -160,7 +161,9 @@ class Replica:
             return find_attribute(self, name, self._run, is_late=vars(self).get("_is_late", False))
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():  # evaluation is no part of a step
+        is_step = torch.is_grad_enabled()  # evaluation is no part of one
+        PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
+        if is_step:
             self._times.began_s = self._times.began_s or time.perf_counter()
             self._reduction.begin_forward()
         with self.autocast(), self._counting(not is_borrowed()):
@@ -344,7 +347,7 @@ class Replica:
         self.state.num_updates += 1
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
-        if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
+        if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
             self.compare()
         times = self._end_step()
         reported = all_totals or totals
@@ -380,7 +383,7 @@ class Replica:
             DivergenceError: Replicas should be equal and are not.
         """
         self.flush()
-        self._comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
+        self.comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

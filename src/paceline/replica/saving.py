@@ -1,6 +1,7 @@
 """Checkpoints of your own loop: `save` and `load_latest`."""
 
 import random
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore
 from paceline.checkpoint.find import warn_of_damage
 from paceline.comm.group import Group
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.gathering import read_header, scatter
@@ -43,6 +45,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
         CheckpointError: A checkpoint could not be written.
         DivergenceError: Replicas should be equal and are not.
     """
+    PROGRESS.enter(time.monotonic(), b"save")
     replicas, others = _name(objects)
     for replica in replicas.values():
         if not replica.is_between_steps:
@@ -72,6 +75,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
     if world.membership.is_stopping:
         world.barrier(name="checkpoint")  # or a launcher would end rank 0 with the first that leaves
         world.membership.is_saved = True
+    PROGRESS.enter(time.monotonic(), BETWEEN)
 
 
 def load_latest(folder: str | Path, *objects: Stateful) -> bool:

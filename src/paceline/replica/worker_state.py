@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,22 @@ class WorkerState:
         """Whether rule and codecs have started, anew or from a loaded state."""
         self.warns_of_idleness = True
         """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
+
+    def judge_with(self, judge: Callable[[str, float], None]) -> None:
+        """Let `judge` see each step's loss and gradient norm before the update; it raises where that must not be made.
+
+        It must decide the same on every worker: what it sees is the same where gradients are summed over all of them.
+        """
+        self._reduction.judge = self._optimizer_step.judge = judge
+
+    def compare_gradients_with(self, compare: Callable[[int], None]) -> None:
+        """Let `compare` see each step's gradients, in the parameters, once they are summed over all workers."""
+        self._reduction.compare = compare
+
+    def skip_update(self) -> None:
+        """Count an update that was refused, and dropped on all workers, as one that changed nothing."""
+        self.num_updates += 1
+        self._reduction.prepare(self.num_updates)
 
     @property
     def gradient_buffers(self) -> list[Tensor]:

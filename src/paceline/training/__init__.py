@@ -1,5 +1,6 @@
 """Layer 8: a run, and the loop that trains it."""
 
+from paceline.training.anomalies import Anomalies
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import compile_blocks
 from paceline.training.evaluate import Evaluation, evaluate
@@ -11,6 +12,7 @@ from paceline.training.run import Run, RunFile
 from paceline.training.session import TrainingView
 
 __all__ = [
+    "Anomalies",
     "Callback",
     "Classification",
     "Evaluation",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.data.base import IterableSource, Source
 from paceline.data.batch import Batch, list_tensors
 from paceline.data.order import Interval, apportion
@@ -87,6 +88,7 @@ def evaluate(
         is_stopped: Function that returns whether to stop early; if it does on any worker the result is None on all.
     """
     began_s = time.perf_counter()
+    PROGRESS.enter(time.monotonic(), b"evaluate")
     shard = model.shard
     num_samples = min(len(source), max_samples or len(source)) if isinstance(source, Source) else 0
     was_training = {module: module.training for module in model.module.modules()}
@@ -109,6 +111,7 @@ def evaluate(
     for module, training in was_training.items():
         module.training = training
     totals = _add_over_workers(sums, shard.world)
+    PROGRESS.enter(time.monotonic(), BETWEEN)
     if "stopped" in totals:
         return None
     check_samples(num_samples)

@@ -57,6 +57,9 @@ def log_step(session: Session, result: StepResult, num_samples: int) -> None:
             wire_bytes=result.wire_bytes,
         )
     )
+    if session.resources is not None:
+        for low in session.resources.look(session.checkpoint_bytes):
+            session.training.log.write(low, step=session.training.step)
     interval = session.training.run.timeline_interval
     if interval and session.training.step % interval == 0:
         for event in timeline_events(result):
@@ -140,6 +143,7 @@ def log_distance(session: Session) -> None:
 def log_saved(session: Session, saved: list[SavedCheckpoint], lost_ranks: Sequence[int] = ()) -> None:
     """Log the checkpoints that are complete now."""
     for one in saved:
+        session.checkpoint_bytes = one.num_bytes
         session.log_event(
             CheckpointSaved(
                 path=str(one.path), num_bytes=one.num_bytes, duration_s=one.duration_s, lost_ranks=list(lost_ranks)

@@ -28,15 +28,17 @@ from paceline.parallel.mixture_of_experts import balance_loss
 from paceline.replica.step_result import StepResult
 from paceline.schedules import NoiseScaleBatch
 from paceline.sync.synchroniser import SampleDispatcher, WorkerContext
+from paceline.training import guarded_step
 from paceline.training.best import BestSoFar
 from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
+from paceline.training.guarded_step import GoingBack, go_back
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
 from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
-from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session
+from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session, watch_replica
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
@@ -101,7 +103,18 @@ def _run_steps(session: Session) -> bool:
 
 
 def _run_together(session: Session) -> bool:
-    """Run steps that all workers take."""
+    """Run steps that all workers take; they may go back, and make some of them again."""
+    while True:
+        cause: Exception | None = None
+        try:
+            return _run_batches(session)
+        except GoingBack as going:
+            cause = going.__cause__ if isinstance(going.__cause__, Exception) else None
+        go_back(session, cause)
+
+
+def _run_batches(session: Session) -> bool:
+    """Run steps that all workers take, from the loader's position on."""
     training = session.training
     maybe_grow(session)
     for batch in session.loader:
@@ -221,7 +234,7 @@ def train_step(session: Session, batch: Batch, step: int) -> StepResult | None:
     if not batch.last:
         return None
     session.num_micro_batches = 0
-    result = replica.update()
+    result = guarded_step.update(session, batch)
     session.loader.ack(batch)
     training.num_samples += batch.interval.num_samples
     return result
@@ -283,6 +296,7 @@ def maybe_grow(session: Session) -> None:
     if feedback:
         new.state.load_feedback([feedback if rank == new.group.rank else {} for rank in range(new.group.size)])
     session.replica = new
+    watch_replica(session)
     session.rates = make_rates(training, new, session.rates)
     if session.noise is not None:
         session.noise.use(new.module)

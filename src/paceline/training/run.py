@@ -28,6 +28,7 @@ from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
 from paceline.sync import EveryStep, Rule
 from paceline.topology.layout import Layout
+from paceline.training.anomalies import Anomalies
 from paceline.training.best import part_measure
 from paceline.training.callbacks import Callback
 from paceline.training.compiling import NO_COMPILER, check_compiler_fits
@@ -128,6 +129,11 @@ class Run(Settings):
     """Evaluations without improvement, by the measure of `keep_best` or the loss, after which training ends."""
     hash_interval: int = Field(default=100, ge=0)
     """Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too; 0 for none."""
+    gradient_hash_interval: int = Field(default=0, ge=0)
+    """Steps from one comparison of the summed gradients on all workers, before the update, to the next; 0 for none."""
+    on_divergence: Literal["stop", "heal"] = "stop"
+    """Reaction to replicas, or summed gradients, that differ: the run stops; or, from three workers on, those that are
+    odd take what the majority has, without a layout."""
     bucket_bytes: int | None = Field(default=None, ge=1)
     """Size of the buckets that gradients are exchanged in, the first of 1 MiB at most; by default the codec's own if it
     has one, else 25 MiB on GPUs, and on CPUs what the first steps show to suit the network."""
@@ -142,6 +148,11 @@ class Run(Settings):
     """Processes with which a worker reads data; 0 for a thread."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Time that workers wait for one another before an error names the missing ones."""
+    anomalies: Anomalies = Anomalies()
+    """Reactions to losses and gradients that are not finite, or far above those before."""
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """Time without progress, while others wait for it, after which a worker counts as hanging and is given up. By
+    default ten times its longest phase so far, at least 20 s (60 s for data), and 5 s if even its heartbeats stop."""
 
     @field_validator("callbacks", mode="before")
     @classmethod
@@ -190,6 +201,8 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
+        self.anomalies.check(self.sync, self.layout, self.landing)
+        check_hashing(self)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
@@ -452,3 +465,13 @@ class RunFile(Settings):
             raise SettingsError(f"{path} must be a run's file, but: {explain(error)}") from error
         except ValueError as error:
             raise SettingsError(f"{path} must be JSON, but: {error}") from error
+
+
+def check_hashing(run: Run) -> None:
+    """Refuse a comparison of gradients that need not be equal, or are gone before they could be compared."""
+    is_every_step = isinstance(run.sync, EveryStep)
+    if run.gradient_hash_interval and not (is_every_step and run.layout.is_plain and run.landing == "update"):
+        raise ValueError(
+            f"gradient_hash_interval must be 0 with sync {run.sync.name}, landing {run.landing} and {run.layout}, but "
+            f"got {run.gradient_hash_interval}; take sync every_step with landing update, or leave it out"
+        )

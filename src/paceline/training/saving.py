@@ -1,10 +1,12 @@
 """Saving a training: at a step of all its workers, or what is left when one of them is lost."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
+from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.errors import CommunicationError, NonFiniteError, PacelineError
 from paceline.parallel.local import local
 from paceline.replica.named_tensors import capture_objects
@@ -27,6 +29,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
         lost_ranks: Ranks whose last work is not in it.
     """
     training, replica = session.training, session.replica
+    PROGRESS.enter(time.monotonic(), b"save")
     replica.flush()
     for name, parameter in replica.module.named_parameters():
         if not torch.isfinite(local(parameter)).all():
@@ -59,6 +62,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
             path = str(saved.path)
     if wait:
         world.barrier(name="checkpoint")
+    PROGRESS.enter(time.monotonic(), BETWEEN)
     return path
 
 

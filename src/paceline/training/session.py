@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,18 +16,21 @@ from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.order import Dispatcher
 from paceline.errors import SettingsError
-from paceline.monitor.events import BatchChanged, Event, RunStarted, Warned
+from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
+from paceline.replica.healing import GradientComparison, Healed, heal
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
 from paceline.sync.synchroniser import Delays
+from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
 from paceline.training.load_balancing import LoadBalancer
 from paceline.training.memory_probe import MemoryProbe
 from paceline.training.noise_scale import NO_CLIPPING, NoiseMeter
 from paceline.training.rates import Rates
 from paceline.training.rehearsal import check_batch_norm_sizes
+from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
 from paceline.training.training import Training
 
@@ -46,6 +50,11 @@ class Session:
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
+    guard: AnomalyGuard
+    resources: ResourceWatch | None
+    """Watch of this host's memory and disk, on its first rank."""
+    checkpoint_bytes: int = 0
+    """Size of the newest checkpoint; 0 before the first."""
     step_began_s: float = 0.0
     num_micro_batches: int = 0
     """Number of micro-batches done in the current step."""
@@ -114,6 +123,33 @@ class TrainingView:
         self._session.membership.request_stop(reason)
 
 
+def watch_replica(session: Session) -> None:
+    """Let the run's health settings act on the session's replica, which may be a new one."""
+    run, replica, group = session.training.run, session.replica, session.replica.shard.group
+    replica.state.judge_with(session.guard.judge)
+
+    def log_healed(healed: Healed) -> None:
+        session.log_event(
+            ReplicasHealed(ranks=healed.ranks, source_rank=healed.source_rank, difference=healed.difference)
+        )
+
+    def heal_replica(everybody: list[dict[str, str]], targets: dict[str, Any]) -> bool:
+        healed = heal(everybody, group, targets)
+        if healed is not None:
+            log_healed(healed)
+        return healed is not None
+
+    heals = run.on_divergence == "heal"
+    if heals:
+        replica.comparison.heal = heal_replica
+    if run.gradient_hash_interval and group.size > 1:
+        parameters = {name: p for name, p in replica.module.named_parameters() if p.requires_grad}
+        comparison = GradientComparison(
+            parameters, replica.shard, run.gradient_hash_interval, log_healed if heals else None
+        )
+        replica.state.compare_gradients_with(comparison.check)
+
+
 @contextmanager
 def open_session(
     training: Training, group: Group, world: Group | None, checkpoint: Checkpoint | None
@@ -127,7 +163,8 @@ def open_session(
         checkpoint: Checkpoint to resume from, on rank 0.
     """
     session = _make_session(training, group, world)
-    _resume(session, checkpoint)
+    watch_replica(session)
+    resume(session, checkpoint)
     check_batch_norm_sizes(training.run, training.splits, session.loader)
     before, session.global_batch = session.global_batch, session.loader.global_batch
     _log_start(session)
@@ -161,8 +198,15 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
     saver = open_saver(training.store, replica.shard)
+    guard = AnomalyGuard(run.anomalies)
+    world_rank, host_ranks = replica.shard.world.rank, replica.shard.world.host_ranks
+    resources = (
+        ResourceWatch(training.directory if saver is not None else None) if world_rank in host_ranks[:1] else None
+    )
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
-    return Session(training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe)
+    return Session(
+        training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe, guard, resources
+    )
 
 
 def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
@@ -248,11 +292,12 @@ def make_loader(
     )
 
 
-def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
+def resume(session: Session, checkpoint: Checkpoint | None) -> bool:
+    """Load rank 0's `checkpoint` into the session of every rank; return whether there was one."""
     training, run, loader = session.training, session.training.run, session.loader
     document = restore(checkpoint, session.replica)
     if document is None:
-        return
+        return False
     loader.load_state_dict(document["loader"])
     session.global_batch = document["loader"]["batches"][0][2] if "batches" in document["loader"] else 0
     if run.shares == "measured":
@@ -267,6 +312,7 @@ def _resume(session: Session, checkpoint: Checkpoint | None) -> None:
     training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
     training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+    return True
 
 
 def find_delays(session: Session) -> Delays | None:

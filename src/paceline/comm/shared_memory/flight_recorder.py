@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from paceline.comm.heartbeat import Heartbeat, describe_ranks
+from paceline.comm.heartbeat import HeartbeatBoard, describe_ranks
+from paceline.comm.heartbeat_record import FINISHED, Heartbeat
+from paceline.comm.progress import PROGRESS
 from paceline.comm.shared_memory.futex import fence
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError
 
@@ -74,6 +76,8 @@ class FlightRecorder:
         self.others = [other for other in range(self.size) if other != rank]
         self.timeout_s = timeout_s
         self.failure: PacelineError | None = None
+        self.board: HeartbeatBoard | None = None
+        """Heartbeats of the same ranks, which watch them while this one waits."""
         self._memory = memory
         self.address = address
         self._descriptor = descriptor
@@ -110,13 +114,25 @@ class FlightRecorder:
         """Record the operation that this rank waits in; 0 when it no longer waits."""
         self._doubles[self._block // 8 + _WAITING_SINCE] = time.monotonic()
         self.words[self._block // 4 + _WAITING] = sequence
+        if sequence:
+            PROGRESS.waits[id(self)] = sequence
+        else:
+            PROGRESS.waits.pop(id(self), None)
+        if self.board is not None:
+            self.board.waiting_outside = sequence
+
+    def describe_last(self) -> str:
+        """Return the words in errors for the operation that this rank has begun last."""
+        name, _ = self._read_entry(self.rank, self._sequence)
+        return f"operation {self._sequence} {name!r} on rank {self.names[self.rank]}"
 
     def leave(self, last_words: str = "") -> None:
         """Record that this rank does nothing any more; the `last_words` of the first call count."""
         if not self.words[self._block // 4 + _LEFT]:
-            self._write_text(_LAST_WORDS, _LAST_WORDS_BYTES, last_words or "it has finished")
+            self._write_text(_LAST_WORDS, _LAST_WORDS_BYTES, last_words or FINISHED)
             fence()
             self.words[self._block // 4 + _LEFT] = 1
+        PROGRESS.waits.pop(id(self), None)
 
     def check_same(self, operation: Operation) -> None:
         """Compare the operation of all ranks, once all have begun it.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.comm.channel import Channel, Job
 from paceline.comm.group import Group, Work
+from paceline.comm.hang_watch import Verdict
 from paceline.comm.shared_memory.buffers import PLACE, Buffers
 from paceline.comm.shared_memory.control_segment import SMALL_BYTES, open_control_segment
 from paceline.comm.shared_memory.flight_recorder import MAX_AHEAD, Operation
@@ -37,7 +38,7 @@ from paceline.comm.shared_memory.transfers import (
     sum_in_place,
 )
 from paceline.comm.torch_group import TorchGroup
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, PacelineError
 
 
 class SharedMemoryWarning(UserWarning):
@@ -93,7 +94,9 @@ class SharedMemoryGroup(Group):
             timeout_s=timeout_s,
             epoch=epoch,
             names=self.names,
+            on_verdict=self._end_by,
         )
+        self._recorder.board = self._network.board
         self._channel: Channel | None = None
         """Made on first use: many groups carry small tensors only."""
         self._outstanding: deque[RingStep | Job] = deque()
@@ -219,6 +222,8 @@ class SharedMemoryGroup(Group):
             return
         self._is_closed = True
         error = error or self._recorder.failure
+        if isinstance(error, PacelineError):
+            self._recorder.failure = self._recorder.failure or error  # which ends operations in other threads
         last_words = f"{type(error).__name__}: {error}" if error else ""
         if self._channel is None or error is not None:
             self._leave(last_words)
@@ -226,6 +231,11 @@ class SharedMemoryGroup(Group):
             self._channel.close(None if error is not None else lambda: self._leave(""))
         self._hub.close()
         self._network.close(error)
+
+    def _end_by(self, verdict: Verdict) -> None:
+        """End all operations here, with an error that names the ranks that hang."""
+        operation = self._recorder.describe_last()
+        self._recorder.failure = self._recorder.failure or verdict.to_error(operation)
 
     def _open(self, store: dist.Store, ranks: Sequence[int]) -> "SharedMemoryGroup":
         return SharedMemoryGroup(

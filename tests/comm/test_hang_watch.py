@@ -1,0 +1,132 @@
+"""Verdicts on ranks that hang: rules over scripted heartbeats, and real processes that hang in three ways."""
+
+import itertools
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import paceline
+from paceline.comm.hang_watch import SILENT_S, STILL_DATA_S, STILL_S, HangWatch
+from paceline.comm.heartbeat_record import Heartbeat
+from paceline.comm.progress import PROGRESS
+from paceline.errors import CommunicationError
+from paceline.testing import run_processes
+
+
+class Watched:
+    """A watch on one rank far away, whose heartbeats come as a script says."""
+
+    def __init__(self, timeout_s=None, **fields):
+        self.now_s = 0.0
+        self.watch = HangWatch(timeout_s, clock=lambda: self.now_s)
+        self.one = Heartbeat("far", 7, step=9, num_steps=9, phase="forward", longest_s=0.5, **fields)
+
+    def look(self, after_s, *, beats=True, waiting=0, **fields):
+        """Look `after_s` later; its heartbeat went on if it `beats`."""
+        self.now_s += after_s
+        still_s = self.one.still_s + after_s if beats else self.one.still_s
+        self.one = replace(self.one, **{"beat": self.one.beat + beats, "still_s": still_s} | fields)
+        verdict = self.watch.judge({1: self.one}, waiting)
+        return verdict.words if verdict else ""
+
+
+def test_a_rank_that_does_not_move_hangs_after_many_times_its_longest_phase():
+    watched = Watched()
+    assert not watched.look(STILL_S - 1)
+    said = watched.look(2)
+    assert said.startswith(
+        "rank 1 (host far, pid 7) lives, but has made no progress for 21 s in phase forward of step 9"
+    )
+    slow = Watched()
+    slow.one = replace(slow.one, longest_s=STILL_S)
+    assert not slow.look(9 * STILL_S), "its phases are long"
+    assert slow.look(2 * STILL_S)
+
+
+def test_a_rank_that_moves_waits_or_has_only_begun_does_not_hang():
+    watched = Watched()
+    assert not any(watched.look(STILL_S - 1, still_s=STILL_S - 1) for _ in range(9))
+    assert not Watched().look(9 * STILL_S, waits=True), "it waits for others itself"
+    assert not Watched().look(9 * STILL_S, num_steps=1), "the first steps compile"
+    for phase in ("save", "evaluate", "loop"):
+        assert not Watched().look(9 * STILL_S, phase=phase)
+    assert not Watched().look(STILL_DATA_S - 1, phase="data"), "data may be far away"
+    assert Watched().look(STILL_DATA_S + 1, phase="data")
+
+
+def test_a_given_time_counts_in_every_phase():
+    for phase in ("loop", "data", "evaluate"):
+        watched = Watched(timeout_s=3)
+        assert not watched.look(2, phase=phase)
+        assert watched.look(2, phase=phase)
+
+
+def test_a_rank_without_heartbeats_hangs_soon_unless_it_was_silent_before():
+    watched = Watched()
+    assert not watched.look(1)
+    assert not watched.look(SILENT_S - 1, beats=False)
+    assert "has posted no heartbeat for 6 s in phase forward of step 9" in watched.look(2, beats=False)
+    often = Watched(longest_silence_s=SILENT_S)
+    assert not often.look(1)
+    assert not often.look(2 * SILENT_S, beats=False)
+    assert often.look(2 * SILENT_S, beats=False)
+
+
+def test_who_has_left_before_the_operation_is_told_at_once():
+    watched = Watched(begun=3)
+    assert not watched.look(1, waiting=3, last_words="it has finished"), "it has done its part"
+    verdict = watched.watch.judge({1: watched.one}, 4)
+    assert verdict.is_gone
+    assert "stopped: it has finished" in verdict.words
+    assert type(verdict.to_error("here")) is CommunicationError
+
+
+def hang(transport, how):
+    """Train some steps; then rank 1 hangs, and the others say what they see of it."""
+    with paceline.join(transport=transport, timeout_s=50, hang_timeout_s=3) as group:
+        numbers = torch.ones(3)
+        group.all_reduce(numbers, name="sum").wait()
+        if group.rank == 1:
+            step, own = 0, getattr(group, "_network", group).board
+            while own.latest.num_steps < 2:  # who has only begun is not judged
+                step += 1
+                PROGRESS.stamp(step, time.monotonic(), b"forward")
+                time.sleep(0.02)
+            PROGRESS.enter(time.monotonic(), b"backward")
+            HANG[how]()
+        try:
+            group.all_reduce(numbers, name="last sum").wait()
+        except CommunicationError as error:
+            group.close(error)
+            return {"error": type(error).__name__, "message": str(error)}
+
+
+HANG = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "holding the lock": lambda: sum(itertools.repeat(1, 10**12)),
+    "asleep": lambda: time.sleep(100),
+}
+SAID = {
+    "stopped": "is stopped, as by SIGSTOP, in phase backward of step",
+    "holding the lock": "has posted no heartbeat for",
+    "asleep": "lives, but has made no progress for",
+}
+
+
+@pytest.mark.parametrize("transport", ["network", "shared_memory"])
+@pytest.mark.parametrize("how", HANG)
+def test_a_process_that_hangs_is_named_with_its_phase_and_line_long_before_time_is_out(transport, how):
+    results = run_processes(3, hang, {"transport": transport, "how": how}, wait_for=[0, 2], timeout_s=40)
+    told = [results[0].value, results[2].value]
+    assert {one["error"] for one in told} <= {"PeerTimeoutError", "CommunicationError"}
+    # One of the survivors may only hear that the other has given up.
+    (first, *_) = [one["message"] for one in told if one["error"] == "PeerTimeoutError"]
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) " + re.escape(SAID[how]), first), first
+    assert re.search(r"in phase backward of step \d+", first)
+    if how != "stopped":
+        assert re.search(r"it is at \S*test_hang_watch.py:\d+ in <lambda>", first), first

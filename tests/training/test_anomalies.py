@@ -1,0 +1,134 @@
+"""Spikes of the loss and what is not finite: found before the update, and reported, skipped, undone or fatal."""
+
+import math
+import random
+
+import pytest
+from test_loop import losses_of, make_run, read_tensors, train_here
+
+from paceline.errors import CheckpointError, NonFiniteError, SpikeError
+from paceline.monitor.events import AnomalyFound, RolledBack
+from paceline.monitor.reader import read_log, select
+from paceline.optim import SGD
+from paceline.registry import register
+from paceline.schedules import Constant
+from paceline.training import Anomalies, Callback
+from paceline.training.anomalies import SpikeDetector
+
+
+@register("test_slip")
+class Slip(Constant):
+    """A constant rate, but for one step."""
+
+    at: int
+
+    def factor(self, step, total_steps):
+        return 1e4 if step == self.at else 1.0
+
+
+def run_with(anomalies, *, slip_at=40, **changes):
+    settings = {"num_steps": 60, "optimizer": SGD(learning_rate=0.01), "schedule": Slip(at=slip_at)}
+    settings |= {"evaluate_interval": 0, "checkpoint_interval": 10, "anomalies": anomalies, "clip_norm": None}
+    return make_run(**(settings | changes))
+
+
+def found_in(directory):
+    return select(read_log(directory / "events.jsonl"), AnomalyFound)
+
+
+@pytest.mark.parametrize("kind", ["falling", "noisy", "near zero", "below zero", "heavy tails"])
+def test_what_changes_as_losses_do_is_no_spike(kind):
+    draw = random.Random(3)
+    values = {
+        "falling": lambda n: 3 * math.exp(-n / 300) + 1 + draw.gauss(0, 0.02),
+        "noisy": lambda n: 3 + draw.gauss(0, 0.6),
+        "near zero": lambda n: math.exp(draw.gauss(-7, 1.5)),
+        "below zero": lambda n: draw.gauss(-1, 2),
+        "heavy tails": lambda n: math.exp(draw.gauss(0, 0.7)),
+    }[kind]
+    detector = SpikeDetector(100, 10.0)
+    for number in range(2000):
+        value = values(number)
+        assert value <= detector.find_limit(), number
+        detector.add(value)
+
+
+def test_a_spike_stands_out_also_after_others():
+    draw = random.Random(3)
+    detector = SpikeDetector(100, 10.0)
+    for number in range(200):
+        value = 9.0 if number % 5 == 4 else 3 + draw.gauss(0, 0.05)
+        assert (value > detector.find_limit()) == (number % 5 == 4 and number >= 20), number
+        detector.add(value)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_spike_is_reported_and_training_goes_on(tmp_path, num_workers):
+    train_here(run_with(Anomalies()), tmp_path, num_workers)
+    first = found_in(tmp_path)[0]
+    assert first.step == 41, "the slip of step 40 shows in the loss of the next"
+    assert (first.event.quantity, first.event.reaction) == ("loss", "report")
+    assert first.event.value > first.event.limit > first.event.median
+    assert len(losses_of(tmp_path)) == 60
+
+
+def test_a_run_that_is_to_stop_says_where_and_keeps_its_parameters(tmp_path):
+    with pytest.raises(SpikeError, match=r"the loss must stay near those before, but at step 41 it is .*, above"):
+        train_here(run_with(Anomalies(loss_spike="stop")), tmp_path, 2)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_skipped_update_changes_nothing_and_too_many_end_the_run(tmp_path, num_workers):
+    """Parameters that a slip has spoilt stay so, whatever is skipped after it."""
+    with pytest.raises(SpikeError):
+        train_here(run_with(Anomalies(loss_spike="skip", patience=3)), tmp_path, num_workers)
+    steps = [record.step for record in found_in(tmp_path)]
+    assert steps[:4] == [41, 42, 43, 44]
+    losses = losses_of(tmp_path)
+    assert {41, 42, 43, 44} <= set(losses)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_going_back_leaves_the_update_out_that_led_astray(tmp_path, num_workers):
+    train_here(run_with(Anomalies(loss_spike="roll_back")), tmp_path / "slip", num_workers)
+    (went,) = select(read_log(tmp_path / "slip" / "events.jsonl"), RolledBack)
+    assert (went.step, went.event.from_step, went.event.skipped_steps) == (40, 41, [40, 41])
+    assert went.event.checkpoint.endswith("step-00000040") or "step-00000040" in went.event.checkpoint
+    losses = losses_of(tmp_path / "slip")
+    assert len(losses) == 60
+    assert max(list(losses.values())[45:]) < max(list(losses.values())[:10])
+    assert all(tensor.isfinite().all() for tensor in read_tensors(tmp_path / "slip", 60).values())
+
+
+def test_going_back_to_nothing_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="there must be a checkpoint to go back to"):
+        train_here(run_with(Anomalies(loss_spike="roll_back"), checkpoint_interval=0), tmp_path)
+
+
+@pytest.mark.parametrize("reaction", ["skip", "stop"])
+def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_on_all_or_ends_the_run(tmp_path, reaction):
+    """Fault 18: NaN in one replica's gradient."""
+    run = run_with(Anomalies(non_finite=reaction), slip_at=-1, callbacks=(Callback(path=poison, all_workers=True),))
+    if reaction == "stop":
+        with pytest.raises(NonFiniteError, match="gradients must be finite, but at step 30"):
+            train_here(run, tmp_path, 2)
+        return
+    train_here(run, tmp_path, 2)
+    (found,) = found_in(tmp_path)
+    assert (found.step, found.event.reaction) == (30, "skip")
+    assert found.event.quantity == "gradient"
+    assert "gradients must be finite, but at step 30" in found.event.message
+    assert all(tensor.isfinite().all() for tensor in read_tensors(tmp_path, 60).values())
+
+
+def poison(event, training):
+    """Let rank 1's gradient of step 30 be NaN once."""
+    if training.rank != 1 or training.step != 30 or type(event).__name__ != "StepFinished":
+        return
+    parameter = next(training.module.parameters())
+    hook = parameter.register_hook(lambda gradient: (hook.remove(), gradient * math.nan)[1])
+
+
+def test_reactions_need_workers_that_skip_together():
+    with pytest.raises(ValueError, match=r"anomalies.loss_spike must be report or stop with sync diloco"):
+        run_with(Anomalies(loss_spike="skip"), sync={"name": "diloco"})
