@@ -37,7 +37,8 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self._manifest = manifest
+        self.manifest = manifest
+        """Record of all its parts."""
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -53,26 +54,31 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Step after which it was saved."""
-        return self._manifest.step
+        return self.manifest.step
 
     @property
     def num_bytes(self) -> int:
         """Size on disk, without the manifest."""
-        return self._manifest.num_bytes
+        return self.manifest.num_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of these that were not written for it, but are shared with earlier checkpoints."""
+        return self.manifest.shared_bytes
 
     def verify(self) -> None:
-        """Read everything and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
+        """Read everything that it needs and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
 
         Raises:
             DamagedError: A part is missing, too short, or differs from what was written.
         """
         self._read_document_bytes()
         chunks: defaultdict[str, list[tuple[str, Chunk]]] = defaultdict(list)
-        for name, tensor in self._manifest.tensors.items():
+        for name, tensor in self.manifest.tensors.items():
             for chunk in tensor.chunks:
                 chunks[chunk.file].append((name, chunk))
         buffer = memoryview(bytearray(BUFFER_BYTES))
-        for file in self._manifest.files:
+        for file in self.manifest.files:
             try:
                 self._verify_file(file, chunks[file.name], buffer)
             except FileNotFoundError:
@@ -104,7 +110,7 @@ class Checkpoint:
 
     def _read_document_bytes(self) -> bytes:
         content = read_part(self.path, DOCUMENT_NAME)
-        if digest(content) != self._manifest.document_digest:
+        if digest(content) != self.manifest.document_digest:
             raise DamagedError(self.path, f"{DOCUMENT_NAME} does not match its digest")
         return content
 
@@ -112,7 +118,7 @@ class Checkpoint:
         """Return shape and dtype of every tensor, by name; for sharded tensors those of the full tensor."""
         return {
             name: TensorSpec(torch.Size(tensor.shape), DTYPES[tensor.dtype])
-            for name, tensor in self._manifest.tensors.items()
+            for name, tensor in self.manifest.tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -121,9 +127,9 @@ class Checkpoint:
         Raises:
             DamagedError: The data differ from what was written.
         """
-        stored = self._manifest.tensors[name]
+        stored = self.manifest.tensors[name]
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        load_tensors({name: tensor}, SafetensorsReader(self.path, self._manifest.keep_only(name)))
+        load_tensors({name: tensor}, SafetensorsReader(self.path, self.manifest.keep_only(name)))
         return tensor
 
     def load(self, into: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -148,7 +154,7 @@ class Checkpoint:
                 f"checkpoint {self.path} must fit the tensors it is loaded into, but {shown}; "
                 "load it into the model and optimizer that it was saved from"
             )
-        load_tensors(into, SafetensorsReader(self.path, self._manifest))
+        load_tensors(into, SafetensorsReader(self.path, self.manifest))
 
     def _compare(self, into: Mapping[str, Tensor], strict: bool) -> list[str]:
         specs = self.list_tensors()

@@ -394,7 +394,10 @@ class CheckpointSaved(Event):
 
     path: str
     num_bytes: Int
+    """Bytes that were written."""
     duration_s: Float
+    shared_bytes: Int = 0
+    """Bytes of files that it shares with earlier checkpoints, where it is incremental."""
     lost_ranks: list[Int] = Field(default_factory=list)
     """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
 

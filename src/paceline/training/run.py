@@ -115,6 +115,9 @@ class Run(Settings):
     """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Number of newest checkpoints to keep; none for all."""
+    incremental_checkpoints: int = Field(default=0, ge=0)
+    """Checkpoints between two full ones that write only what has changed since the one before; 0 for full ones alone.
+    For models of which much stays as it is: frozen parts, embeddings of rare words."""
     keep_best: str | None = None
     """Measure of the best checkpoint, which is kept beside the newest: loss for the lowest held-out loss, or a metric
     with its direction, such as max:accuracy."""

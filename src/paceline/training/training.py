@@ -83,7 +83,7 @@ def start_training(
     splits = run.open_data()
     if isinstance(splits.held_out, Source):
         check_samples(len(splits.held_out))
-    store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
+    store = CheckpointStore(directory / "checkpoints", run.keep_checkpoints, run.incremental_checkpoints)
     checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
     model = _find_model(run, checkpoint, group)
     module, construction, about_building = build_shared(run, splits, group, model)
