@@ -83,7 +83,7 @@ def write_tensor_file(
         for entry in entries:
             start = file.tell()
             hasher = None if entry.digest else blake3(max_threads=1)
-            for part in _slices(entry.resolve()):
+            for part in byte_slices(entry.resolve()):
                 if hasher is not None:
                     hasher.update(part)
                 file.write(part)
@@ -108,7 +108,7 @@ def write_tensor_file(
 def digest_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's data, as a chunk of it has in a file."""
     hasher = blake3(max_threads=1)
-    for part in _slices(tensor):
+    for part in byte_slices(tensor):
         hasher.update(part)
     return hasher.hexdigest()
 
@@ -200,7 +200,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _slices(tensor: Tensor) -> Iterator[memoryview]:
+def byte_slices(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's data as bytes in host memory, in slices of `BUFFER_BYTES`."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     slice_length = BUFFER_BYTES // flat.element_size()
     for start in range(0, len(flat), slice_length):
