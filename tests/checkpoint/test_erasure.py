@@ -45,7 +45,7 @@ def test_the_kernel_multiplies_as_the_field_does(num_bytes):
 
 
 def test_an_inverted_matrix_times_itself_is_one():
-    matrix = ErasureCode(5, 5).matrix_MK
+    matrix = ErasureCode(5, 5).parity_matrix
     inverse = invert_matrix(matrix)
     for row, column in np.ndindex(5, 5):
         total = 0

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,27 @@ class TensorSpec(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+class SavedState(Protocol):
+    """What a state is restored from: a checkpoint on disk or in memory."""
+
+    @property
+    def path(self) -> Path:
+        """Place that messages name."""
+
+    @property
+    def step(self) -> int:
+        """Step after which it was saved."""
+
+    def read_document(self) -> dict[str, Any]:
+        """Return the document that was saved with the tensors."""
+
+    def list_tensors(self) -> dict[str, TensorSpec]:
+        """Return shape and dtype of every full tensor, by name."""
+
+    def read(self, name: str) -> Tensor:
+        """Return one full tensor, in host memory."""
 
 
 class Checkpoint:
@@ -67,7 +88,7 @@ class Checkpoint:
         return self.manifest.shared_bytes
 
     def verify(self) -> None:
-        """Read everything that it needs and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
+        """Read all that it needs and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
 
         Raises:
             DamagedError: A part is missing, too short, or differs from what was written.
@@ -120,6 +141,10 @@ class Checkpoint:
             name: TensorSpec(torch.Size(tensor.shape), DTYPES[tensor.dtype])
             for name, tensor in self.manifest.tensors.items()
         }
+
+    def digests(self, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+        """Return the digests of a tensor's chunks, by offsets and shape."""
+        return {(chunk.offsets, chunk.shape): chunk.digest for chunk in self.manifest.tensors[name].chunks}
 
     def read(self, name: str) -> Tensor:
         """Return one full tensor, in host memory.

@@ -38,7 +38,7 @@ class ErasureCode:
         self.num_parity = num_parity
 
     @cached_property
-    def matrix_MK(self) -> Bytes:
+    def parity_matrix(self) -> Bytes:
         """Factors of the data in each parity block."""
         k, m = self.num_data, self.num_parity
         if m <= 2 or k == 1:
@@ -56,7 +56,7 @@ class ErasureCode:
         assert data_KN.shape[0] == self.num_data
         if parity_MN is None:
             parity_MN = np.empty((self.num_parity, data_KN.shape[1]), np.uint8)
-        combine(self.matrix_MK, data_KN, parity_MN)
+        combine(self.parity_matrix, data_KN, parity_MN)
         return parity_MN
 
     def decode(self, blocks: Mapping[int, Bytes]) -> dict[int, Bytes]:
@@ -83,5 +83,5 @@ class ErasureCode:
 
     def restoring_rows(self, used: Sequence[int], missing: Sequence[int]) -> Bytes:
         """Return the factors by which the blocks in `used`, as many as data blocks, make the data blocks `missing`."""
-        generator = np.concatenate([np.eye(self.num_data, dtype=np.uint8), self.matrix_MK])
+        generator = np.concatenate([np.eye(self.num_data, dtype=np.uint8), self.parity_matrix])
         return invert_matrix(generator[list(used)])[list(missing)]

@@ -1,26 +1,14 @@
-"""Linear combinations of bytes over the field GF(256), for erasure codes, compiled by numba.
+"""The field GF(256), and linear combinations of many bytes over it, for erasure codes.
 
 The field is that of RAID 6: polynomials over two elements modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11d), of which 2
-generates all others. Addition is XOR. To multiply many bytes by known factors, eight at a time in a word, the sum is
-made bit by bit of the factors, from the highest: double what there is, and add each input whose factor has the bit.
-That needs no table, only XORs and shifts that the processor does on whole vectors, and a factor of 1 costs one XOR.
+generates all others. Addition is XOR.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 Bytes = npt.NDArray[np.uint8]
-_Words = npt.NDArray[Any]
-
 WORD_BYTES = 8
-_TILE = 1024
-"""Words of a tile: what is summed stays in the first cache."""
-_HIGH = np.uint64(0x8080808080808080)
-_REDUCE = np.uint64(0x1D1D1D1D1D1D1D1D)
-_ONE, _SEVEN = np.uint64(1), np.uint64(7)
 
 
 def combine(matrix_MK: Bytes, data_KN: Bytes, out_MN: Bytes) -> None:
@@ -31,42 +19,10 @@ def combine(matrix_MK: Bytes, data_KN: Bytes, out_MN: Bytes) -> None:
         data_KN: Inputs; contiguous rows, of a multiple of 8 bytes.
         out_MN: Results, in other memory.
     """
+    from paceline.checkpoint import numba_galois  # numba takes a while, and few runs need it
+
     assert data_KN.shape[1] % WORD_BYTES == 0
-    _combine(matrix_MK, data_KN.view(np.uint64), out_MN.view(np.uint64))
-
-
-@njit(nogil=True, cache=True)
-def _combine(matrix: Bytes, data: _Words, out: _Words) -> None:
-    num_rows, num_inputs = matrix.shape
-    num_words = data.shape[1]
-    total = np.empty(_TILE, np.uint64)
-    for first in range(0, num_words, _TILE):
-        count = min(_TILE, num_words - first)
-        for row in range(num_rows):
-            total[:count] = 0
-            is_begun = False
-            for bit in range(7, -1, -1):
-                if is_begun:
-                    _double(total, count)
-                for source in range(num_inputs):
-                    if matrix[row, source] >> bit & 1:
-                        _add(total, data[source, first : first + count])
-                        is_begun = True
-            out[row, first : first + count] = total[:count]
-
-
-@njit(nogil=True, cache=True)
-def _double(total: _Words, count: int) -> None:
-    for place in range(count):
-        word = total[place]
-        high = word & _HIGH
-        total[place] = ((word ^ high) << _ONE) ^ (((high << _ONE) - (high >> _SEVEN)) & _REDUCE)
-
-
-@njit(nogil=True, cache=True)
-def _add(total: _Words, data: _Words) -> None:
-    for place in range(len(data)):
-        total[place] ^= data[place]
+    numba_galois.combine(matrix_MK, data_KN.view(np.uint64), out_MN.view(np.uint64))
 
 
 def _make_tables() -> tuple[Bytes, list[int]]:

@@ -64,7 +64,7 @@ class MemoryCheckpoint:
         self._blocks: dict[str, list[tuple[str, list[int], list[int], list[int], Bytes]]] = {}
         headers = []
         for part in parts:
-            (length,) = struct.unpack("<Q", part[:8])
+            (length,) = struct.unpack("<Q", part[:8].tobytes())
             headers.append(json.loads(part[8 : 8 + length].tobytes()))
             begin = _align(8 + length)
             for name, dtype, whole, offsets, shape, start in headers[-1]["blocks"]:

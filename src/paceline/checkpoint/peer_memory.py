@@ -198,4 +198,6 @@ def _exchange(world: Group, team: Sequence[int], stripes: Stripes, data_KN: Byte
                 works.append(world.send(segment, team[target], tag=stripe, name="state to peers"))
         world.wait_for(works)
         for number, segments_KN in enumerate(received):
-            combine(stripes.code.matrix_MK[number : number + 1], segments_KN, parity_MN[number : number + 1, start:stop])
+            combine(
+                stripes.code.parity_matrix[number : number + 1], segments_KN, parity_MN[number : number + 1, start:stop]
+            )

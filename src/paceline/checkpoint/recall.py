@@ -181,7 +181,9 @@ def _restore(
             for block, rank in enumerate(data)
             if rank not in lost
         }
-        blocks |= {num_data + number: found for (of, number), found in parity.items() if of == stripe and found is not None}
+        blocks |= {
+            num_data + number: found for (of, number), found in parity.items() if of == stripe and found is not None
+        }
         for block, content in stripes.code.decode(blocks).items():
             parts[data[block]].reshape(num_data, block_bytes)[block] = content
 

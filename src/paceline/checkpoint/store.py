@@ -247,7 +247,7 @@ class CheckpointStore:
 
     def list_checkpoints(self) -> list[Path]:
         """Return the directories of all committed checkpoints, the newest first, unverified."""
-        return [path for path in self._list_directories() if (path / MARKER_NAME).exists()]
+        return [path for path in self.list_directories() if (path / MARKER_NAME).exists()]
 
     def find_newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that is complete, or None.
@@ -260,7 +260,7 @@ class CheckpointStore:
         Args:
             on_damaged: Function called with path and reason for each damaged one.
         """
-        for path in self._list_directories():
+        for path in self.list_directories():
             try:
                 checkpoint = Checkpoint.open(path)
                 checkpoint.verify()
@@ -271,7 +271,8 @@ class CheckpointStore:
                 return checkpoint
         return None
 
-    def _list_directories(self) -> list[Path]:
+    def list_directories(self) -> list[Path]:
+        """Return the directories of all checkpoints, the newest first, also of those that were never finished."""
         found = []
         try:
             with os.scandir(self.directory) as entries:
@@ -347,7 +348,7 @@ class CheckpointStore:
         raise AssertionError("there is always a free name")
 
     def _names(self, step: int) -> Iterator[Path]:
-        taken = [path.name for path in self._list_directories()]
+        taken = [path.name for path in self.list_directories()]
         attempts = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
         attempt = max(attempts, default=0)
         while True:  # a file or a link may have the name
@@ -355,7 +356,7 @@ class CheckpointStore:
             yield self.directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
 
     def _prune(self, written: Path) -> None:
-        directories, committed = self._list_directories(), self.list_checkpoints()
+        directories, committed = self.list_directories(), self.list_checkpoints()
         whole = [path for path in committed if path not in self._damaged]
         kept = {*whole[: self.keep], written}
         if self.incremental and self.keep != 1 and (apart := find_independent(written, whole)) is not None:
