@@ -1,16 +1,17 @@
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
-from paceline.errors import SettingsError
+from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor import EventLog
-from paceline.monitor.events import CheckpointIntervalChosen, CheckpointSaved, Restarted
+from paceline.monitor.events import CheckpointIntervalChosen, CheckpointSaved, Restarted, RunStarted, StepFinished
 from paceline.training.save_interval import SaveInterval, estimate_failures_per_day, find_optimal_interval_s
-from plain_functions import build_linear, make_points_run, read, train_here
+from plain_functions import build_linear, make_points_run, parameters_of, read, train_here
 
 
 @pytest.mark.parametrize(("save_s", "failure_s"), [(0.1, 86400.0), (30.0, 3600.0), (60.0, 600.0)])
@@ -93,6 +94,34 @@ def test_a_run_chooses_its_interval_and_says_why(tmp_path):
 def test_workers_at_their_own_pace_need_a_number():
     with pytest.raises((ValidationError, SettingsError), match="checkpoint_interval must be a number of steps with"):
         make_points_run(checkpoint_interval="auto", sync="asgd")
+
+
+@pytest.mark.parametrize("sync", ["every_step", "local_sgd"])
+def test_workers_go_on_from_their_peers_memory_where_it_is_newer_than_the_disk(tmp_path, sync):
+    """The power fails at step 7, after a checkpoint at 4 and a copy at 6; memory stays, as it does for a process."""
+    (tmp_path / "memory").mkdir()
+    kept = {"interval": 6, "num_data": 2, "folder": str(tmp_path / "memory")}
+    settings = {"num_steps": 12, "checkpoint_interval": 4, "sync": sync, "peer_memory": kept, "keep_checkpoints": None}
+    straight = make_points_run(**settings | {"peer_memory": {}})
+    train_here(straight, tmp_path / "straight", 3)
+    with pytest.raises((RuntimeError, CommunicationError), match="the power must be on"):
+        train_here(make_points_run(**settings, callbacks=[fail_at_seven]), tmp_path / "cut", 3)
+    (folder,) = (tmp_path / "memory").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0, "for its owner alone"
+    shutil.rmtree(folder / "rank-00000")
+    train_here(make_points_run(**settings), tmp_path / "cut", 3)
+    first, second = read(tmp_path / "cut", RunStarted)
+    assert (first.event.start_step, second.event.start_step) == (0, 6)
+    assert second.event.resumed_from.endswith("step-00000006")
+    expected, actual = parameters_of(tmp_path / "straight"), parameters_of(tmp_path / "cut")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def fail_at_seven(event, training):
+    if isinstance(event, StepFinished) and training.step == 7:
+        raise RuntimeError("the power must be on")
 
 
 def build_mostly_frozen():

@@ -95,6 +95,7 @@ class PeerMemory:
         self._own = self.folder / folder_of(world.rank)
         slot = self._own / f"slot-{self._next_slot}"
         with storing(slot):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             slot.mkdir(parents=True, exist_ok=True)
             (slot / "index.json").unlink(missing_ok=True)
             data_KN = self._map(slot / "part", num_blocks * block_bytes).reshape(num_blocks, block_bytes)

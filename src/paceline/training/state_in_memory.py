@@ -1,6 +1,7 @@
 """A run's copies of its state in the memory of peers: settings, and the folder that all its ranks use."""
 
 import json
+import math
 import os
 import secrets
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic import Field
 from paceline.checkpoint.checkpoint import SavedState
 from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.recall import recall
+from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.errors import storing
 from paceline.monitor.events import CheckpointSkipped
@@ -31,6 +33,19 @@ class PeerMemorySettings(Settings):
     """Ranks of each num_data + num_parity whose memory may be lost at once."""
     folder: str = "/dev/shm"
     """Folder on each host that is kept in memory."""
+
+    def count_bytes(self, part_bytes: int, num_ranks: int) -> int:
+        """Return the memory of two copies, which take turns, of a rank's part and of the parity that it holds.
+
+        Args:
+            part_bytes: Size of the part.
+            num_ranks: Number of all ranks.
+
+        Raises:
+            SettingsError: There are too few ranks.
+        """
+        smallest = min(map(len, make_teams(num_ranks, self.num_data, self.num_parity)))
+        return math.ceil(2 * part_bytes * (1 + self.num_parity / (smallest - self.num_parity)))
 
     def open(self, directory: Path, group: Group) -> PeerMemory | None:
         """Return this rank's part of the copies; None if there are to be none. Every rank calls it."""
