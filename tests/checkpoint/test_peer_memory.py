@@ -98,6 +98,16 @@ def test_copies_take_turns_and_the_newest_that_all_have_finished_counts(tmp_path
     assert find(tmp_path, newer_than=2)[0] is None
 
 
+def test_a_process_that_goes_on_replaces_the_older_copy(tmp_path):
+    keep(tmp_path, 2, 1, 1, steps=(1, 2, 3))
+    assert find(tmp_path)[0].step == 3
+    keep(tmp_path, 2, 1, 1, steps=(4,))
+    assert_state(find(tmp_path)[0], 2, 4)
+    shutil.rmtree(tmp_path / "rank-00000" / "slot-1")
+    shutil.rmtree(tmp_path / "rank-00001" / "slot-1")
+    assert_state(find(tmp_path)[0], 2, 3)
+
+
 @pytest.mark.parametrize("file", ["part", "parity", "index.json"])
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing", "stale", "other"])
 def test_a_damaged_file_is_as_if_it_were_lost(tmp_path, file, damage):
@@ -130,6 +140,7 @@ def test_memory_and_traffic_are_as_stated(tmp_path):
         memory = PeerMemory(tmp_path, 3, 1)
         memory.keep({"a": [block]}, {}, 1, group)
         copy = memory.keep({"a": [block]}, {}, 2, group)
+        group.barrier()
         memory.forget()
         return copy
 

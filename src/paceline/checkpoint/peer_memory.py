@@ -13,7 +13,6 @@ Memory on a rank: two copies of its part, and of num_parity / num_data of a part
 receives num_parity times its part.
 """
 
-import contextlib
 import json
 import mmap
 import os
@@ -65,8 +64,7 @@ class PeerMemory:
         self.num_data = num_data
         self.num_parity = num_parity
         self._slots: dict[Path, Bytes] = {}
-        self._next_slot = 0
-        self._own = folder
+        self._next_slot: int | None = None
 
     def keep(
         self, blocks: Mapping[str, Sequence[TensorBlock]], document: Mapping[str, Any], step: int, world: Group
@@ -92,8 +90,10 @@ class PeerMemory:
         lengths = world.gather_documents(part.num_bytes, name="sizes of the state")
         num_blocks = stripes.size - self.num_parity
         block_bytes = size_blocks(lengths, team, num_blocks)
-        self._own = self.folder / folder_of(world.rank)
-        slot = self._own / f"slot-{self._next_slot}"
+        own = self.folder / folder_of(world.rank)
+        if self._next_slot is None:
+            self._next_slot = _find_older_slot(own)
+        slot = own / f"slot-{self._next_slot}"
         with storing(slot):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             slot.mkdir(parents=True, exist_ok=True)
@@ -120,11 +120,9 @@ class PeerMemory:
         return PeerCopy(step, part.num_bytes, sum(memory.nbytes for memory in self._slots.values()))
 
     def forget(self) -> None:
-        """Free the memory of this rank's copies."""
+        """Free the memory of all copies of this host, when no rank needs them any more."""
         self._slots = {}
-        shutil.rmtree(self._own, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other ranks of the host still have theirs
-            self.folder.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the host do the same
 
     def _map(self, path: Path, num_bytes: int) -> Bytes:
         """Return the memory of a file, which is made or changed to have that size."""
@@ -169,6 +167,17 @@ def decode_index(content: str) -> dict[str, Any]:
 def digest_bytes(content: Bytes) -> str:
     """Return the BLAKE3 digest of bytes."""
     return blake3(content.data, max_threads=1).hexdigest()
+
+
+def _find_older_slot(own: Path) -> int:
+    """Return the slot of the older copy that a process before this one has left, or of none."""
+    steps = []
+    for number in (0, 1):
+        try:
+            steps.append(decode_index((own / f"slot-{number}" / "index.json").read_text())["step"])
+        except (OSError, ValueError):
+            steps.append(-1)
+    return steps.index(min(steps))
 
 
 def _map_file(path: Path, num_bytes: int) -> Bytes:

@@ -73,6 +73,8 @@ class PeerMemorySettings(Settings):
                 name = json.loads(path.read_text())["name"]
             else:
                 name = f"paceline-{os.getuid()}-{secrets.token_hex(8)}"
+                part = directory / f".{_NAME}.part"
                 with storing(path):
-                    path.write_text(json.dumps({"name": name}))
+                    part.write_text(json.dumps({"name": name}))
+                    part.rename(path)
         return Path(self.folder) / str(group.gather_documents(name, name="folder in memory")[0])
