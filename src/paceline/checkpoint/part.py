@@ -22,7 +22,7 @@ from paceline.checkpoint.tensor_file import byte_slices
 _ALIGNMENT = 64
 
 
-class Part:
+class StatePart:
     """A rank's blocks of tensors, with the document, ready to be written as bytes."""
 
     def __init__(self, blocks: Mapping[str, Sequence[TensorBlock]], document: Mapping[str, Any], step: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 
 from paceline.checkpoint.galois import Bytes, combine
-from paceline.checkpoint.part import Part
+from paceline.checkpoint.part import StatePart
 from paceline.checkpoint.storage import TensorBlock
 from paceline.checkpoint.stripes import Stripes, make_teams
 from paceline.comm.group import Group
@@ -85,7 +85,7 @@ class PeerMemory:
         team = next(one for one in make_teams(world.size, self.num_data, self.num_parity) if world.rank in one)
         stripes = Stripes(len(team), self.num_parity)
         world = world.on_cpu()
-        part = Part(blocks, document if world.rank == 0 else {}, step)
+        part = StatePart(blocks, document if world.rank == 0 else {}, step)
         # Whoever is here has finished the copy before, so that the one before that may go.
         lengths = world.gather_documents(part.num_bytes, name="sizes of the state")
         num_blocks = stripes.size - self.num_parity
