@@ -61,7 +61,10 @@ class CheckpointsBenchmark(Benchmark):
             for tensor in state.values():
                 tensor[:rows].add_(1e-3)
 
-        changes = {"all trained": train_all, f"1 part in {self.frozen_parts} trained": train_part}
+        changes: dict[str, Callable[[dict[str, Tensor], int], None]] = {
+            "all trained": train_all,
+            f"1 part in {self.frozen_parts} trained": train_part,
+        }
         for share in self.touched:
 
             def touch(state: dict[str, Tensor], step: int, share: float = share) -> None:
@@ -114,7 +117,7 @@ class CheckpointsBenchmark(Benchmark):
                     copies[name].copy_(tensor)
 
             for step in range(2 * self.num_rounds + 1):
-                sides = {"save": partial(saver.start, state, {}, step), "copy": copy}
+                sides: dict[str, Callable[[], None]] = {"save": partial(saver.start, state, {}, step), "copy": copy}
                 for side in ("save", "copy") if step % 2 else ("copy", "save"):  # the second finds the cache warm
                     began_s = time.perf_counter()
                     sides[side]()
