@@ -14,7 +14,7 @@ class CommandHelp(Directive):
     """What ``paceline COMMAND --help`` prints."""
 
     required_arguments = 0
-    optional_arguments = 1
+    optional_arguments = 2
 
     def run(self) -> list[nodes.Node]:
         from paceline.cli.main import app

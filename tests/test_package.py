@@ -67,7 +67,7 @@ def test_the_public_names_are_frozen():
 
 PUBLIC = {
     "checkpoint": "AsyncSaver Checkpoint CheckpointStore DamagedError SafetensorsReader SafetensorsWriter "
-    "SavedCheckpoint TensorBlock TensorSpec",
+    "SavedCheckpoint SavedState TensorBlock TensorSpec",
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
     "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
     "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "

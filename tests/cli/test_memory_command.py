@@ -27,6 +27,17 @@ def test_it_lists_what_a_rank_needs(monkeypatch, capsys, tmp_path):
     assert "it fits" in said.out
 
 
+def test_it_says_what_copies_in_the_memory_of_peers_take(monkeypatch, capsys, tmp_path):
+    peers = ["--workers", "3", "--peer_memory.interval", "5", "--peer_memory.num_data", "2"]
+    code, said = run_command(monkeypatch, capsys, tmp_path, "memory", "transformer_lm", *SMALL, *peers)
+    assert not code
+    assert f"take {2 * 1.5 * (134 + 268) / 1000:.1f}" in said.out  # kB of parameters and optimizer
+    assert "MB of the host's for each rank, in /dev/shm" in said.out
+    code, said = run_command(monkeypatch, capsys, tmp_path, "memory", "transformer_lm", *SMALL, *peers[2:])
+    assert code == 2
+    assert "num_data(2) + num_parity(1) = 3 ranks, but there are 2" in said.err
+
+
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(monkeypatch, capsys, tmp_path):
     huge = [*SMALL, "--global_batch", str(2**24)]
     code, said = run_command(monkeypatch, capsys, tmp_path, "train", "transformer_lm", *huge)

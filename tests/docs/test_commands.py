@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from pages import ROOT, list_blocks, list_commands
@@ -23,6 +24,7 @@ NOT_RUN = {
     "python examples/gpt2_library.py": "tests/examples",
     "torchrun --nproc-per-node 2 examples/gpt2_library.py": "tests/examples",
     "paceline export runs/first --to my-gpt2": "it takes a model of the transformers library: tests/exporting",
+    "paceline checkpoint diff runs/first --which 300 runs/first --other 400": "two that differ: tests/cli",
     "for try in 1 2 3 4 5; do torchrun --nproc-per-node 4 --max-restarts 3 own_loop.py && break; sleep 5; done": (
         "own_loop.py is run without"
     ),
@@ -38,6 +40,7 @@ SMALLER = {
     ("compare", "sync"): "--seeds 1 --only every_step,local_sgd --num_steps 2 --evaluate_samples 4",
     ("compare", "gossip"): "--seeds 1 --only ring --workers 4 --num_steps 2",
     ("bench", "codecs"): "--num_elements 5000 --num_pairs 2",
+    ("bench", "checkpoints"): "--megabytes 8 --num_rounds 2",
     ("bench", "collectives"): '--num_pairs 2 --sizes ["4KiB"] --local_workers [2]',
 }
 LONG = "it takes root, and hosts with limited links, or many trainings: tests/benchmarks has it"
@@ -67,7 +70,7 @@ def name(words: Sequence[str]) -> str:
 
 def test_each_command_is_run_by_some_test_here_or_listed():
     runs = {"train", "memory", "recipes", "verify", "simulate", "report", "trace", "export", "evaluate"}
-    runs |= {"compare", "bench", "reproduce"}
+    runs |= {"compare", "bench", "reproduce", "checkpoint"}
     files = {block.file for block in list_blocks("python")}
     left = []
     for words in COMMANDS:
@@ -134,7 +137,7 @@ def test_a_run_trains(words, after_a_run, run_here):
 
 
 @pytest.mark.parametrize(
-    "words", find("memory", "recipes", "verify", "simulate", "report", "trace", "export"), ids=name
+    "words", find("memory", "recipes", "verify", "simulate", "report", "trace", "export", "checkpoint"), ids=name
 )
 def test_a_command_runs_as_it_stands(words, after_a_run, run_here):
     if reason := NOT_RUN.get(name(["paceline", *words])):
@@ -168,9 +171,13 @@ def test_a_measurement_runs_when_it_is_smaller(words, reader, run_here):
         pytest.skip(LONG)
     done = run_here(*words, *SMALLER[words[0], words[1]].split())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"codecs": "int8", "sync": "local_sgd", "gossip": "ring", "collectives": "shared memory"}[
-        words[1]
-    ] in done.stdout
+    assert {
+        "codecs": "int8",
+        "sync": "local_sgd",
+        "gossip": "ring",
+        "collectives": "shared memory",
+        "checkpoints": "stall",
+    }[words[1]] in done.stdout
 
 
 @pytest.mark.parametrize("target", sorted({words[1] for words in COMMANDS if words[0] == "make"}))
@@ -196,7 +203,13 @@ def launch(directory, *command: object) -> str:
 def test_the_page_of_the_command_line_has_each_command():
     page = (ROOT / "docs" / "cli.md").read_text()
     commands = [one.name or one.callback.__name__ for one in app.registered_commands]
-    assert re.findall(r"```\{command-help\} (\w+)", page) == commands
+    commands += [f"{one.name}{command}" for one in app.registered_groups for command in list_subcommands(one)]
+    assert re.findall(r"```\{command-help\} (\w+(?: \w+)?)", page) == commands
+
+
+def list_subcommands(group: Any) -> list[str]:
+    """Return the names of a group's commands, each after a space, and before them the empty one for the group."""
+    return ["", *(f" {one.name or one.callback.__name__}" for one in group.typer_instance.registered_commands)]
 
 
 @pytest.mark.timeout(180)

@@ -117,7 +117,7 @@ def fail_on_one(folder: str) -> str:
         take_step(replica, 1)
         from paceline.checkpoint import store
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if group.rank == 1:
@@ -171,3 +171,32 @@ def test_what_no_other_rank_holds_is_not_hashed_before_a_save(
         replica.compare()
         assert hashed.count(local(module.weight).numel()) == num_hashed
         replica.close()
+
+
+def save_what_changes(folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with paceline.join() as group:
+        torch.manual_seed(1)
+        net = Net()
+        net.layers.requires_grad_(False)
+        module = paceline.parallelize(net, Layout(sharded=2))
+        replica = paceline.Replica(module, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad]))
+        for step in range(3):
+            take_step(replica, step)
+            paceline.save(f"{folder}/saved", replica, incremental=9)
+        expected = {name: tensor.clone() for name, tensor in capture(replica)[0].items()}
+        replica.close()
+        group.barrier()
+        newest = Checkpoint.open(CheckpointStore(Path(folder) / "saved").list_checkpoints()[0])
+        newest.verify()
+        differing = [name for name, tensor in expected.items() if not torch.equal(newest.read(name), tensor)]
+    return {"differing": differing, "shared": newest.shared_bytes, "files": len(list(newest.path.glob("shared-*")))}
+
+
+def test_ranks_share_what_has_not_changed_with_the_checkpoint_before(tmp_path: Path) -> None:
+    frozen = 6 * (WIDTH * WIDTH + WIDTH) * 4
+    for result in run_processes(2, save_what_changes, {"folder": str(tmp_path)}):
+        assert result.exit_code == 0, result.output
+        assert result.value["differing"] == []
+        assert result.value["files"] == 2, "one of each rank"
+        assert result.value["shared"] >= frozen

@@ -2,6 +2,7 @@
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
 from paceline.benchmarks.buckets import BucketsBenchmark
+from paceline.benchmarks.checkpoints import CheckpointsBenchmark
 from paceline.benchmarks.codec_choice import CodecChoiceBenchmark
 from paceline.benchmarks.codecs import CodecsBenchmark
 from paceline.benchmarks.collectives import CollectivesBenchmark
@@ -25,6 +26,7 @@ __all__ = [
     "Benchmark",
     "BenchmarkRow",
     "BucketsBenchmark",
+    "CheckpointsBenchmark",
     "CodecChoiceBenchmark",
     "CodecsBenchmark",
     "CollectivesBenchmark",

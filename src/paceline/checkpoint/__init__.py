@@ -1,6 +1,6 @@
 """Layer 5: save and load training state: complete, verified, in a new directory each time."""
 
-from paceline.checkpoint.checkpoint import Checkpoint, TensorSpec
+from paceline.checkpoint.checkpoint import Checkpoint, SavedState, TensorSpec
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.saver import AsyncSaver
 from paceline.checkpoint.storage import SafetensorsReader, SafetensorsWriter, TensorBlock
@@ -14,6 +14,7 @@ __all__ = [
     "SafetensorsReader",
     "SafetensorsWriter",
     "SavedCheckpoint",
+    "SavedState",
     "TensorBlock",
     "TensorSpec",
 ]

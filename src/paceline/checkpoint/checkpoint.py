@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,12 +32,34 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
+class SavedState(Protocol):
+    """What a state is restored from: a checkpoint on disk or in memory."""
+
+    @property
+    def path(self) -> Path:
+        """Place that messages name."""
+
+    @property
+    def step(self) -> int:
+        """Step after which it was saved."""
+
+    def read_document(self) -> dict[str, Any]:
+        """Return the document that was saved with the tensors."""
+
+    def list_tensors(self) -> dict[str, TensorSpec]:
+        """Return shape and dtype of every full tensor, by name."""
+
+    def read(self, name: str) -> Tensor:
+        """Return one full tensor, in host memory."""
+
+
 class Checkpoint:
     """A committed checkpoint. All data read from it are checked against the digests computed at the save."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self._manifest = manifest
+        self.manifest = manifest
+        """Record of all its parts."""
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -53,26 +75,31 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Step after which it was saved."""
-        return self._manifest.step
+        return self.manifest.step
 
     @property
     def num_bytes(self) -> int:
         """Size on disk, without the manifest."""
-        return self._manifest.num_bytes
+        return self.manifest.num_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of these that were not written for it, but are shared with earlier checkpoints."""
+        return self.manifest.shared_bytes
 
     def verify(self) -> None:
-        """Read everything and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
+        """Read all that it needs and compare it with its digests: at the disk's speed, or about 4 GB/s from memory.
 
         Raises:
             DamagedError: A part is missing, too short, or differs from what was written.
         """
         self._read_document_bytes()
         chunks: defaultdict[str, list[tuple[str, Chunk]]] = defaultdict(list)
-        for name, tensor in self._manifest.tensors.items():
+        for name, tensor in self.manifest.tensors.items():
             for chunk in tensor.chunks:
                 chunks[chunk.file].append((name, chunk))
         buffer = memoryview(bytearray(BUFFER_BYTES))
-        for file in self._manifest.files:
+        for file in self.manifest.files:
             try:
                 self._verify_file(file, chunks[file.name], buffer)
             except FileNotFoundError:
@@ -104,7 +131,7 @@ class Checkpoint:
 
     def _read_document_bytes(self) -> bytes:
         content = read_part(self.path, DOCUMENT_NAME)
-        if digest(content) != self._manifest.document_digest:
+        if digest(content) != self.manifest.document_digest:
             raise DamagedError(self.path, f"{DOCUMENT_NAME} does not match its digest")
         return content
 
@@ -112,8 +139,12 @@ class Checkpoint:
         """Return shape and dtype of every tensor, by name; for sharded tensors those of the full tensor."""
         return {
             name: TensorSpec(torch.Size(tensor.shape), DTYPES[tensor.dtype])
-            for name, tensor in self._manifest.tensors.items()
+            for name, tensor in self.manifest.tensors.items()
         }
+
+    def digests(self, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+        """Return the digests of a tensor's chunks, by offsets and shape."""
+        return {(chunk.offsets, chunk.shape): chunk.digest for chunk in self.manifest.tensors[name].chunks}
 
     def read(self, name: str) -> Tensor:
         """Return one full tensor, in host memory.
@@ -121,9 +152,9 @@ class Checkpoint:
         Raises:
             DamagedError: The data differ from what was written.
         """
-        stored = self._manifest.tensors[name]
+        stored = self.manifest.tensors[name]
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        load_tensors({name: tensor}, SafetensorsReader(self.path, self._manifest.keep_only(name)))
+        load_tensors({name: tensor}, SafetensorsReader(self.path, self.manifest.keep_only(name)))
         return tensor
 
     def load(self, into: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -148,7 +179,7 @@ class Checkpoint:
                 f"checkpoint {self.path} must fit the tensors it is loaded into, but {shown}; "
                 "load it into the model and optimizer that it was saved from"
             )
-        load_tensors(into, SafetensorsReader(self.path, self._manifest))
+        load_tensors(into, SafetensorsReader(self.path, self.manifest))
 
     def _compare(self, into: Mapping[str, Tensor], strict: bool) -> list[str]:
         specs = self.list_tensors()

@@ -12,7 +12,9 @@ from pathlib import Path
 from paceline.errors import CheckpointError, storing
 
 MARKER_NAME = "COMMITTED"
-_OWN_FILE = re.compile(r"COMMITTED(\.part)?|manifest\.json|state\.json|tensors-\d+-\d+\.safetensors")
+_OWN_FILE = re.compile(
+    r"COMMITTED(\.part)?|manifest\.json|state\.json|tensors-\d+-\d+\.safetensors|shared-(probe|\d+\.safetensors)"
+)
 
 
 def sync_directory(directory: Path) -> None:

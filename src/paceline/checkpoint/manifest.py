@@ -2,6 +2,7 @@
 
     step-00000123/
         tensors-00000-00000.safetensors   entries of one rank, <rank>-<part>
+        shared-00000.safetensors          link to a file of an earlier checkpoint: see `incremental`
         state.json                        the document: everything that is not a tensor
         manifest.json                     `Manifest`
         COMMITTED                         written last: step, and the digest of manifest.json
@@ -24,6 +25,7 @@ from paceline.errors import CheckpointError
 FORMAT = 1
 DOCUMENT_NAME = "state.json"
 MANIFEST_NAME = "manifest.json"
+SHARED_PREFIX = "shared-"
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -112,6 +114,11 @@ class Manifest(_Record):
     def num_bytes(self) -> int:
         """Size of the tensor files and the document."""
         return self.document_bytes + sum(file.num_bytes for file in self.files)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of those tensor files that were linked, not written."""
+        return sum(file.num_bytes for file in self.files if file.name.startswith(SHARED_PREFIX))
 
     def keep_only(self, name: str) -> "Manifest":
         """Return a manifest of one of the tensors."""

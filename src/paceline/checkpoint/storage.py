@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from paceline.checkpoint.durable import write_file
+from paceline.checkpoint.incremental import Base, cut
 from paceline.checkpoint.manifest import (
     DOCUMENT_NAME,
     DTYPE_NAMES,
@@ -64,9 +65,29 @@ class SafetensorsWriter(StorageWriter):
     contiguous.
     """
 
-    def __init__(self, directory: Path, document: bytes, step: int, max_file_bytes: int = 2**30) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        document: bytes,
+        step: int,
+        max_file_bytes: int = 2**30,
+        chunk_bytes: int | None = None,
+        base: Base | None = None,
+    ) -> None:
+        """Make a writer.
+
+        Args:
+            directory: Empty directory of the checkpoint.
+            document: Encoded document.
+            step: Step after which it is saved.
+            max_file_bytes: Size of a file, unless one tensor is larger.
+            chunk_bytes: Size of the chunks that tensors are cut into; None for one chunk per tensor and rank.
+            base: Checkpoint that unchanged chunks are shared with; see `incremental`.
+        """
         self.directory = directory
         self.max_file_bytes = max_file_bytes
+        self.chunk_bytes = chunk_bytes
+        self._base = base
         self._document = document
         self._step = step
         self._rank = 0
@@ -98,13 +119,12 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, durably."""
         entries = [_to_entry(item, planner) for item in plan.items]
-        results = []
-        for part, part_entries in enumerate(split_entries(entries, self.max_file_bytes)):
-            path = self.directory / f"tensors-{self._rank:05d}-{part:05d}.safetensors"
-            file, chunks = write_tensor_file(path, part_entries)
-            results.append(WriteResult(MetadataIndex(file.name), file.num_bytes, file))
-            for entry, chunk in zip(part_entries, chunks, strict=True):
-                results.append(WriteResult(MetadataIndex(entry.name, entry.offsets), chunk.num_bytes, chunk))
+        files, chunks = _write_entries(
+            self.directory, self._rank, entries, self.max_file_bytes, self.chunk_bytes, self._base
+        )
+        results = [WriteResult(MetadataIndex(file.name), file.num_bytes, file) for file in files]
+        for entry, chunk in chunks:
+            results.append(WriteResult(MetadataIndex(entry.name, entry.offsets), chunk.num_bytes, chunk))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -122,7 +142,7 @@ class SafetensorsWriter(StorageWriter):
         for name, tensor in sorted(metadata.state_dict_metadata.items()):
             assert isinstance(tensor, TensorStorageMetadata)
             tensors[name] = _join(name, tensor.size, tensor.properties.dtype, chunks[name])
-        finish(self.directory, self._document, self._step, files, tensors)
+        finish(self.directory, self._document, self._step, files, tensors, self._base)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -149,8 +169,33 @@ class WrittenBlocks(NamedTuple):
     """Name, whole shape, dtype and record of each block."""
 
 
+def _write_entries(
+    directory: Path,
+    rank: int,
+    entries: Sequence[Entry],
+    max_file_bytes: int,
+    chunk_bytes: int | None,
+    base: Base | None,
+) -> tuple[list[TensorFile], list[tuple[Entry, Chunk]]]:
+    """Write a rank's entries into its own files; return their records, and all chunks, shared ones among them."""
+    if chunk_bytes is not None:
+        entries = list(cut(entries, chunk_bytes))
+    changed, found = base.sort_out(entries) if base is not None else (entries, [])
+    files = []
+    for part, some in enumerate(split_entries(changed, max_file_bytes)):
+        file, chunks = write_tensor_file(directory / f"tensors-{rank:05d}-{part:05d}.safetensors", some)
+        files.append(file)
+        found.extend(zip(some, chunks, strict=True))
+    return files, found
+
+
 def write_blocks(
-    directory: Path, rank: int, blocks: Mapping[str, Sequence[TensorBlock]], max_file_bytes: int = 2**30
+    directory: Path,
+    rank: int,
+    blocks: Mapping[str, Sequence[TensorBlock]],
+    max_file_bytes: int = 2**30,
+    chunk_bytes: int | None = None,
+    base: Base | None = None,
 ) -> WrittenBlocks:
     """Write a process's blocks of tensors into its own files in a directory that the processes share, durably.
 
@@ -160,16 +205,13 @@ def write_blocks(
     """
     entries = [_check_dtype(_block_entry(name, block)) for name, parts in blocks.items() for block in parts]
     wholes = {name: parts[0].whole for name, parts in blocks.items() if parts}
-    written = WrittenBlocks([], [])
-    for part, some in enumerate(split_entries(entries, max_file_bytes)):
-        file, chunks = write_tensor_file(directory / f"tensors-{rank:05d}-{part:05d}.safetensors", some)
-        written.files.append(file)
-        named = zip(some, chunks, strict=True)
-        written.chunks.extend((entry.name, wholes[entry.name], entry.dtype, chunk) for entry, chunk in named)
-    return written
+    files, chunks = _write_entries(directory, rank, entries, max_file_bytes, chunk_bytes, base)
+    return WrittenBlocks(files, [(entry.name, wholes[entry.name], entry.dtype, chunk) for entry, chunk in chunks])
 
 
-def finish_blocks(directory: Path, document: bytes, step: int, written: Sequence[WrittenBlocks]) -> None:
+def finish_blocks(
+    directory: Path, document: bytes, step: int, written: Sequence[WrittenBlocks], base: Base | None = None
+) -> None:
     """Commit a checkpoint whose blocks all processes have written.
 
     Raises:
@@ -181,13 +223,21 @@ def finish_blocks(directory: Path, document: bytes, step: int, written: Sequence
         found[name].append(chunk)
         specs[name] = whole, dtype
     tensors = {name: _join(name, torch.Size(specs[name][0]), specs[name][1], found[name]) for name in sorted(found)}
-    finish(directory, document, step, [file for one in written for file in one.files], tensors)
+    finish(directory, document, step, [file for one in written for file in one.files], tensors, base)
 
 
 def finish(
-    directory: Path, document: bytes, step: int, files: Sequence[TensorFile], tensors: Mapping[str, StoredTensor]
+    directory: Path,
+    document: bytes,
+    step: int,
+    files: Sequence[TensorFile],
+    tensors: Mapping[str, StoredTensor],
+    base: Base | None = None,
 ) -> None:
-    """Write document, manifest and commit marker, in this order."""
+    """Link shared files, then write document, manifest and commit marker, in this order."""
+    if base is not None:
+        shared, tensors = base.link(directory, tensors)
+        files = [*files, *shared]
     write_file(directory / DOCUMENT_NAME, document)
     manifest = Manifest(
         format=FORMAT,

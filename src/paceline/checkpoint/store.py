@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
+from paceline.checkpoint.incremental import CHUNK_BYTES, Base, can_share, find_independent
 from paceline.checkpoint.manifest import DamagedError
 from paceline.checkpoint.storage import (
     SafetensorsWriter,
@@ -40,8 +41,11 @@ class SavedCheckpoint:
 
     path: Path
     num_bytes: int
+    """Bytes that were written."""
     duration_s: float
     step: int
+    shared_bytes: int = 0
+    """Bytes of files that it shares with earlier checkpoints."""
 
 
 class CheckpointStore:
@@ -52,7 +56,7 @@ class CheckpointStore:
     names the best checkpoint, which stays beside the newest.
     """
 
-    def __init__(self, directory: Path, keep: int | None = 3) -> None:
+    def __init__(self, directory: Path, keep: int | None = 3, incremental: int = 0) -> None:
         """Make a store; nothing is created or read yet.
 
         Args:
@@ -60,11 +64,22 @@ class CheckpointStore:
             keep: Number of committed checkpoints to keep beside the best one; None for all. One that
                 `find_newest_valid` found damaged does not count, and is removed when the oldest that counts is newer.
                 Others are not read again to be counted.
+            incremental: Number of incremental checkpoints between two full ones; 0 for full ones alone. The first one
+                of a process is full. With `keep` of 2 or more, the newest that shares no file with the newest of all
+                stays too: one damaged file must not spoil all.
+
+        Raises:
+            SettingsError: `keep` or `incremental` is too small.
         """
         if keep is not None and keep < 1:
             raise SettingsError(f"keep must be at least 1, but got {keep}; use None to keep all checkpoints")
+        if incremental < 0:
+            raise SettingsError(f"incremental must be at least 0, but got {incremental}; use 0 for full checkpoints")
         self.directory = directory
         self.keep = keep
+        self.incremental = incremental
+        self._newest: Checkpoint | None = None
+        self._num_since_full = 0
         self._lock = WriterLock(directory)
         self._damaged: set[Path] = set()
 
@@ -107,21 +122,18 @@ class CheckpointStore:
         assert step >= 0
         start_s = time.perf_counter()
         is_coordinator = process_group is None or dist.get_rank(process_group) == 0
-        path, content = self._begin(document, step, process_group)
+        path, content, base = self._begin(document, step, process_group)
         try:
-            save_tensors(tensors, SafetensorsWriter(path, content, step), process_group)
+            writer = SafetensorsWriter(path, content, step, chunk_bytes=self._chunk_bytes, base=base)
+            save_tensors(tensors, writer, process_group)
         except (OSError, CheckpointError, CheckpointException) as error:
+            self._newest = None  # a file of it may be gone: the next is full
             if is_coordinator:
                 with contextlib.suppress(OSError):  # the next save tries again
                     remove_checkpoint(path)
             tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             raise _explain(path, error, tensor_bytes + len(content)) from error
-        num_bytes = Checkpoint.open(path).num_bytes
-        if is_coordinator:
-            if is_best:
-                self.mark_best(path)
-            self._prune(path)
-        return SavedCheckpoint(path, num_bytes, time.perf_counter() - start_s, step)
+        return self._note_saved(path, start_s, is_coordinator, is_shared=base is not None, is_best=is_best)
 
     def save_blocks(
         self,
@@ -150,34 +162,51 @@ class CheckpointStore:
         """
         start_s = time.perf_counter()
         rank = dist.get_rank(process_group)
-        path, content = self._begin(document, step, process_group)
+        path, content, base = self._begin(document, step, process_group)
         num_bytes = sum(block.tensor.nbytes for parts in blocks.values() for block in parts)
         outcome: WrittenBlocks | CheckpointError
         try:
-            outcome = write_blocks(path, rank, blocks)
+            outcome = write_blocks(path, rank, blocks, chunk_bytes=self._chunk_bytes, base=base)
         except (OSError, CheckpointError) as error:
             outcome = _explain(path, error, num_bytes, rank)
         gathered: list[Any] | None = [None] * dist.get_world_size(process_group) if rank == 0 else None
         dist.gather_object(outcome, gathered, group=process_group, group_dst=0)
         failed: list[CheckpointError | None] = [None]
         if gathered is not None:
-            failed = [self._finish(path, content, step, gathered)]
+            failed = [self._finish(path, content, step, gathered, base)]
         dist.broadcast_object_list(failed, group=process_group, group_src=0)
         if failed[0] is not None:
+            self._newest = None  # a file of it may be gone: the next is full
             raise failed[0]
-        saved = SavedCheckpoint(path, Checkpoint.open(path).num_bytes, time.perf_counter() - start_s, step)
-        if rank == 0:
+        return self._note_saved(path, start_s, rank == 0, is_shared=base is not None, is_best=is_best)
+
+    @property
+    def _chunk_bytes(self) -> int | None:
+        return CHUNK_BYTES if self.incremental else None
+
+    def _note_saved(
+        self, path: Path, start_s: float, is_coordinator: bool, *, is_shared: bool, is_best: bool
+    ) -> SavedCheckpoint:
+        """Remove surplus checkpoints, now that there is a new one, which the next may share files with."""
+        self._newest = checkpoint = Checkpoint.open(path)
+        self._num_since_full = self._num_since_full + 1 if is_shared else 0
+        if is_coordinator:
             if is_best:
                 self.mark_best(path)
             self._prune(path)
-        return saved
+        shared = checkpoint.shared_bytes
+        return SavedCheckpoint(
+            path, checkpoint.num_bytes - shared, time.perf_counter() - start_s, checkpoint.step, shared
+        )
 
-    def _finish(self, path: Path, document: bytes, step: int, gathered: Sequence[Any]) -> CheckpointError | None:
+    def _finish(
+        self, path: Path, document: bytes, step: int, gathered: Sequence[Any], base: Base | None
+    ) -> CheckpointError | None:
         """Commit what all processes have written, or remove it and return the first error."""
         error = next((one for one in gathered if isinstance(one, CheckpointError)), None)
         try:
             if error is None:
-                finish_blocks(path, document, step, gathered)
+                finish_blocks(path, document, step, gathered, base)
         except (OSError, CheckpointError) as failure:
             error = _explain(path, failure, len(document))
         if error is not None:
@@ -218,7 +247,7 @@ class CheckpointStore:
 
     def list_checkpoints(self) -> list[Path]:
         """Return the directories of all committed checkpoints, the newest first, unverified."""
-        return [path for path in self._list_directories() if (path / MARKER_NAME).exists()]
+        return [path for path in self.list_directories() if (path / MARKER_NAME).exists()]
 
     def find_newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that is complete, or None.
@@ -231,7 +260,7 @@ class CheckpointStore:
         Args:
             on_damaged: Function called with path and reason for each damaged one.
         """
-        for path in self._list_directories():
+        for path in self.list_directories():
             try:
                 checkpoint = Checkpoint.open(path)
                 checkpoint.verify()
@@ -242,7 +271,8 @@ class CheckpointStore:
                 return checkpoint
         return None
 
-    def _list_directories(self) -> list[Path]:
+    def list_directories(self) -> list[Path]:
+        """Return the directories of all checkpoints, the newest first, also of those that were never finished."""
         found = []
         try:
             with os.scandir(self.directory) as entries:
@@ -260,25 +290,50 @@ class CheckpointStore:
 
     def _begin(
         self, document: Mapping[str, Any], step: int, process_group: dist.ProcessGroup | None
-    ) -> tuple[Path, bytes]:
-        """Make the directory on rank 0; return it on all ranks, with the encoded document."""
+    ) -> tuple[Path, bytes, Base | None]:
+        """Make the directory on rank 0; return it on all ranks, with the encoded document and the base to share with.
+
+        Raises:
+            CheckpointError: Rank 0 could not make it.
+        """
         if process_group is None:
             content = _encode(document)
-            return self._make_new_directory(step), content
+            path = self._make_new_directory(step)
+            return path, content, self._open_base(self._choose_base(path))
         content = b""
-        outcome: list[str | CheckpointError | None] = [None]
+        outcome: list[tuple[str, str] | CheckpointError | None] = [None]
         if dist.get_rank(process_group) == 0:
             try:
                 content = _encode(document)
-                outcome = [self._make_new_directory(step).name]
+                path = self._make_new_directory(step)
+                outcome = [(path.name, self._choose_base(path))]
             except CheckpointError as error:  # the others wait for the outcome
                 outcome = [error]
         dist.broadcast_object_list(outcome, group=process_group, group_src=0)
-        (name,) = outcome
-        if isinstance(name, CheckpointError):
-            raise name
-        assert name is not None
-        return self.directory / name, content
+        (names,) = outcome
+        if isinstance(names, CheckpointError):
+            raise names
+        assert names is not None
+        return self.directory / names[0], content, self._open_base(names[1])
+
+    def _choose_base(self, directory: Path) -> str:
+        """Return the name of the checkpoint that a new one in `directory` shares files with; empty for a full one."""
+        newest = self._newest
+        if newest is None or self._num_since_full >= self.incremental or newest.path in self._damaged:
+            return ""
+        try:
+            return newest.path.name if can_share(newest.path, directory) else ""
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the next save tries again
+                remove_checkpoint(directory)
+            raise _explain(directory, error, 0) from error
+
+    def _open_base(self, name: str) -> Base | None:
+        if not name:
+            return None
+        assert self._newest is not None
+        assert self._newest.path.name == name, "all ranks have saved the same checkpoints"
+        return Base(self._newest.path, self._newest.manifest)
 
     def _make_new_directory(self, step: int) -> Path:
         try:
@@ -293,7 +348,7 @@ class CheckpointStore:
         raise AssertionError("there is always a free name")
 
     def _names(self, step: int) -> Iterator[Path]:
-        taken = [path.name for path in self._list_directories()]
+        taken = [path.name for path in self.list_directories()]
         attempts = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
         attempt = max(attempts, default=0)
         while True:  # a file or a link may have the name
@@ -301,8 +356,11 @@ class CheckpointStore:
             yield self.directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
 
     def _prune(self, written: Path) -> None:
-        directories, committed = self._list_directories(), self.list_checkpoints()
-        kept = {*[path for path in committed if path not in self._damaged][: self.keep], written}
+        directories, committed = self.list_directories(), self.list_checkpoints()
+        whole = [path for path in committed if path not in self._damaged]
+        kept = {*whole[: self.keep], written}
+        if self.incremental and self.keep != 1 and (apart := find_independent(written, whole)) is not None:
+            kept.add(apart)
         oldest_kept = max(map(directories.index, kept))
         if (best := self.find_best()) is not None:
             kept.add(best)

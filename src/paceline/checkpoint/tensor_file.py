@@ -39,6 +39,8 @@ class Entry:
     """Whether the block is the whole tensor."""
     resolve: Callable[[], Tensor]
     """Function that returns the data; called only when they are written, since it may need memory."""
+    digest: str = ""
+    """Digest of the data, if it is known already."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +82,10 @@ def write_tensor_file(
         file.write(header)
         for entry in entries:
             start = file.tell()
-            hasher = blake3(max_threads=1)
-            for part in _slices(entry.resolve()):
-                hasher.update(part)
+            hasher = None if entry.digest else blake3(max_threads=1)
+            for part in byte_slices(entry.resolve()):
+                if hasher is not None:
+                    hasher.update(part)
                 file.write(part)
             assert file.tell() - start == entry.num_bytes, f"{entry.name} changed while it was saved"
             chunks.append(
@@ -92,7 +95,7 @@ def write_tensor_file(
                     file=path.name,
                     start=start,
                     num_bytes=entry.num_bytes,
-                    digest=hasher.hexdigest(),
+                    digest=hasher.hexdigest() if hasher is not None else entry.digest,
                 )
             )
         num_bytes = file.tell()
@@ -100,6 +103,14 @@ def write_tensor_file(
         os.fsync(file.fileno())
     record = TensorFile(name=path.name, num_bytes=num_bytes, header_bytes=len(header), header_digest=digest(header))
     return record, chunks
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """Return the digest of a tensor's data, as a chunk of it has in a file."""
+    hasher = blake3(max_threads=1)
+    for part in byte_slices(tensor):
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def digest_range(file: FileIO, start: int, num_bytes: int, buffer: memoryview) -> str:
@@ -189,7 +200,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _slices(tensor: Tensor) -> Iterator[memoryview]:
+def byte_slices(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's data as bytes in host memory, in slices of `BUFFER_BYTES`."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     slice_length = BUFFER_BYTES // flat.element_size()
     for start in range(0, len(flat), slice_length):

@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 
 import paceline
-from paceline.cli import bench, compare, reproduce, simulate, verify
+from paceline.cli import bench, checkpoint, compare, reproduce, simulate, verify
 from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
 from paceline.cli.memory import memory
@@ -61,6 +61,7 @@ for module, command in (
     app.command(cls=OverridesCommand.of(module.find_settings))(command)
 app.command(cls=OverridesCommand.of(find_run))(memory)
 app.command()(recipes)
+app.add_typer(checkpoint.commands, name="checkpoint")
 
 
 def main() -> None:

@@ -29,6 +29,12 @@ def memory(
     device = guess_device(num_ranks)
     needed = estimate(run, splits, num_ranks, device)
     _print(needed, num_ranks, device.type)
+    if run.peer_memory.interval:
+        part_bytes = needed.bytes_of["parameters"] + needed.bytes_of["optimizer"]
+        num_bytes = run.peer_memory.count_bytes(part_bytes, num_ranks)
+        typer.echo(
+            f"copies in peers' memory take {_size(num_bytes)} of the host's for each rank, in {run.peer_memory.folder}"
+        )
     available = available_bytes(device, num_ranks)
     outcome = "fits" if needed.peak_bytes <= available else "does not fit"
     typer.echo(f"it {outcome}: a rank may have {_size(available)} here")

@@ -353,9 +353,36 @@ class CheckpointSaved(Event):
 
     path: str
     num_bytes: Int
+    """Bytes that were written."""
     duration_s: Float
+    shared_bytes: Int = 0
+    """Bytes of files that it shares with earlier checkpoints, where it is incremental."""
     lost_ranks: list[Int] = Field(default_factory=list)
     """Ranks whose last work is not in it: asynchronous workers that were lost, so that the others saved and stopped."""
+
+
+@event("checkpoint_interval_chosen")
+class CheckpointIntervalChosen(Event):
+    """The steps between checkpoints were chosen so that checkpoints and failures lose the least time."""
+
+    interval: Int
+    """Steps from one checkpoint to the next."""
+    save_s: Float
+    """Time for which a checkpoint stops training."""
+    step_s: Float
+    """Time of a step."""
+    failures_per_day: Float
+
+
+@event("state_copied")
+class StateCopied(Event):
+    """The state was copied into the memory of peers."""
+
+    part_bytes: Int
+    """Size of the largest rank's part of the state."""
+    memory_bytes: Int
+    """Memory that copies and parity take on that rank."""
+    duration_s: Float
 
 
 @event("checkpoint_skipped")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paceline.monitor.events import (
     AnomalyFound,
     BatchChanged,
+    CheckpointIntervalChosen,
     CheckpointSaved,
     CheckpointSkipped,
     CodecChanged,
@@ -131,6 +132,12 @@ def describe(record: Record) -> str | None:
             *others, last = map(str, ranks)
             lost = f"ranks {', '.join(others)} and {last} were" if others else f"rank {last} was"
             return f"step {record.step:,}: {lost} lost; what the others had learnt is saved in {path}"
+        case CheckpointIntervalChosen() as event:
+            return (
+                f"step {record.step:,}: a checkpoint every {event.interval:,} steps, which lose the least time with "
+                f"{event.save_s:.3g} s a checkpoint, {event.step_s:.3g} s a step and {event.failures_per_day:.2g} "
+                "failures a day"
+            )
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {path} is skipped: {reason}"
         case UnusedParameters(names=names):

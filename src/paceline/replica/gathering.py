@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Checkpoint, TensorBlock
+from paceline.checkpoint import SavedState, TensorBlock
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
@@ -159,7 +159,7 @@ def scatter(
                 yield name, moved
 
 
-def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
+def read_header(checkpoint: SavedState | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
     """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
 
     Raises:
@@ -192,13 +192,13 @@ class SavedReplica:
         slices: Whole tensors of the replica, by name.
     """
 
-    checkpoint: Checkpoint | None
+    checkpoint: SavedState | None
     prefix: str
     document: dict[str, Any]
     slices: Mapping[str, Slice]
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint | None, world: Group, prefix: str) -> "SavedReplica | None":
+    def open(cls, checkpoint: SavedState | None, world: Group, prefix: str) -> "SavedReplica | None":
         """Return the replica under a prefix of rank 0's checkpoint; None without a checkpoint. Every rank calls it.
 
         Raises:

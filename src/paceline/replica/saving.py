@@ -26,7 +26,7 @@ from paceline.replica.shared_saving import open_saver, start_saving
 from paceline.replica.state import describe, restore
 
 
-def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
+def save(folder: str | Path, *objects: Stateful, keep: int | None = 3, incremental: int = 0) -> None:
     """Save all that training depends on, after an `update`; every rank calls it, with the same objects.
 
     What is saved are the values of now, random generators of torch, NumPy and Python among them. They are written in
@@ -38,10 +38,12 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
         objects: One replica or more, and whatever else has a `state_dict`: loaders, schedulers, averages. Of these rank
             0's counts.
         keep: Newest checkpoints that stay; None for all.
+        incremental: Checkpoints between two full ones that write only what has changed since the one before; 0 for
+            full ones alone.
 
     Raises:
-        SettingsError: There is no replica among the objects, one is between `backward` and `update`, or the folder
-            holds checkpoints of a training that this one does not go on from.
+        SettingsError: There is no replica among the objects, one is between `backward` and `update`, the folder
+            holds checkpoints of a training that this one does not go on from, or `incremental` is below 0.
         CheckpointError: A checkpoint could not be written.
         DivergenceError: Replicas should be equal and are not.
     """
@@ -64,7 +66,7 @@ def save(folder: str | Path, *objects: Stateful, keep: int | None = 3) -> None:
         tensors, document = tensors | more, document | about
     tensors |= {f"rank{world.rank}/random/{name}": state for name, state in _random_states(world).items()}
     step = world.membership.boundary_step or max(replica.num_updates for replica in replicas.values())
-    found = _find_saver(Path(folder), shard, keep)
+    found = _find_saver(Path(folder), shard, keep, incremental)
     if world.rank == 0:
         found.check_new(replicas.values())
     start_saving(found.saver, tensors, document | {"step": step}, step, world)
@@ -99,7 +101,7 @@ def load_latest(folder: str | Path, *objects: Stateful) -> bool:
     replicas, others = _name(objects)
     shard = next(iter(replicas.values())).shard
     world = shard.world
-    saver = _find_saver(Path(folder), shard, None)
+    saver = _find_saver(Path(folder), shard, None, 0)
     checkpoint = saver.find(replicas.values()) if world.rank == 0 else None
     header = read_header(checkpoint, world)
     if header is None:
@@ -158,12 +160,12 @@ class _Saver:
             self.saver.wait()
 
 
-def _find_saver(folder: Path, shard: ModelShard, keep: int | None) -> _Saver:
+def _find_saver(folder: Path, shard: ModelShard, keep: int | None, incremental: int) -> _Saver:
     membership = shard.world.membership
     savers: dict[Path, _Saver] = membership.savers
     folder = folder.absolute()
     if folder not in savers:
-        store = CheckpointStore(folder, keep)
+        store = CheckpointStore(folder, keep, incremental)
         savers[folder] = _Saver(store, open_saver(store, shard))
         membership.close_with(store.close)
         if (saver := savers[folder].saver) is not None:
@@ -171,6 +173,7 @@ def _find_saver(folder: Path, shard: ModelShard, keep: int | None) -> _Saver:
             if saver.is_shared and shard.mesh is not None:
                 shard.mesh.close_with(partial(_drop, savers, folder))
     savers[folder].store.keep = keep if keep is not None else savers[folder].store.keep
+    savers[folder].store.incremental = max(incremental, savers[folder].store.incremental)
     return savers[folder]
 
 

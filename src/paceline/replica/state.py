@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Checkpoint
+from paceline.checkpoint import SavedState
 from paceline.compression.codec import ADDED, FeedbackDroppedWarning
 from paceline.errors import CheckpointError, SettingsError
 from paceline.parallel.local import local, wrap
@@ -143,7 +143,7 @@ def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Te
 
 
 def restore(
-    checkpoint: Checkpoint | None, replica: Replica, prefix: str = "", *, hyper_parameters: bool = False
+    checkpoint: SavedState | None, replica: Replica, prefix: str = "", *, hyper_parameters: bool = False
 ) -> Document | None:
     """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
 

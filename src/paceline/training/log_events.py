@@ -146,7 +146,11 @@ def log_saved(session: Session, saved: list[SavedCheckpoint], lost_ranks: Sequen
         session.checkpoint_bytes = one.num_bytes
         session.log_event(
             CheckpointSaved(
-                path=str(one.path), num_bytes=one.num_bytes, duration_s=one.duration_s, lost_ranks=list(lost_ranks)
+                path=str(one.path),
+                num_bytes=one.num_bytes,
+                duration_s=one.duration_s,
+                shared_bytes=one.shared_bytes,
+                lost_ranks=list(lost_ranks),
             )
         )
 

@@ -37,7 +37,7 @@ from paceline.training.guarded_step import GoingBack, go_back
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
 from paceline.training.model import resize, size_of
 from paceline.training.run import Run
-from paceline.training.saving import is_evaluation_due, save_checkpoint, save_what_lives
+from paceline.training.saving import is_evaluation_due, keep_in_memory, save_checkpoint, save_what_lives
 from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session, watch_replica
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
@@ -313,8 +313,9 @@ def maybe_grow(session: Session) -> None:
 def next_boundary(session: Session, step: int) -> int:
     """Return the first step after `step` at whose end all workers synchronise."""
     training, run = session.training, session.training.run
-    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
-    return min([(step // interval + 1) * interval for interval in intervals] + [training.num_steps])
+    intervals = [interval for interval in (run.evaluate_interval, run.peer_memory.interval) if interval]
+    boundaries = [(step // interval + 1) * interval for interval in intervals] + [training.num_steps]
+    return min([*boundaries, session.save_interval.next_after(step) or training.num_steps])
 
 
 def do_after_step(session: Session, *, stop: bool) -> bool:
@@ -341,12 +342,15 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
             session.log_event(
                 Preempted(checkpoint=path, signal=session.membership.stop_requested_by or "a signal to another rank")
             )
-    elif training.is_over or is_best or (run.checkpoint_interval and step % run.checkpoint_interval == 0):
+    elif training.is_over or is_best or session.save_interval.is_due(step):
         save_checkpoint(session, wait=training.is_over, is_best=is_best)
         if end_reason:
             session.log_event(StoppedEarly(reason=end_reason))
-    elif session.saver is not None:
-        log_saved(session, session.saver.finished())
+    else:
+        if session.saver is not None:
+            log_saved(session, session.saver.finished())
+        if run.peer_memory.interval and step % run.peer_memory.interval == 0:
+            keep_in_memory(session)
     log_distance(session)
     return training.is_over or stop
 

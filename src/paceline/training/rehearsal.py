@@ -250,7 +250,9 @@ def _list_boundaries(run: Run, loader: Loader, num_steps: int) -> list[int]:
     Sizes repeat with the epochs and intervals, so that later ones seldom add any.
     """
     here = loader.order.step_of(loader.position, run.global_batch)
-    intervals = [interval for interval in (run.evaluate_interval, run.checkpoint_interval) if interval]
+    assert run.checkpoint_interval != "auto", "workers at their own pace know where they meet"
+    wanted = (run.evaluate_interval, run.checkpoint_interval, run.peer_memory.interval)
+    intervals = [interval for interval in wanted if interval]
     steps = [range((here // interval + 1) * interval, num_steps, interval) for interval in intervals]
     return list(itertools.islice(heapq.merge(*steps), _MAX_BOUNDARIES))
 

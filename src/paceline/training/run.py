@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
@@ -38,6 +38,7 @@ from paceline.training.metrics import Metrics
 from paceline.training.model import Model
 from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective, OnBatch
+from paceline.training.state_in_memory import PeerMemorySettings
 
 
 class Run(Settings):
@@ -118,10 +119,18 @@ class Run(Settings):
     """Steps from one evaluation on held-out data to the next; 0 for one at the end only."""
     evaluate_samples: int | None = Field(default=None, ge=1)
     """Held-out samples per evaluation; all by default."""
-    checkpoint_interval: int = Field(default=100, ge=0)
-    """Steps from one checkpoint to the next; 0 for one at the end only."""
+    checkpoint_interval: Annotated[int, Field(ge=0)] | Literal["auto"] = 100
+    """Steps from one checkpoint to the next; 0 for one at the end only; auto for what loses least time, by the measured
+    cost of a checkpoint and the rate of failures."""
+    failures_per_day: float | None = Field(default=None, gt=0)
+    """Rate of failures for checkpoint_interval auto; by default what the run's log shows, from 1 a day on."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Number of newest checkpoints to keep; none for all."""
+    incremental_checkpoints: int = Field(default=0, ge=0)
+    """Checkpoints between two full ones that write only what has changed since the one before; 0 for full ones alone.
+    For models of which much stays as it is: frozen parts, embeddings of rare words."""
+    peer_memory: PeerMemorySettings = PeerMemorySettings()
+    """Copies of the state in the memory of other ranks' hosts, by default none."""
     keep_best: str | None = None
     """Measure of the best checkpoint, which is kept beside the newest: loss for the lowest held-out loss, or a metric
     with its direction, such as max:accuracy."""
@@ -299,6 +308,11 @@ class Run(Settings):
             raise ValueError(
                 f"batch_schedule must be constant with sync {self.sync.name}, whose workers step at their own pace, "
                 f"but got {self.batch_schedule.name}; leave it out"
+            )
+        if self.sync.is_asynchronous and self.checkpoint_interval == "auto":
+            raise ValueError(
+                f"checkpoint_interval must be a number of steps with sync {self.sync.name}, whose workers step at "
+                "their own pace and must know where they meet, but got auto; give a number"
             )
         wanted = self.batch_schedule.noise_interval
         if wanted and self.noise_scale_interval not in (0, wanted):

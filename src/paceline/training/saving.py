@@ -3,12 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.comm.progress import BETWEEN, PROGRESS
 from paceline.errors import CommunicationError, NonFiniteError, PacelineError
+from paceline.monitor.events import StateCopied
 from paceline.parallel.local import local
+from paceline.replica.gathering import divide
 from paceline.replica.named_tensors import capture_objects
 from paceline.replica.shared_saving import start_saving
 from paceline.replica.state import describe
@@ -28,6 +32,53 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
         is_best: Whether the model is the best so far.
         lost_ranks: Ranks whose last work is not in it.
     """
+    training, world, began_s = session.training, session.replica.shard.world, time.perf_counter()
+    tensors, document = _describe(session, lost_ranks)
+    path, write_s = "", 0.0
+    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
+    if session.saver is not None:
+        finished = session.saver.finished()
+        write_s = max([one.duration_s for one in finished], default=0.0)
+        log_saved(session, finished)
+        if wait and (saved := session.saver.wait()):
+            log_saved(session, [saved], lost_ranks)
+            path = str(saved.path)
+    if session.save_interval.is_chosen and not wait:
+        _choose_interval(session, time.perf_counter() - began_s, write_s)
+    if wait:
+        world.barrier(name="checkpoint")
+    PROGRESS.enter(time.monotonic(), BETWEEN)
+    return path
+
+
+def keep_in_memory(session: Session) -> None:
+    """Copy the state after `training.step` updates into the memory of peers; all ranks call it."""
+    assert session.peer_memory is not None, "the run keeps copies"
+    training, world, began_s = session.training, session.replica.shard.world, time.perf_counter()
+    tensors, document = _describe(session)
+    copy = session.peer_memory.keep(divide(tensors, world), document, training.step, world)
+    sizes = world.gather_documents([copy.part_bytes, copy.memory_bytes], name="sizes of the state")
+    part_bytes, memory_bytes = max(sizes)
+    duration_s = time.perf_counter() - began_s
+    session.log_event(StateCopied(part_bytes=part_bytes, memory_bytes=memory_bytes, duration_s=duration_s))
+    PROGRESS.enter(time.monotonic(), BETWEEN)
+
+
+def _choose_interval(session: Session, save_s: float, write_s: float) -> None:
+    """Choose the step of the next checkpoint by rank 0's measurements of this one."""
+    step, world = session.training.step, session.replica.shard.world
+    mine = [session.save_interval.choose(step, save_s, write_s), save_s]
+    interval, save_s = world.gather_documents(mine, name="checkpoint interval")[0]
+    if (chosen := session.save_interval.follow(step, interval, save_s)) is not None:
+        session.log_event(chosen)
+
+
+def _describe(session: Session, lost_ranks: Sequence[int] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return this rank's tensors of the state of the training, and its document; all ranks call it.
+
+    Raises:
+        NonFiniteError: A parameter is not finite.
+    """
     training, replica = session.training, session.replica
     PROGRESS.enter(time.monotonic(), b"save")
     replica.flush()
@@ -37,10 +88,9 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
                 f"parameters must be finite to be saved, but at step {training.step} {name} is not; resume from the "
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
-    world = replica.shard.world
     tensors, document = describe(replica)
     more, objects = capture_objects({"rates": session.rates})
-    tensors |= more if world.rank == 0 else {}
+    tensors |= more if replica.shard.world.rank == 0 else {}
     document |= objects | {
         "step": training.step,
         "recipe": training.recipe,
@@ -53,17 +103,7 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
         "noise": session.noise.state() if session.noise is not None else None,
         "lost_ranks": list(lost_ranks),
     }
-    path = ""
-    start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
-    if session.saver is not None:
-        log_saved(session, session.saver.finished())
-        if wait and (saved := session.saver.wait()):
-            log_saved(session, [saved], lost_ranks)
-            path = str(saved.path)
-    if wait:
-        world.barrier(name="checkpoint")
-    PROGRESS.enter(time.monotonic(), BETWEEN)
-    return path
+    return tensors, document
 
 
 def save_what_lives(session: Session, error: CommunicationError) -> None:

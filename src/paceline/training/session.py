@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint import AsyncSaver, Checkpoint
+from paceline.checkpoint import AsyncSaver, SavedState
+from paceline.checkpoint.peer_memory import PeerMemory
+from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
@@ -32,6 +34,7 @@ from paceline.training.rates import Rates
 from paceline.training.rehearsal import check_batch_norm_sizes
 from paceline.training.resources import ResourceWatch
 from paceline.training.run import Run
+from paceline.training.save_interval import SaveInterval, estimate_failures_per_day
 from paceline.training.training import Training
 
 
@@ -47,6 +50,9 @@ class Session:
     saver: AsyncSaver | None
     """Saver of this rank; None where rank 0 writes for it."""
     load_balancer: LoadBalancer
+    save_interval: SaveInterval
+    peer_memory: PeerMemory | None
+    """This rank's copies in the memory of peers; None if the run keeps none."""
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
@@ -152,7 +158,7 @@ def watch_replica(session: Session) -> None:
 
 @contextmanager
 def open_session(
-    training: Training, group: Group, world: Group | None, checkpoint: Checkpoint | None
+    training: Training, group: Group, world: Group | None, checkpoint: SavedState | None
 ) -> Iterator[Session]:
     """Open the session of the workers of `group`; signals inside are requests to stop, and at the end saves finish.
 
@@ -174,6 +180,8 @@ def open_session(
     with session.membership.stopping_on_signals(may_interrupt=False), session.saver or nullcontext():
         yield session
     session.replica.close()
+    if session.peer_memory is not None:  # what is on disk now is as new
+        session.peer_memory.forget()
 
 
 def _make_session(training: Training, group: Group, world: Group | None) -> Session:
@@ -204,8 +212,25 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
         ResourceWatch(training.directory if saver is not None else None) if world_rank in host_ranks[:1] else None
     )
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
+    peer_memory = run.peer_memory.open(training.directory, replica.shard.world)
+    if peer_memory is not None:
+        make_teams(replica.shard.world.size, run.peer_memory.num_data, run.peer_memory.num_parity)  # before a step
+    failures_per_day = run.failures_per_day or 1.0
+    if run.checkpoint_interval == "auto" and run.failures_per_day is None and group.rank == 0:
+        failures_per_day = estimate_failures_per_day(training.log.path)  # rank 0 chooses
     return Session(
-        training, replica, make_rates(training, replica), loader, saver, load_balancer, noise, probe, guard, resources
+        training,
+        replica,
+        make_rates(training, replica),
+        loader,
+        saver,
+        load_balancer,
+        SaveInterval(run.checkpoint_interval, failures_per_day),
+        peer_memory,
+        noise,
+        probe,
+        guard,
+        resources,
     )
 
 
@@ -292,7 +317,7 @@ def make_loader(
     )
 
 
-def resume(session: Session, checkpoint: Checkpoint | None) -> bool:
+def resume(session: Session, checkpoint: SavedState | None) -> bool:
     """Load rank 0's `checkpoint` into the session of every rank; return whether there was one."""
     training, run, loader = session.training, session.training.run, session.loader
     document = restore(checkpoint, session.replica)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.checkpoint import Checkpoint, CheckpointStore, SavedState
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
@@ -78,13 +78,14 @@ class Training:
 
 def start_training(
     run: Run, directory: Path, group: Group, log: EventLog, recipe: str
-) -> tuple[Training, Checkpoint | None]:
+) -> tuple[Training, SavedState | None]:
     """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory` or None."""
     splits = run.open_data()
     if isinstance(splits.held_out, Source):
         check_samples(len(splits.held_out))
-    store = CheckpointStore(directory / "checkpoints", keep=run.keep_checkpoints)
-    checkpoint = _find_checkpoint(store, log) if group.rank == 0 else None
+    store = CheckpointStore(directory / "checkpoints", run.keep_checkpoints, run.incremental_checkpoints)
+    checkpoint: SavedState | None = _find_checkpoint(store, log) if group.rank == 0 else None
+    checkpoint = run.peer_memory.recall(directory, group, checkpoint, log)
     model = _find_model(run, checkpoint, group)
     module, construction, about_building = build_shared(run, splits, group, model)
     initial = run.initial if group.rank == 0 and checkpoint is None else None
@@ -171,7 +172,7 @@ def _find_checkpoint(store: CheckpointStore, log: EventLog) -> Checkpoint | None
     return checkpoint
 
 
-def _find_model(run: Run, checkpoint: Checkpoint | None, group: Group) -> Model:
+def _find_model(run: Run, checkpoint: SavedState | None, group: Group) -> Model:
     """Return the run's model in the size of rank 0's `checkpoint`."""
     if not run.growth.steps:
         return run.model
