@@ -26,7 +26,7 @@ BEAT_INTERVAL_S = 0.25
 POLL_S = 0.005
 
 
-class Evicted(PacelineError):
+class EvictedError(PacelineError):
     """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
 
 
@@ -49,7 +49,7 @@ class Member(ABC):
 
         Raises:
             CommunicationError: There will be none, or none came in time: a restart follows.
-            Evicted: The epoch is without this worker, which must end.
+            EvictedError: The epoch is without this worker, which must end.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Member(ABC):
         """Say that this worker has stopped after `step` updates, as all of its epoch have; then call `next_view`."""
 
     @abstractmethod
-    def open_group(self, view: View, *, device: torch.device, timeout_s: float, transport: Transport = "auto") -> Group:
+    def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
         """Return the group of the workers of a view, and make it that of new replicas and loaders.
 
         Raises:
@@ -103,6 +103,7 @@ class StoreMember(Member):
         self._group_store = connect()
         self._status = Status(obstacle=obstacle)
         self._is_pending = False
+        self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
         self._say(phase="ready")
@@ -118,7 +119,7 @@ class StoreMember(Member):
 
     def leave(self) -> None:
         """Ask to leave at a step boundary. It may be called in a signal handler."""
-        self._status = replace(self._status, is_leaving=True)  # the next beat says it
+        self._is_leaving = True  # the next beat says it
 
     def next_view(self, timeout_s: float) -> View:
         """Look for it again and again."""
@@ -129,7 +130,7 @@ class StoreMember(Member):
                 if self.name in document["names"]:
                     return self._enter(document)
                 if self._status.epoch >= 0:
-                    raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
+                    raise EvictedError(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
             over = self._read("over")
             if over is not None and over["epoch"] >= self._status.epoch:
                 raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
@@ -144,7 +145,7 @@ class StoreMember(Member):
         """Return what the last beat found."""
         return self._is_pending
 
-    def open_group(self, view: View, *, device: torch.device, timeout_s: float, transport: Transport = "auto") -> Group:
+    def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
         """Open it once all are there: gloo could not be called off if one of them died before."""
         self._store.set(f"entered/{view.epoch}/{view.rank}", "")
         keys = [f"entered/{view.epoch}/{rank}" for rank in range(view.size)]
@@ -197,18 +198,17 @@ class StoreMember(Member):
 
     def _say(self, **changes: object) -> None:
         with self._lock:
-            self._status = replace(self._status, beat=self._status.beat + 1, **changes)  # type: ignore[arg-type]
-            self._store.set(f"status/{self.name}", json.dumps(asdict(self._status)))
-            if changes:
+            before = self._status
+            now = replace(before, beat=before.beat + 1, is_leaving=self._is_leaving, **changes)  # type: ignore[arg-type]
+            self._status = now
+            self._store.set(f"status/{self.name}", json.dumps(asdict(now)))
+            if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)
 
     def _keep_beating(self) -> None:
-        was_leaving = False
         while not self._closed.wait(BEAT_INTERVAL_S):
             try:
-                is_leaving = self._status.is_leaving
-                self._say(**{"is_leaving": True} if is_leaving and not was_leaving else {})
-                was_leaving = is_leaving
+                self._say()
                 change = self._read("change")
                 self._is_pending = change is not None and change["epoch"] == self._status.epoch
             except RuntimeError:  # the launcher is gone, and this worker stops with a checkpoint

@@ -62,7 +62,7 @@ class Worker:
     is_doomed: bool = False
     """Whether it is being killed; nothing that it says counts any more."""
     is_evicted: bool = False
-    """Whether a view without it was announced, so that it ends by itself."""
+    """Whether it is not wanted any more: a view without it was announced, so that it ends by itself, or it is killed."""
     vote: Voted | None = None
     """Its vote in the present epoch."""
 
@@ -147,6 +147,7 @@ class Coordinator:
                 worker.vote = worker.vote or fact
             case LeaveAsked() if worker:
                 worker.is_leaving = True
+                actions = self._dismiss([fact.name] if fact.name in self._list_idle() else [], "it was asked to leave")
             case Scaled():
                 self.target, self._num_stillborn = fact.target, 0
             case StopAsked():
@@ -154,13 +155,17 @@ class Coordinator:
         return actions + self._advance()
 
     def list_outstanding(self) -> list[Action]:
-        """Return the actions that may not have been done, of a coordinator that was made again; all may be repeated."""
+        """Return the actions that may not have been done, of a coordinator that was made again; all may be repeated.
+
+        Workers that were to be started, and were not, are told of as dead.
+        """
         if self.is_over:
             return []
         if self.is_restarting:
             return [RestartAll("the launcher was lost while it ended the workers")]
-        actions: list[Action] = [StartWorker(name, worker.slot) for name, worker in self.workers.items()]
-        actions += [Kill(name, "it stood still") for name, worker in self.workers.items() if worker.is_doomed]
+        actions: list[Action] = [
+            Kill(name, "it stood still") for name, worker in self.workers.items() if worker.is_doomed
+        ]
         if self.view:
             actions.append(Announce(self.view))
         if self._is_asked:
@@ -183,26 +188,29 @@ class Coordinator:
         ]
 
     def _note_death(self, fact: Died, worker: Worker) -> list[Action]:
-        is_counted = self.view is None or fact.name in self.members
+        is_counted = fact.name in self.members or (self.view is None and not worker.is_evicted)
         del self.workers[fact.name]
         if self.is_restarting:
             return []
         if not is_counted:  # a spare or a replacement, or one that has left or was killed
-            self._num_stillborn += not (worker.is_evicted or worker.is_doomed)
+            self._num_stillborn += fact.name not in (self.view.names if self.view else ()) and not worker.is_evicted
             return []
         if fact.end == "done":
             self._is_ending = True
-            return self._dismiss("the run has ended")
+            return self._dismiss(self._list_idle(), "the run has ended")
         self._lost[fact.name] = fact.reason
         is_final = fact.end in ("gave_up", "failed") or self._is_ending or self.view is None or bool(self.obstacle)
         return self._restart(fact.reason) if is_final else []
 
-    def _dismiss(self, reason: str) -> list[Action]:
-        """End the workers that take no part."""
-        idle = [name for name, worker in self.workers.items() if name not in self.members and not worker.is_doomed]
-        for name in idle:
-            self.workers[name].is_doomed = True
-        return [Kill(name, reason) for name in idle]
+    def _list_idle(self) -> list[str]:
+        """Return the names of workers that take no part, and are not about to end."""
+        taken = self.members
+        return [n for n, one in self.workers.items() if n not in taken and not (one.is_doomed or one.is_evicted)]
+
+    def _dismiss(self, names: list[str], reason: str) -> list[Action]:
+        for name in names:
+            self.workers[name].is_doomed = self.workers[name].is_evicted = True
+        return [Kill(name, reason) for name in names]
 
     def _restart(self, reason: str) -> list[Action]:
         self.is_restarting = True
@@ -273,8 +281,9 @@ class Coordinator:
             key=lambda name: self.workers[name].is_leaving,  # of those that stay the one of the lowest rank
         )
         staying = [name for name in self.members if name != first and not self.workers[name].is_leaving]
-        names = [first, *staying][: self.target]
-        names += joiners[: self.target - len(names)] if not self._is_stopping else []
+        size = self.target + self.workers[first].is_leaving  # it gives its state to others first
+        names = [first, *staying][:size]
+        names += joiners[: size - len(names)] if not self._is_stopping else []
         return self._announce(names, best, reason)
 
     def _announce(self, names: list[str], step: int, reason: str) -> list[Action]:
@@ -295,15 +304,16 @@ class Coordinator:
         return [Announce(self.view)]
 
     def _start_missing(self) -> list[Action]:
-        """Start as many workers as are missing."""
+        """Start as many workers as are missing, or end those that nobody needs."""
         if self._is_stopping or self._is_ending or self.obstacle:
             return []
         if self._num_stillborn > self.settings.max_restarts:
             return []
         alive = [one for one in self.workers.values() if not (one.is_doomed or one.is_evicted or one.is_leaving)]
         wanted = self.target + (self.settings.num_spares if self.view else 0)
-        actions: list[Action] = []
-        for _ in range(wanted - len(alive)):
+        num_surplus = len(alive) - wanted
+        actions = self._dismiss(self._list_idle()[-num_surplus:], "it is not needed") if num_surplus > 0 else []
+        for _ in range(-num_surplus):
             taken = {worker.slot for worker in self.workers.values() if not worker.is_doomed}
             slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             self._num_started[slot] = number = self._num_started.get(slot, 0) + 1
