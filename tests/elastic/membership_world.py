@@ -3,6 +3,7 @@
 An update is a token, a worker's state the tokens of its updates: that none is lost or doubled can be read off.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from paceline.elastic.facts import (
@@ -108,9 +109,9 @@ class World:
             case Kill(name=name):
                 self.die(name, "killed")
             case Announce(view=view):
-                assert self.views.setdefault(view.epoch, view) == view, "an epoch must have one view"
-                if view.epoch == max(self.views) and not any(p.epoch >= view.epoch for p in self.processes.values()):
+                if view.epoch not in self.views:
                     self._check_view(view)
+                assert self.views.setdefault(view.epoch, view) == view, "an epoch must have one view"
             case AskForBoundary(epoch=epoch):
                 self.asked = epoch
             case RestartAll():
@@ -188,7 +189,7 @@ class World:
         self.furthest = max(self.furthest, token[0] + 1) if victim is None else self.furthest
         if victim is not None:
             self.die(workers[victim % len(workers)].name, "killed")
-        elif len(workers[0].updates) == NUM_STEPS:
+        elif len(workers[0].updates) >= NUM_STEPS:
             for worker in workers:
                 self.die(worker.name, "done")
 
@@ -228,15 +229,18 @@ class World:
         process = self.processes[name]
         if process.is_frozen or process.phase not in ("opening", "training"):
             return
-        gone = len(self.live(process.epoch)) < self.views[process.epoch].size if process.phase == "training" else any(
-            n not in self.processes or self.processes[n].epoch > process.epoch for n in self.views[process.epoch].names)  # fmt: skip
-        others = any(p.phase in ("lost", "boundary") for p in self.live(process.epoch))
-        if gone or wrongly or others or any(p.is_frozen for p in self.live(process.epoch)):
-            if process.phase == "opening" and self.views[process.epoch].step < 0:
-                process.updates = self.checkpoint
-            if process.phase == "opening" and self.views[process.epoch].previous[
-                self.views[process.epoch].names.index(name)] is None and self.views[process.epoch].step > 0:  # fmt: skip
-                process.is_whole = False
+        view = self.views[process.epoch]
+        live = self.live(process.epoch)
+        if process.phase == "training":
+            is_gone = len(live) < view.size
+        else:
+            is_gone = any(n not in self.processes or self.processes[n].epoch > process.epoch for n in view.names)
+        if wrongly or is_gone or any(p.is_frozen or p.phase in ("lost", "boundary") for p in live):
+            if process.phase == "opening":
+                if view.step < 0:
+                    process.updates = self.checkpoint
+                elif view.previous[view.names.index(name)] is None:
+                    process.is_whole = view.step == 0
             process.phase = "lost"
             self.say(name)
 
@@ -255,7 +259,7 @@ class World:
         """Workers of one epoch have the same updates, but for the last one."""
         for epoch in self.views:
             states = sorted((p.updates for p in self.live(epoch) if p.phase == "training" and p.is_whole), key=len)
-            for shorter, longer in zip(states, states[1:], strict=False):
+            for shorter, longer in itertools.pairwise(states):
                 assert longer[: len(shorter)] == shorter, "workers of one epoch must not differ"
         training = [epoch for epoch in self.list_complete("training") if epoch < max(self.views)]
         assert not training, "an old epoch must not go on"
@@ -306,5 +310,5 @@ class World:
             self.enter(epoch)
         self.stop_at_boundary()
         for epoch in self.list_complete("training"):
-            if len(self.live(epoch)[0].updates) < last_step:
+            if last_step == NUM_STEPS or len(self.live(epoch)[0].updates) < last_step:
                 self.step(epoch)

@@ -62,7 +62,7 @@ class Worker:
     is_doomed: bool = False
     """Whether it is being killed; nothing that it says counts any more."""
     is_evicted: bool = False
-    """Whether it is not wanted any more: a view without it was announced, so that it ends by itself, or it is killed."""
+    """Whether it is not wanted any more: it ends by itself, since a view without it was announced, or is killed."""
     vote: Voted | None = None
     """Its vote in the present epoch."""
 
