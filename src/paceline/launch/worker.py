@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
-from paceline.comm import Group, join
+from paceline.comm import Group
+from paceline.comm.join import DEFAULT_TIMEOUT_S, default_device
+from paceline.elastic import StoreMember
 from paceline.errors import PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
 from paceline.monitor.events import Warned
@@ -83,29 +86,40 @@ def _take_part(run: Run, directory: Path, world: Group, log: EventLog, recipe: s
     return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
-def work_for_launcher(directory: Path, attempt: int) -> None:
+def work_for_launcher(directory: Path, attempt: int, name: str) -> None:
     """Be a worker that a local launcher started; where the run is not finished, end the process with the code for that.
 
     The launcher reads in the log that it was preempted.
     """
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
-    code = _join_and_work(directory, attempt)
+    code = _join_and_work(directory, attempt, name)
     if code is not ExitCode.FINISHED:
         leave(code)
 
 
-def _join_and_work(directory: Path, attempt: int) -> ExitCode:
+def _join_and_work(directory: Path, attempt: int, name: str) -> ExitCode:
     try:
         file = RunFile.load(directory)
         offload = file.run.get("memory", {}).get("offload")
-        device = "cpu" if offload == "parameters" else None  # what is exchanged is where the parameters are
-        group = join(timeout_s=file.run.get("timeout_s", 300.0), device=device)
+        # What is exchanged is where the parameters are.
+        device = torch.device("cpu") if offload == "parameters" else default_device()
+        member = StoreMember(_connect, name, obstacle=OBSTACLE)
+        timeout_s = file.run.get("timeout_s", DEFAULT_TIMEOUT_S)
+        group = member.open_group(member.next_view(timeout_s), device, timeout_s, "auto")
     except Exception as error:
         rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
             log_failure(log, error)
         return _code_of(error)
     return work(directory, file, group, attempt)
+
+
+OBSTACLE = "workers of this version go on only together"
+
+
+def _connect() -> dist.Store:
+    """Return a new connection to the launcher's store."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
 
 
 def _code_of(error: BaseException) -> ExitCode:
