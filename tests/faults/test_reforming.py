@@ -1,0 +1,215 @@
+"""Workers are killed at each phase of a step; the others go on as a resume with fewer workers would, from memory."""
+
+import json
+import os
+import shutil
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from scripted_member import Epoch, ScriptedMember, die
+from torch import nn
+
+from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.comm import LocalGroup
+from paceline.data import Data, Source, Spec, Splits
+from paceline.errors import CommunicationError
+from paceline.monitor.events import CheckpointSaved, RunFinished, StepFinished, WorkersChanged
+from paceline.monitor.log import EventLog
+from paceline.monitor.reader import read_log, select
+from paceline.optim import SGD, AdamW
+from paceline.registry import register
+from paceline.replica import reduction, state
+from paceline.replica.optimizer_step import OptimizerStep
+from paceline.schedules import Linear
+from paceline.testing import run_processes
+from paceline.training import Classification, Model, Run, evaluate, loop, saving, train
+
+NUM_STEPS, NUM_SAMPLES, GLOBAL_BATCH = 9, 50, 12
+LOST_STEP = 5
+
+
+@register("reformed_points")
+class Points(Data):
+    def open(self):
+        return Splits(PointSource(NUM_SAMPLES), PointSource(15))
+
+
+class PointSource(Source):
+    """Samples whose first value is their number."""
+
+    def __init__(self, num_samples):
+        self.spec = Spec(num_classes=3, input_shape=(9,))
+        generator = torch.Generator().manual_seed(num_samples)
+        self.targets = torch.randint(3, (num_samples,), generator=generator)
+        numbers = torch.arange(num_samples).float()[:, None]
+        self.inputs = torch.cat([numbers, torch.randn(num_samples, 8, generator=generator)], dim=1)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def read(self, indices):
+        return self.inputs[indices], self.targets[indices]
+
+
+class Recording(nn.Module):
+    """A network that notes which samples it was trained on."""
+
+    def __init__(self, normalises):
+        super().__init__()
+        middle = [nn.BatchNorm1d(16, momentum=0.3)] if normalises else []
+        self.layers = nn.Sequential(nn.Linear(8, 16), *middle, nn.ReLU(), nn.Linear(16, 3))
+        self.seen = []
+
+    def forward(self, inputs):
+        if self.training:
+            self.seen.append(inputs[:, 0].int().tolist())
+            BEFORE_FORWARD(len(self.seen))
+        return self.layers(inputs[:, 1:])
+
+
+def do_nothing(_):
+    pass
+
+
+BEFORE_FORWARD = do_nothing
+
+
+@register("reformed_network")
+class Network(Model):
+    normalises: bool = False
+
+    def build(self, spec):
+        return Recording(self.normalises)
+
+
+def make_run(**changes):
+    settings = {
+        "model": Network(),
+        "data": Points(),
+        "loss": Classification(),
+        "optimizer": AdamW(learning_rate=0.01),
+        "schedule": Linear(warmup_steps=2),
+        "global_batch": GLOBAL_BATCH,
+        "num_steps": NUM_STEPS,
+        "evaluate_interval": 4,
+        "checkpoint_interval": 1,
+        "keep_checkpoints": None,
+        "hash_interval": 2,
+        "bucket_bytes": 300,
+        "ema": 0.9,
+    }
+    return Run(**(settings | changes))
+
+
+def die_in(phase, step):
+    """Let this process die in a phase of the update after `step`."""
+
+    def patch(owner, name, is_there):
+        real = getattr(owner, name)
+
+        def run(*arguments, **options):
+            if is_there(*arguments):
+                die()
+            return real(*arguments, **options)
+
+        setattr(owner, name, run)
+
+    if phase == "forward":
+        global BEFORE_FORWARD  # noqa: PLW0603
+        BEFORE_FORWARD = lambda number: die() if number == step + 1 else None  # noqa: E731
+    elif phase == "backward":
+        patch(reduction.GradientReduction, "end_backward", lambda own: own._step_now == step)
+        real = reduction.GradientReduction.arm
+
+        def arm(self, divisor, share, number, scale):
+            self._step_now = number
+            real(self, divisor, share, number, scale)
+
+        reduction.GradientReduction.arm = arm
+    elif phase == "reduce":
+        patch(reduction.GradientReduction, "check_totals", lambda own, scalars, loss, number: number == step)
+    elif phase == "update":
+        patch(OptimizerStep, "run", lambda own, optimizer, number, *_: number == step)
+    elif phase == "save":
+        patch(saving, "describe", lambda replica: replica.num_updates == step + 1)
+    elif phase == "evaluate":
+        patch(loop, "_evaluate", lambda session, _: session.training.step == step + 1)
+
+
+def work(folder, epochs, changes, phase, dying, transport="auto"):
+    """Be one of the workers; worker 0 of a rank is named w0."""
+    rank = int(os.environ["RANK"])
+    name = f"w{rank}"
+    run = make_run(**read(changes))
+    if name == dying:
+        die_in(phase, LOST_STEP)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    member = ScriptedMember(dist.PrefixStore("script", store), name, [Epoch(*e) for e in epochs], transport)
+    with EventLog(Path(folder) / "events.jsonl", run="r", rank=rank) as log:
+        train(run, Path(folder), LocalGroup(), log, recipe="test", member=member)
+    return {
+        "views": [[view.epoch, view.rank, view.size, view.step] for view in member.views],
+        "reports": member.reports,
+    }
+
+
+def read(changes):
+    """Return settings that came as JSON."""
+    if "optimizer" in changes:
+        changes = changes | {"optimizer": SGD(learning_rate=0.05, momentum=changes["optimizer"])}
+    return changes
+
+
+def weights_of(folder):
+    checkpoint = Checkpoint.open(CheckpointStore(Path(folder) / "checkpoints").list_checkpoints()[0])
+    assert checkpoint.step == NUM_STEPS
+    kinds = ("model/", "optimizer/", "ema/")
+    return {name: checkpoint.read(name) for name in checkpoint.list_tensors() if name.startswith(kinds)}
+
+
+def train_with_resume(folder, step, sizes, changes):
+    """Train with as many workers, stop after `step`, and go on with others."""
+    first, second = Path(folder) / "first", Path(folder) / "second"
+    for directory, size in ((first, sizes[0]), (second, sizes[1])):
+        directory.mkdir(exist_ok=True)
+
+        def run_one(group, directory=directory):
+            with EventLog(directory / "events.jsonl", run="r", rank=group.rank) as log:
+                train(make_run(**read(changes)), directory, group, log, recipe="test")
+
+        LocalGroup.run(size, run_one)
+        if directory is first:
+            (second / "checkpoints").mkdir(parents=True)
+            saved = f"checkpoints/step-{step:08d}"
+            shutil.copytree(first / saved, second / saved)
+    return weights_of(second)
+
+
+def run_killed(folder, phase, dying, num_workers=3, transport="auto", **changes):
+    folder.mkdir()
+    names = [f"w{rank}" for rank in range(num_workers)]
+    epochs = [[names], [[name for name in names if name != dying]]]
+    arguments = {"folder": str(folder), "epochs": epochs, "changes": changes, "phase": phase, "dying": dying}
+    results = run_processes(num_workers, work, arguments | {"transport": transport})
+    for result in results:
+        expected = -9 if f"w{result.rank}" == dying else 0
+        assert result.exit_code == expected, result.output
+    return [result.value for result in results if result.value is not None]
+
+
+@pytest.mark.parametrize("dying", ["w0", "w2"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "update", "save", "evaluate"])
+def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
+    found = run_killed(tmp_path / "killed", phase, dying)
+    changed = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
+    assert [record.event.num_workers for record in changed] == [2]
+    step = changed[0].step
+    assert step in (LOST_STEP, LOST_STEP + 1), "at most the step in flight is done again"
+    assert all(whole for one in found for _, whole in one["reports"])
+    expected = train_with_resume(tmp_path, step, (3, 2), {})
+    for name, tensor in weights_of(tmp_path / "killed").items():
+        assert torch.equal(tensor, expected[name]), name
