@@ -95,7 +95,7 @@ def make_run(**changes):
         "schedule": Linear(warmup_steps=2),
         "global_batch": GLOBAL_BATCH,
         "num_steps": NUM_STEPS,
-        "evaluate_interval": 4,
+        "evaluate_interval": 3,
         "checkpoint_interval": 1,
         "keep_checkpoints": None,
         "hash_interval": 2,

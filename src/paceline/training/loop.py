@@ -132,8 +132,12 @@ def _run_together(session: Session) -> bool:
     training = session.training
     maybe_grow(session)
     for batch in session.loader:
-        with session.probe.watching(session.replica, batch):
-            result = train_step(session, batch, training.step)
+        try:
+            with session.probe.watching(session.replica, batch):
+                result = train_step(session, batch, training.step)
+        except CommunicationError:
+            session.unfinished, session.loader.in_hand = batch, None  # or leaving the loop would count it as used
+            raise
         if result is None:
             continue
         training.step = session.loader.step

@@ -210,10 +210,9 @@ def _keep(session: Session) -> _Kept:
     if state.is_torn:
         return _Kept(training.step)
     num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
-    if num_done and loader.in_hand is not None:
-        training.num_samples += loader.in_hand.interval.num_samples
-        loader.ack(loader.in_hand)
-    loader.in_hand = None
+    if num_done and session.unfinished is not None:
+        training.num_samples += session.unfinished.interval.num_samples
+        loader.ack(session.unfinished)
     training.step = loader.step
     tensors, document = capture_alone(replica)
     replica_digest = digest(tensors, replica)

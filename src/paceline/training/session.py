@@ -58,6 +58,8 @@ class Session:
     """Connection to the supervisor of workers that may change; None if they stay the same."""
     is_changing: bool = False
     """Whether the session ends because all workers have agreed that others join or leave."""
+    unfinished: Batch | None = None
+    """Batch of the step in which workers were lost."""
     first_step: int = 0
     """Number of steps before the session."""
     first_update: int = 0
