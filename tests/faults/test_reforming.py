@@ -213,3 +213,51 @@ def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
     expected = train_with_resume(tmp_path, step, (3, 2), {})
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_micro_batches": 2, "optimizer": 0.9, "clip_norm": 0.5},
+        {"precision": "fp16"},
+        {"bucket_bytes": None},
+    ],
+    ids=["accumulation", "fp16", "chosen buckets"],
+)
+def test_other_settings_too(tmp_path, changes):
+    run_killed(tmp_path / "killed", "reduce", "w1", **changes)
+    (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
+    expected = train_with_resume(tmp_path, changed.step, (3, 2), changes)
+    for name, tensor in weights_of(tmp_path / "killed").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_over_the_network_too(tmp_path):
+    run_killed(tmp_path / "killed", "backward", "w1", transport="network")
+    (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
+    expected = train_with_resume(tmp_path, changed.step, (3, 2), {})
+    for name, tensor in weights_of(tmp_path / "killed").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)  # other sums, and Adam
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"name": "local_sgd", "period": 3},
+        {"name": "diloco", "period": 3},
+        {"name": "local_sgd", "period": 3, "codec": {"name": "one_bit", "dense_below": 0}},
+        {"name": "every_step", "codec": {"name": "one_bit", "dense_below": 0}, "codec_of": "gradient"},
+        {"name": "every_step", "codec": {"name": "power_sgd", "dense_below": 0}, "codec_of": "gradient"},
+    ],
+    ids=["local_sgd", "diloco", "local_sgd one_bit", "one_bit", "power_sgd"],
+)
+def test_rules_with_a_state_go_on(tmp_path, sync):
+    found = run_killed(tmp_path / "killed", "reduce", "w1", sync=sync, optimizer=0.9, hash_interval=0)
+    records = read_log(tmp_path / "killed" / "events.jsonl")
+    (changed,) = select(records, WorkersChanged)
+    assert changed.event.num_sent == 0
+    assert all(whole for one in found for _, whole in one["reports"])
+    (ended,) = select(records, RunFinished)
+    assert ended.step == NUM_STEPS
+    assert ended.event.held_out_loss < 1.2
+    assert bool(changed.event.lost) == ("codec" in sync)
