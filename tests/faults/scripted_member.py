@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.comm.join import _open_cpu_group
 from paceline.comm.local_group import LocalGroup
-from paceline.elastic import Member, View
+from paceline.elastic import Evicted, Member, View
 from paceline.errors import CommunicationError
 
 
@@ -69,7 +69,8 @@ class ScriptedMember(Member):
         if self._epoch >= len(self._epochs):
             raise CommunicationError("there is no other epoch")
         names = self._epochs[self._epoch].names
-        assert self._name in names
+        if self._name not in names:
+            raise Evicted("the script ends here for this worker")
         step, ranked = 0, [(0, name) for name in names]
         if before:
             stayed = [name for name in before if name in names]
