@@ -102,12 +102,26 @@ def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
         generation = agree_generation(dist.PrefixStore("paceline", store), rank, size, timeout_s)
         prefix = dist.PrefixStore(f"paceline/generation{generation}", store)
-        if chosen.type != "cpu":
-            return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
-        return _open_cpu_group(prefix, rank, size, timeout_s=timeout_s, epoch=generation, transport=transport)
+        return open_group(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation, transport=transport)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
+
+
+def open_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    epoch: int,
+    transport: Transport,
+) -> Group:
+    """Return the group of the ranks that meet in `store`, all of whose keys belong to it; see `join`."""
+    if device.type != "cpu":
+        return TorchGroup(store, rank, size, device=device, timeout_s=timeout_s, epoch=epoch)
+    return _open_cpu_group(store, rank, size, timeout_s=timeout_s, epoch=epoch, transport=transport)
 
 
 def _open_cpu_group(

@@ -1,5 +1,6 @@
-"""Layer 5: membership that changes while workers train: what a worker and its supervisor tell each other."""
+"""Layer 3: who trains together: the membership protocol, a worker's connection to it, and its journal."""
 
-from paceline.elastic.member import Evicted, Member, View
+from paceline.elastic.facts import View
+from paceline.elastic.member import EvictedError, Member, StoreMember
 
-__all__ = ["Evicted", "Member", "View"]
+__all__ = ["EvictedError", "Member", "StoreMember", "View"]
