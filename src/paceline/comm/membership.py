@@ -15,6 +15,8 @@ from paceline.errors import SettingsError
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start resumes from the checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CHANGE = "workers join or leave"
+"""Reason of a stop after which training goes on at once, among other workers."""
 _PATIENCE_S = 2.0
 """Time after a SIGINT in which another one is the same request: a terminal and a launcher may both send it."""
 
@@ -55,7 +57,8 @@ class Membership:
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop after a step that they agree on."""
-        self.stop_requested_by = self.stop_requested_by or reason
+        if self.stop_requested_by in ("", CHANGE):
+            self.stop_requested_by = reason
 
     @contextmanager
     def stopping_on_signals(self, *, may_interrupt: bool = True) -> Iterator[None]:

@@ -6,13 +6,15 @@ All transfers go through host memory, one tensor at a time.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint import Checkpoint, TensorBlock
+from paceline.checkpoint import TensorBlock
+from paceline.checkpoint.checkpoint import TensorSpec
 from paceline.comm.group import Group
 from paceline.compression.codec import ADDED, RESIDUALS, merge_states
 from paceline.errors import CheckpointError
@@ -20,6 +22,23 @@ from paceline.parallel.local import fused_parts, local, local_slice
 
 FORMAT = 2
 """Version of the tensors' names and of the document; the files have a format version of their own."""
+
+
+class SavedState(Protocol):
+    """A saved state: a `Checkpoint` on disk, or one in memory."""
+
+    @property
+    def path(self) -> Path:
+        """Place of it, in errors."""
+
+    def read_document(self) -> dict[str, Any]:
+        """Return the document."""
+
+    def list_tensors(self) -> Mapping[str, TensorSpec]:
+        """Return shape and dtype of every tensor, by name."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, in host memory."""
 
 
 class Slice(NamedTuple):
@@ -159,7 +178,7 @@ def scatter(
                 yield name, moved
 
 
-def read_header(checkpoint: Checkpoint | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
+def read_header(checkpoint: SavedState | None, world: Group) -> tuple[dict[str, Any], dict[str, Slice]] | None:
     """Return, on every rank, the document and the whole tensors of rank 0's checkpoint; None without one.
 
     Raises:
@@ -192,13 +211,13 @@ class SavedReplica:
         slices: Whole tensors of the replica, by name.
     """
 
-    checkpoint: Checkpoint | None
+    checkpoint: SavedState | None
     prefix: str
     document: dict[str, Any]
     slices: Mapping[str, Slice]
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint | None, world: Group, prefix: str) -> "SavedReplica | None":
+    def open(cls, checkpoint: SavedState | None, world: Group, prefix: str) -> "SavedReplica | None":
         """Return the replica under a prefix of rank 0's checkpoint; None without a checkpoint. Every rank calls it.
 
         Raises:

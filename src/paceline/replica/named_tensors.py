@@ -7,10 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import Checkpoint
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, SettingsError
-from paceline.replica.gathering import FORMAT, read_header, scatter
+from paceline.replica.gathering import FORMAT, SavedState, read_header, scatter
 
 Document = dict[str, Any]
 
@@ -39,7 +38,7 @@ def capture_objects(objects: Mapping[str, Stateful]) -> tuple[dict[str, Tensor],
 
 
 def restore_objects(
-    checkpoint: Checkpoint | None, objects: Mapping[str, Stateful], world: Group, *, all_saved: bool = False
+    checkpoint: SavedState | None, objects: Mapping[str, Stateful], world: Group, *, all_saved: bool = False
 ) -> bool:
     """Load rank 0's `checkpoint` into the objects of every rank, and return whether there is one.
 

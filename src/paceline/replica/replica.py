@@ -335,9 +335,7 @@ class Replica:
         # Torch's schedulers warn if another optimizer than their own steps, such as a server's.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
         # If workers run at their own pace, a step without samples is no step.
-        if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
-            self.state.average.update()
-        self.state.num_updates += 1
+        self.state.end_update(counts=not stepped.skipped and (totals.weight > 0 or not self.sync.is_asynchronous))
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:
@@ -477,6 +475,7 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
+            self.state.is_torn = True
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import CommunicationError, NonFiniteError, PacelineError
 from paceline.parallel.local import local
@@ -36,20 +38,13 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
             )
     world = replica.shard.world
     tensors, document = describe(replica)
-    more, objects = capture_objects({"rates": session.rates})
+    more, progress = capture_progress(session)
     tensors |= more if world.rank == 0 else {}
-    document |= objects | {
-        "step": training.step,
-        "recipe": training.recipe,
-        "run": training.run.model_dump(mode="json"),
-        "spec": asdict(training.splits.train.spec),
-        "loader": session.loader.state_dict(),
-        "best": training.best.state(),
-        "is_evaluation_due": is_evaluation_due(training),
-        **size_of(training.model)._asdict(),
+    document |= progress | {
         "noise": session.noise.state() if session.noise is not None else None,
         "lost_ranks": list(lost_ranks),
     }
+    training.saved_step = training.step
     path = ""
     start_saving(session.saver, tensors, document, training.step, world, is_best=is_best)
     if session.saver is not None:
@@ -60,6 +55,22 @@ def save_checkpoint(session: Session, *, wait: bool, is_best: bool = False, lost
     if wait:
         world.barrier(name="checkpoint")
     return path
+
+
+def capture_progress(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the document of what a checkpoint holds beside the replica; nothing is exchanged."""
+    training = session.training
+    tensors, objects = capture_objects({"rates": session.rates})
+    return tensors, objects | {
+        "step": training.step,
+        "recipe": training.recipe,
+        "run": training.run.model_dump(mode="json"),
+        "spec": asdict(training.splits.train.spec),
+        "loader": session.loader.state_dict(),
+        "best": training.best.state(),
+        "is_evaluation_due": is_evaluation_due(training),
+        **size_of(training.model)._asdict(),
+    }
 
 
 def save_what_lives(session: Session, error: CommunicationError) -> None:
@@ -90,6 +101,13 @@ def save_what_lives(session: Session, error: CommunicationError) -> None:
     except PacelineError as other:
         if str(other) != str(error):
             error.add_note(f"Nothing of what living workers know could be saved: {other}")
+
+
+def is_save_missing(training: Training) -> bool:
+    """Return whether workers were lost after a step that is to be saved, and before they began to save it."""
+    run, step = training.run, training.step
+    is_due = training.is_over or bool(run.checkpoint_interval and step % run.checkpoint_interval == 0)
+    return training.outlives_workers and step > 0 and is_due and 0 <= training.saved_step != step
 
 
 def is_evaluation_due(training: Training) -> bool:
