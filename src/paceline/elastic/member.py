@@ -27,7 +27,7 @@ BEAT_INTERVAL_S = 0.25
 POLL_S = 0.005
 
 
-class EvictedError(PacelineError):
+class Evicted(PacelineError):  # noqa: N818 - it is no error: the worker has done its part
     """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
 
 
@@ -50,7 +50,7 @@ class Member(ABC):
 
         Raises:
             CommunicationError: There will be none, or none came in time: a restart follows.
-            EvictedError: The epoch is without this worker, which must end.
+            Evicted: The epoch is without this worker, which must end.
         """
 
     @abstractmethod
@@ -134,7 +134,7 @@ class StoreMember(Member):
                 if self.name in document["names"]:
                     return self._enter(document)
                 if self._status.epoch >= 0:
-                    raise EvictedError(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
+                    raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
             over = self._read("over")
             if over is not None and over["epoch"] >= self._status.epoch:
                 raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
