@@ -24,7 +24,7 @@ class Journal:
     def __init__(self, path: Path, settings: Settings) -> None:
         self._path = path
         with storing(path):
-            self._file = open(path, "w", encoding="utf-8")
+            self._file = path.open("w", encoding="utf-8")
         self._append(asdict(settings))
 
     def append(self, fact: Fact) -> None:

@@ -269,7 +269,8 @@ class Coordinator:
         """End the epoch, whose workers have all voted."""
         assert self.view is not None
         votes = self._list_votes()
-        reason = "; ".join([*self._lost.values(), *(f"{vote.name} {vote.lost}" for vote in votes if vote.lost)])
+        reports = [f"{vote.name}: {vote.lost}" for vote in votes if vote.lost]  # where nobody is known to be lost
+        reason = "; ".join(list(self._lost.values()) or reports)
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
         if self.is_broken:
             most = max([vote.step for vote in votes if vote.is_whole], default=-1)

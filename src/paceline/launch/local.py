@@ -7,11 +7,13 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import paceline.errors
 from paceline.elastic.journal import Journal
 from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import Supervisor, Verdict
 from paceline.errors import storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code
@@ -23,6 +25,7 @@ from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted,
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
+from paceline.training.run import RunFile
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
@@ -100,6 +103,7 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
         is_final = outcome.code is not ExitCode.PEERS_LOST or bool(outcome.mismatch)
         return Verdict(is_final, outcome.last_step, outcome.reason)
 
+    requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
     with Journal(directory / "workers" / "membership.jsonl", settings) as journal:
         supervisor = Supervisor(
             Coordinator(settings),
@@ -110,6 +114,7 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
             tell_restart=lambda epoch, reason: _tell(
                 directory, log_path, epoch, Restarted(attempt=epoch, reason=reason)
             ),
+            read_requests=requests.read,
         )
 
         def stop_all(number: int) -> None:
@@ -133,6 +138,14 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
     return _judge(records, workforce.ended, stop.number != 0, directory / "workers").code
+
+
+def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
+    """Return the largest number of workers that the run can have here, and the reason for it."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= num_processes:
+        return num_gpus, "the number of GPUs of this host"
+    return RunFile.load(directory).run["global_batch"], "the samples of a global batch"
 
 
 def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path) -> _Outcome:
