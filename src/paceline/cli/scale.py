@@ -19,12 +19,14 @@ def scale(
 
     Workers join and leave at a step boundary: a new one is started at once, and taken in when it is ready. Global
     batch, learning rate and the order of samples stay the same. Runs that cannot change their workers refuse, and say
-    why: stop them, and resume them with `--workers`.
+    why: stop them, and resume them with `--workers`. Without a number it says which workers train now.
     """
-    from paceline.elastic.requests import ask
+    from paceline.elastic.requests import ask, describe_workers
 
-    if (workers is None) == (leave is None):
-        found = "neither" if workers is None else "both"
-        raise SettingsError(f"either a number of workers or --leave WORKER must be given, but got {found}")
+    if workers is not None and leave is not None:
+        raise SettingsError(f"a number of workers or --leave must be given, but got {workers} and {leave}; choose one")
+    if workers is None and leave is None:
+        typer.echo(describe_workers(run))
+        return
     ask(run, {"target": workers} if leave is None else {"leave": leave})
     typer.echo(f"{run}: {f'{workers} workers' if leave is None else f'{leave} leaves'} from a step boundary on")

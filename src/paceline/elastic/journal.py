@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,8 @@ from paceline.elastic.facts import Fact
 from paceline.elastic.protocol import Coordinator, Settings
 from paceline.errors import storing
 
+JOURNAL = Path("workers", "membership.jsonl")
+"""Place of the journal in the directory of a run."""
 _KINDS = {kind.__name__: kind for kind in get_args(Fact)}
 
 
@@ -33,7 +36,7 @@ class Journal:
         Raises:
             StorageError: It cannot be written.
         """
-        self._append({"fact": type(fact).__name__, **asdict(fact)})
+        self._append({"unix_s": round(time.time(), 3), "fact": type(fact).__name__, **asdict(fact)})
 
     def _append(self, document: dict[str, object]) -> None:
         with storing(self._path):
@@ -62,5 +65,6 @@ def read_journal(path: Path) -> Coordinator | None:
     coordinator.begin()
     for line in lines[1:]:
         document = json.loads(line)
+        del document["unix_s"]
         coordinator.handle(_KINDS[document.pop("fact")](**document))
     return coordinator

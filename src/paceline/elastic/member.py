@@ -5,7 +5,6 @@ second: what is lost or doubled on the way does no harm. Views lie in the store 
 """
 
 import json
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -48,8 +47,11 @@ class Member(ABC):
     def next_view(self, timeout_s: float) -> View:
         """Wait for the next epoch with this worker.
 
+        Args:
+            timeout_s: Longest time for which the supervisor may not answer.
+
         Raises:
-            CommunicationError: There will be none, or none came in time: a restart follows.
+            CommunicationError: There will be none: a restart follows.
             Evicted: The epoch is without this worker, which must end.
         """
 
@@ -123,27 +125,33 @@ class StoreMember(Member):
         self._is_leaving = True  # the next beat says it
 
     def next_view(self, timeout_s: float) -> View:
-        """Look for it again and again."""
+        """Look for it again and again, for as long as the launcher's store answers."""
         if self._status.epoch < 0:
             self._say(phase="ready")
-            timeout_s = math.inf  # a spare waits until it is needed
-        deadline_s = time.monotonic() + timeout_s
+        answered_s = time.monotonic()
         while True:
-            document = self._read("view")
-            if document is not None and document["epoch"] > self._status.epoch:
-                if self.name in document["names"]:
-                    return self._enter(document)
-                if self._status.epoch >= 0:
-                    raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
-            over = self._read("over")
-            if over is not None and over["epoch"] >= self._status.epoch:
-                raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
-            if time.monotonic() > deadline_s:
-                raise CommunicationError(
-                    f"worker {self.name} must be taken into an epoch within {timeout_s:g} s, but was not; look for "
-                    "what holds up the launcher and the other workers"
-                )
+            try:
+                view = self._look_for_view()
+                answered_s = time.monotonic()
+            except RuntimeError as error:
+                if time.monotonic() - answered_s > timeout_s:
+                    raise CommunicationError(f"the launcher of worker {self.name} does not answer: {error}") from error
+                view = None
+            if view is not None:
+                return view
             time.sleep(POLL_S)
+
+    def _look_for_view(self) -> View | None:
+        document = self._read("view")
+        if document is not None and document["epoch"] > self._status.epoch:
+            if self.name in document["names"]:
+                return self._enter(document)
+            if self._status.epoch >= 0:
+                raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
+        over = self._read("over")
+        if over is not None and over["epoch"] >= self._status.epoch:
+            raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
+        return None
 
     def change_is_pending(self) -> bool:
         """Return what the last beat found."""

@@ -250,7 +250,7 @@ class Coordinator:
             if len(joiners) >= self.target:
                 actions = self._announce(joiners[: self.target], -1, "all workers are here")
         elif self.is_broken or self._is_asked:
-            if len(self._list_votes()) == len(self.members):
+            if len(self._list_votes()) == len(self.members) and (self.members or not self._is_ending):
                 actions = self._close_epoch(joiners)
         elif self._wants_change(joiners):
             self._is_asked = True
@@ -306,7 +306,7 @@ class Coordinator:
 
     def _start_missing(self) -> list[Action]:
         """Start as many workers as are missing, or end those that nobody needs."""
-        if self._is_stopping or self._is_ending or self.obstacle:
+        if self._is_stopping or self._is_ending or (self.obstacle and self.view is not None):
             return []
         if self._num_stillborn > self.settings.max_restarts:
             return []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.elastic.facts import Fact, LeaveAsked, Scaled
+from paceline.elastic.journal import JOURNAL, read_journal
 from paceline.elastic.protocol import Coordinator
 from paceline.errors import SettingsError, storing
 
@@ -78,11 +79,7 @@ def ask(directory: Path, request: dict[str, object], *, timeout_s: float = 10.0)
     Raises:
         SettingsError: The run does not train now, or the launcher has refused.
     """
-    if not _is_training(directory):
-        raise SettingsError(
-            f"{directory} must be a run that trains now, started by paceline train on this machine, but no launcher "
-            "runs there; resume it with paceline train --resume, and --workers for another number of workers"
-        )
+    _check_training(directory)
     path = directory / "requests" / f"{uuid.uuid4().hex}.request"
     with storing(path):
         _write(path, request)
@@ -94,6 +91,30 @@ def ask(directory: Path, request: dict[str, object], *, timeout_s: float = 10.0)
     answer.unlink()
     if not said["done"]:
         raise SettingsError(said["words"])
+
+
+def describe_workers(directory: Path) -> str:
+    """Return which workers of a run train now, in words.
+
+    Raises:
+        SettingsError: The run does not train now.
+    """
+    _check_training(directory)
+    coordinator = read_journal(directory / JOURNAL)
+    assert coordinator is not None, "a launcher that reads requests has a journal"
+    if coordinator.view is None:
+        return f"{len(coordinator.workers)} workers are starting"
+    idle = [name for name in coordinator.workers if name not in coordinator.members]
+    said = f"epoch {coordinator.epoch}: {', '.join(coordinator.members)}; wanted: {coordinator.target}"
+    return f"{said}; not in it: {', '.join(idle)}" if idle else said
+
+
+def _check_training(directory: Path) -> None:
+    if not _is_training(directory):
+        raise SettingsError(
+            f"{directory} must be a run that trains now, started by paceline train on this machine, but no launcher "
+            "runs there; resume it with paceline train --resume, and --workers for another number of workers"
+        )
 
 
 def _is_training(directory: Path) -> bool:

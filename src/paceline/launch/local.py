@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import paceline.errors
-from paceline.elastic.journal import Journal
+from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, Settings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import Supervisor, Verdict
@@ -104,7 +104,7 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
         return Verdict(is_final, outcome.last_step, outcome.reason)
 
     requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
-    with Journal(directory / "workers" / "membership.jsonl", settings) as journal:
+    with Journal(directory / JOURNAL, settings) as journal:
         supervisor = Supervisor(
             Coordinator(settings),
             store,
@@ -132,7 +132,7 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
     epoch = supervisor.coordinator.epoch
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
-        _tell(directory, log_path, epoch - 1, failed)
+        _tell(directory, log_path, epoch, failed)
         return ExitCode.FAILED
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code

@@ -56,10 +56,12 @@ class LocalWorkforce(Workforce):
         process.start()
         self._running[name], self._slots[name] = process, slot
         self.ended.exit_codes.pop(slot, None)
+        self.ended.ended_here.discard(slot)
 
     def kill(self, name: str) -> None:
         """Send it SIGKILL."""
         if name in self._running:
+            self.ended.ended_here.add(self._slots[name])
             self._running[name].kill()
 
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
