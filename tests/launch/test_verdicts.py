@@ -126,7 +126,7 @@ def run():
 
 @pytest.mark.timeout(120)
 def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch):
-    monkeypatch.setattr("paceline.launch.processes._GRACE_S", 0.5)
+    monkeypatch.setattr("paceline.launch.workforce.GRACE_S", 0.5)
     (tmp_path / "freezing.py").write_text(FREEZING)
     where = ("--out", tmp_path / "run", "--max-restarts", 0, "--timeout_s", 1, "--memory.check", "false")
     done = run_here("train", tmp_path / "freezing.py", *where, "--data.max_bytes", 100_000)

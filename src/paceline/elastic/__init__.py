@@ -1,6 +1,6 @@
 """Layer 3: who trains together: the membership protocol, a worker's connection to it, and its journal."""
 
 from paceline.elastic.facts import View
-from paceline.elastic.member import EvictedError, Member, StoreMember
+from paceline.elastic.member import Evicted, Member, StoreMember
 
-__all__ = ["EvictedError", "Member", "StoreMember", "View"]
+__all__ = ["Evicted", "Member", "StoreMember", "View"]

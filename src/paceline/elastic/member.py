@@ -5,6 +5,7 @@ second: what is lost or doubled on the way does no harm. Views lie in the store 
 """
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,7 +27,7 @@ BEAT_INTERVAL_S = 0.25
 POLL_S = 0.005
 
 
-class EvictedError(PacelineError):
+class Evicted(PacelineError):  # noqa: N818 - it is no error: the worker has done its part
     """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
 
 
@@ -49,7 +50,7 @@ class Member(ABC):
 
         Raises:
             CommunicationError: There will be none, or none came in time: a restart follows.
-            EvictedError: The epoch is without this worker, which must end.
+            Evicted: The epoch is without this worker, which must end.
         """
 
     @abstractmethod
@@ -76,7 +77,7 @@ class Status:
     beat: int = 0
     """Number of times that it was written."""
     epoch: int = -1
-    phase: Literal["ready", "opening", "training", "lost", "boundary"] = "ready"
+    phase: Literal["starting", "ready", "opening", "training", "lost", "boundary"] = "starting"
     step: int = -1
     is_whole: bool = True
     reason: str = ""
@@ -106,7 +107,7 @@ class StoreMember(Member):
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
-        self._say(phase="ready")
+        self._say()
         self._thread = start_thread(self._keep_beating, name="paceline-member", stop=self._closed.set)
 
     def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
@@ -123,6 +124,9 @@ class StoreMember(Member):
 
     def next_view(self, timeout_s: float) -> View:
         """Look for it again and again."""
+        if self._status.epoch < 0:
+            self._say(phase="ready")
+            timeout_s = math.inf  # a spare waits until it is needed
         deadline_s = time.monotonic() + timeout_s
         while True:
             document = self._read("view")
@@ -130,7 +134,7 @@ class StoreMember(Member):
                 if self.name in document["names"]:
                     return self._enter(document)
                 if self._status.epoch >= 0:
-                    raise EvictedError(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
+                    raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
             over = self._read("over")
             if over is not None and over["epoch"] >= self._status.epoch:
                 raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
@@ -158,22 +162,27 @@ class StoreMember(Member):
                 late = [view.names[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise CommunicationError(f"workers {', '.join(late)} must enter epoch {view.epoch}, but did not")
             time.sleep(POLL_S)
-        group: Group
-        if view.size == 1:
-            group = LocalGroup(device=device, epoch=view.epoch)
-        else:
-            group = open_group(
-                PrefixStore(f"paceline/epoch{view.epoch}", self._group_store),
-                view.rank,
-                view.size,
-                device=device,
-                timeout_s=timeout_s,
-                epoch=view.epoch,
-                transport=transport,
-            )
+        try:
+            group = self._open(view, device, timeout_s, transport)
+        except RuntimeError as error:
+            raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
         note_joined(group)
         self._say(phase="training", step=view.step)
         return group
+
+    def _open(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
+        if view.size == 1:
+            return LocalGroup(device=device, epoch=view.epoch)
+        store = PrefixStore(f"paceline/epoch{view.epoch}", self._group_store)
+        return open_group(
+            store,
+            view.rank,
+            view.size,
+            device=device,
+            timeout_s=timeout_s,
+            epoch=view.epoch,
+            transport=transport,
+        )
 
     def close(self) -> None:
         """Say nothing more."""

@@ -1,8 +1,6 @@
 """The process that starts workers, holds their store, and decides by the membership protocol who trains together."""
 
-import dataclasses
 import json
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -43,7 +41,7 @@ class Patience:
 
     silence_s: float = 10.0
     """Time without a beat, while other workers beat: it is stopped, or a call keeps its interpreter locked."""
-    vote_s: float = 1.0
+    vote_s: float = 2.0
     """Time without a beat, where the others wait for its vote."""
     stuck_s: float = 300.0
     """Time without a vote, where the others wait for it, though it beats."""
@@ -62,7 +60,7 @@ class Workforce(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
-        """Wait until a process has ended, and return the names of those that have, how they ended, and that in words."""
+        """Wait until a process has ended; return the names of those that have, and how, also in words."""
 
     @abstractmethod
     def end_all(self) -> None:
@@ -122,6 +120,8 @@ class Supervisor:
         self._looked_s = clock()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
+        self.has_verdict = False
+        """Whether a verdict was final."""
         self.is_stopping = False
         """Whether this process was asked to stop; it may be set in a signal handler."""
         self._told_of_stop = False
@@ -145,6 +145,8 @@ class Supervisor:
         if self.coordinator.is_over:
             return
         self._journal.append(fact)
+        if isinstance(fact, Died):
+            self._beats.pop(fact.name, None)
         epoch = self.coordinator.epoch
         actions = self.coordinator.handle(fact)
         if self.coordinator.epoch != epoch:
@@ -184,7 +186,7 @@ class Supervisor:
         self._beats, self._broken_s = {}, None
         verdict = self._judge(coordinator.epoch if coordinator.view else coordinator.epoch + 1)
         if verdict.is_final:
-            coordinator.is_over = True
+            coordinator.is_over = self.has_verdict = True
             return
         self._store.delete_key("over")
         fact = AllEnded(verdict.step, verdict.reason)

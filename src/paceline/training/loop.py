@@ -13,7 +13,7 @@ from paceline.comm.group import Group
 from paceline.comm.membership import CHANGE
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
-from paceline.elastic.member import Member
+from paceline.elastic.member import Evicted, Member
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
     BatchChanged,
@@ -84,6 +84,8 @@ def train(
             except CommunicationError as error:
                 save_what_lives(session, error)
                 raise
+    except Evicted:
+        raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         log_failure(log, error, step=training.step if training else -1)
         raise
