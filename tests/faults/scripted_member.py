@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paceline.comm.join import _open_cpu_group
 from paceline.comm.local_group import LocalGroup
 from paceline.elastic.facts import View
-from paceline.elastic.member import EvictedError, Member
+from paceline.elastic.member import Evicted, Member
 from paceline.errors import CommunicationError
 
 
@@ -71,7 +71,7 @@ class ScriptedMember(Member):
             raise CommunicationError("there is no other epoch")
         names = self._epochs[self._epoch].names
         if self._name not in names:
-            raise EvictedError("the script ends here for this worker")
+            raise Evicted("the script ends here for this worker")
         step, ranked = -1, [(0, name) for name in names]
         if before:
             stayed = [name for name in before if name in names]

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
-from paceline.elastic.member import EvictedError
+from paceline.elastic.member import Evicted
 from paceline.errors import CommunicationError
 from paceline.monitor.events import ConsensusMeasured, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.log import EventLog
@@ -182,7 +182,7 @@ def work(folder, epochs, changes, phase, dying, transport="auto", behind=""):
         die_in(phase, LOST_STEP)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     member = ScriptedMember(dist.PrefixStore("script", store), name, [Epoch(*e) for e in epochs], transport)
-    with EventLog(Path(folder) / "events.jsonl", run="r", rank=rank) as log, contextlib.suppress(EvictedError):
+    with EventLog(Path(folder) / "events.jsonl", run="r", rank=rank) as log, contextlib.suppress(Evicted):
         train(run, Path(folder), LocalGroup(), log, recipe="test", member=member)
     return {
         "views": [[view.epoch, view.rank, view.size, view.step] for view in member.views],

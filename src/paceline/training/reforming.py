@@ -94,7 +94,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
 
     Raises:
         CommunicationError: Workers are lost, and all are to start again from the newest checkpoint.
-        EvictedError: This worker belongs to the training no longer.
+        Evicted: This worker belongs to the training no longer.
     """
     run, device = training.run, next(iter(training.module.parameters())).device
     kept, requests, began_s, has_begun = _Kept(0), Membership(), time.perf_counter(), False
