@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from paceline.comm.join import _open_cpu_group
 from paceline.comm.local_group import LocalGroup
-from paceline.elastic import Evicted, Member, View
+from paceline.elastic.facts import View
+from paceline.elastic.member import Evicted, Member
 from paceline.errors import CommunicationError
 
 
@@ -71,7 +72,7 @@ class ScriptedMember(Member):
         names = self._epochs[self._epoch].names
         if self._name not in names:
             raise Evicted("the script ends here for this worker")
-        step, ranked = 0, [(0, name) for name in names]
+        step, ranked = -1, [(0, name) for name in names]
         if before:
             stayed = [name for name in before if name in names]
             keys = [f"vote/{self._epoch}/{name}" for name in stayed]

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
-from paceline.elastic import Evicted
+from paceline.elastic.member import Evicted
 from paceline.errors import CommunicationError
 from paceline.monitor.events import ConsensusMeasured, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.log import EventLog
@@ -23,6 +23,7 @@ from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
 from paceline.registry import register
 from paceline.replica import reduction
+from paceline.replica.gradients import Gradients
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.schedules import Linear
 from paceline.sync.outer_parameters import OuterParameters
@@ -135,6 +136,8 @@ def die_in(phase, step):
         patch(reduction.GradientReduction, "check_totals", lambda own, scalars, loss, number: number == step)
     elif phase == "update":
         patch(OptimizerStep, "run", lambda own, optimizer, number, *_: number == step)
+    elif phase == "second bucket":
+        patch(Gradients, "_launch", lambda own, bucket: own._step == step and bucket.index == 1)
     elif phase == "exchange":
         patch(OuterParameters, "send", lambda own, weight, total, number: number == step)
     elif phase == "save":
@@ -369,8 +372,8 @@ def test_workers_join_and_leave_at_a_step_as_at_a_resume(tmp_path, sizes, settin
 @pytest.mark.parametrize(
     "changes",
     [
-        {"landing": "arrival", "ema": None},
-        {"landing": "next_forward", "ema": None, "num_steps": 30},
+        {"landing": "arrival", "clip_norm": None},
+        {"landing": "next_forward", "ema": None, "clip_norm": None},
         {"sync": {"name": "every_step", "codec": {"name": "top_k", "dense_below": 0}}},
     ],
     ids=["arrival", "next_forward", "coded steps"],
@@ -379,7 +382,7 @@ def test_a_half_applied_step_is_never_taken_for_a_whole_one(tmp_path, changes):
     epochs = [[["w0", "w1", "w2"]], [["w0", "w2"]]]
     folder = tmp_path / "killed"
     folder.mkdir()
-    arguments = {"folder": str(folder), "epochs": epochs, "changes": changes, "phase": "backward", "dying": "w1"}
-    results = run_processes(3, work, arguments)
+    arguments = {"folder": str(folder), "epochs": epochs, "changes": changes, "dying": "w1"}
+    results = run_processes(3, work, arguments | {"phase": "second bucket"})
     assert [result.exit_code for result in results] == [1, -9, 1], results[1].output
     assert all("no state is whole" in results[rank].output for rank in (0, 2))

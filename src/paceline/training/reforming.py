@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.membership import CHANGE, Membership
-from paceline.elastic.member import Member, View
+from paceline.elastic.facts import View
+from paceline.elastic.member import Member
 from paceline.errors import CommunicationError
 from paceline.monitor.events import Warned, WorkersChanged
 from paceline.monitor.log import EventLog
@@ -96,12 +97,14 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
         Evicted: This worker belongs to the training no longer.
     """
     run, device = training.run, next(iter(training.module.parameters())).device
-    kept, requests, began_s = _Kept(0), Membership(), time.perf_counter()
+    kept, requests, began_s, has_begun = _Kept(0), Membership(), time.perf_counter(), False
     with requests.stopping_on_signals(may_interrupt=False), _closing(training):
         while True:
             view = member.next_view(run.timeout_s)
+            if view.step < 0 and has_begun:  # the module is not what it was at the start
+                raise CommunicationError("no worker holds a whole state any more; all must start again")
             training.log.rank, training.log.epoch = view.rank, view.epoch
-            session: Session | None = None
+            has_begun, session = True, None
             group: Group | None = None
             try:
                 group = member.open_group(view, device, run.timeout_s, "auto")
@@ -140,7 +143,7 @@ def _open(
     """Open the session of a view, in which this worker goes on from what it has `kept`, or from rank 0's state."""
     if requests.stop_requested_by:
         group.membership.request_stop(requests.stop_requested_by)
-    is_live = any(previous is not None for previous in view.previous)
+    is_live = view.step >= 0
     claims = group.gather_documents(kept.claim, name="state in memory") if is_live else []
     is_in_step = is_live and kept.is_whole and kept.claim == claims[0]
     if is_live and not claims[0]:
