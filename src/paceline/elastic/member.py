@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from threading import Event, RLock
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -197,20 +197,18 @@ class StoreMember(Member):
         self._closed.set()
         self._thread.join(timeout=2.0)
 
-    def _enter(self, document: dict[str, object]) -> View:
+    def _enter(self, document: dict[str, Any]) -> View:
         names, previous = document.pop("names"), document.pop("previous")
-        assert isinstance(names, list)
-        assert isinstance(previous, list)
-        view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))  # type: ignore[arg-type]
+        view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
         self._is_pending = False
         self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="")
         return view
 
-    def _read(self, key: str) -> dict[str, object] | None:
+    def _read(self, key: str) -> dict[str, Any] | None:
         with self._lock:
             if not self._store.check([key]):
                 return None
-            document: dict[str, object] = json.loads(self._store.get(key))
+            document: dict[str, Any] = json.loads(self._store.get(key))
             return document
 
     def _say(self, **changes: object) -> None:
