@@ -200,12 +200,12 @@ MUTANTS = {
         "best = max(vote.step for vote in votes)",
     ),
     "votes are not awaited": (
-        "if len(self._list_votes()) == len(self.members):",
-        "if self._list_votes():",
+        "if len(self._list_votes()) == len(self.members) and",
+        "if self._list_votes() and",
     ),
     "half of the votes is enough": (
-        "== len(self.members):",
-        ">= len(self.members) / 2:",
+        "== len(self.members) and",
+        ">= len(self.members) / 2 and",
     ),
     "votes outlive their epoch": (
         "            worker.vote = None\n",

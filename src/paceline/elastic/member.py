@@ -150,7 +150,7 @@ class StoreMember(Member):
                 raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
         over = self._read("over")
         if over is not None and over["epoch"] >= self._status.epoch:
-            raise CommunicationError(f"there will be no next epoch, and the run starts again: {over['reason']}")
+            raise CommunicationError(over["reason"])
         return None
 
     def change_is_pending(self) -> bool:
