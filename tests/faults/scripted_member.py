@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist

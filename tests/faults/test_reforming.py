@@ -121,7 +121,7 @@ def die_in(phase, step):
         setattr(owner, name, run)
 
     if phase == "forward":
-        global BEFORE_FORWARD  # noqa: PLW0603
+        global BEFORE_FORWARD
         BEFORE_FORWARD = lambda number: die() if number == step + 1 else None  # noqa: E731
     elif phase == "backward":
         patch(reduction.GradientReduction, "end_backward", lambda own: own._step_now == step)

@@ -36,6 +36,8 @@ class Membership:
         """Whether all workers have agreed to stop after the step that has just ended."""
         self.is_saved = False
         """Whether a checkpoint was saved after that step, in a loop of the user's."""
+        self.has_equal_models = False
+        """Whether workers that go on from memory have found that they hold the same model, so that none copies it."""
         self.shards: list[Any] = []
         """Model shards that `paceline.parallelize` has made."""
         self.reading: tuple[Any, Any] | None = None

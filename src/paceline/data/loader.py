@@ -266,11 +266,6 @@ class Loader:
         elif batch.interval.start >= self._ledger.low_water:
             self._ledger.ack(batch.interval)
 
-    def stop_reading(self) -> None:
-        """End the thread and the processes that read ahead: the loop over this loader does not go on."""
-        if self._reading is not None:
-            self._reading.stop()
-
     def claim_next(self, num_samples: int) -> Interval:
         """Return the next unclaimed positions, for a sample dispatcher; `mark_used` tells when they were used."""
         return self._ledger.claim(self.order, num_samples)

@@ -335,7 +335,11 @@ class Replica:
         # Torch's schedulers warn if another optimizer than their own steps, such as a server's.
         self._given_optimizer._opt_called = True  # type: ignore[attr-defined]
         # If workers run at their own pace, a step without samples is no step.
-        self.state.end_update(counts=not stepped.skipped and (totals.weight > 0 or not self.sync.is_asynchronous))
+        if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
+            self.state.average.update()
+        self.state.num_updates, self.state.is_torn = self.state.num_updates + 1, False
+        if self.state.buffers is not None:
+            self.state.buffers.note()
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
         if self._comparison.interval and self.num_updates % self._comparison.interval == 0:

@@ -145,10 +145,6 @@ class StopVotes:
         if number % _VOTE_STEPS == 0 and self._vote is None:
             self._vote = StepScalars(self._group, 0.0, loss.new_zeros(()), stop)
 
-    def end_update(self) -> None:
-        """Note that the step under way has ended."""
-        self._weight_before = None
-
     def roll_back(self) -> None:
         """Forget the weight of the step under way, if there is one."""
         if self._weight_before is not None:
@@ -163,6 +159,7 @@ class StopVotes:
         if self._vote is not None and number % _VOTE_STEPS == _VOTE_STEPS - 1:
             stop |= self._vote.wait().stop
             self._vote = None
+        self._weight_before = None
         return all_totals, stop
 
 

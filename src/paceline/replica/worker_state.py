@@ -136,17 +136,6 @@ class WorkerState:
         """Return the staleness of pushes to servers; None without servers."""
         return self._synchroniser.count_delays() if self._synchroniser is not None else None
 
-    def end_update(self, *, counts: bool) -> None:
-        """Count an update that is done, and average its parameters if it `counts`."""
-        if self.average is not None and counts:
-            self.average.update()
-        self.num_updates += 1
-        self.is_torn = False
-        if self._stop_votes is not None:
-            self._stop_votes.end_update()
-        if self.buffers is not None:
-            self.buffers.note()
-
     def abandon_step(self) -> None:
         """Drop the step under way, whose peers are lost, without waiting for them.
 
@@ -173,8 +162,9 @@ class WorkerState:
         self._synchroniser.after_update(LocalStep(self.num_updates, weight, float(total)))
         if votes is not None:
             votes.weight_since_sync = 0.0
-        self.is_exchange_due = False
-        self.end_update(counts=True)
+        if self.average is not None:
+            self.average.update()
+        self.num_updates, self.is_exchange_due = self.num_updates + 1, False
 
     def own_state(self) -> dict[str, Any]:
         """Return what only this worker knows, for any other number of workers; nothing is exchanged.

@@ -148,6 +148,7 @@ def _open(
     is_in_step = is_live and kept.is_whole and kept.claim == claims[0]
     if is_live and not claims[0]:
         raise CommunicationError("rank 0 of the new group must hold a whole state, but it has lost it; vote again")
+    group.membership.has_equal_models = bool(claims) and bool(kept.digest) and all(c == claims[0] for c in claims)
     state: SavedState | None = None
     if group.rank == 0:
         state = kept.state if is_live else find_start(training)
@@ -209,7 +210,6 @@ def _keep(session: Session) -> _Kept:
     training, replica, loader = session.training, session.replica, session.loader
     state = replica.state
     session.rates.reset()
-    loader.stop_reading()
     if state.is_torn:
         return _Kept(training.step)
     num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
