@@ -386,3 +386,15 @@ def test_a_half_applied_step_is_never_taken_for_a_whole_one(tmp_path, changes):
     results = run_processes(3, work, arguments | {"phase": "second bucket"})
     assert [result.exit_code for result in results] == [1, -9, 1], results[1].output
     assert all("no state is whole" in results[rank].output for rank in (0, 2))
+
+
+def test_statistics_of_a_dropped_step_do_not_count(tmp_path):
+    changes = {"model": {"name": "reformed_network", "normalises": True}, "hash_interval": 0, "drop_last": True}
+    run_killed(tmp_path / "killed", "second bucket", "w1", **changes)
+    (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
+    assert changed.step == LOST_STEP
+    expected, found = train_with_resume(tmp_path, changed.step, (3, 2), changes), weights_of(tmp_path / "killed")
+    for name, tensor in found.items():
+        if "running" not in name:  # those of the lost worker are lost
+            assert torch.equal(tensor, expected[name]), name
+    assert int(found["model/layers.1.num_batches_tracked"]) == NUM_STEPS

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
@@ -37,7 +38,7 @@ class IdleRuleWarning(UserWarning):
 class BufferCopies:
     """Copies of a module's persistent buffers, such as statistics of BatchNorm, which forward changes before an update.
 
-    Only those that have changed are copied again.
+    Only those that have changed are copied again, and statistics of norms, which torch changes without a new version.
 
     Args:
         module: The module.
@@ -48,11 +49,13 @@ class BufferCopies:
         self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
         self._copies = [buffer.clone() for buffer in self._buffers]
         self._versions = [buffer._version for buffer in self._buffers]
+        norms = (layer for layer in module.modules() if isinstance(layer, _NormBase))
+        self._unversioned = {id(buffer) for layer in norms for buffer in layer.buffers()}
 
     def note(self) -> None:
         """Copy the present values."""
         for place, buffer in enumerate(self._buffers):
-            if buffer._version != self._versions[place]:
+            if buffer._version != self._versions[place] or id(buffer) in self._unversioned:
                 self._copies[place].copy_(buffer)
                 self._versions[place] = buffer._version
 
