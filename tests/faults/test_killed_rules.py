@@ -27,7 +27,7 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
     settings = {"sync": "streaming_diloco", "sync.period": 6, "sync.num_fragments": 3}
     settings |= {"sync.codec": "power_sgd", "sync.codec.dense_below": 0}
     killed = tmp_path / "killed"
-    process = start(killed, 30, **settings)
+    process = start(killed, 30, **settings, min_workers=3)  # so that all start again
     wait_for_step(killed, 14, process)
     assert kill(killed, 1)
     code, output = finish(process)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished
+from paceline.monitor.events import Failed, Preempted, Restarted, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.reader import read_log, select
 
 SETTINGS = {
@@ -118,7 +118,7 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run
     num_kills, num_steps = 10, 100
     chance = random.Random(0)
     killed = tmp_path / "killed"
-    process = start(killed, num_steps)
+    process = start(killed, num_steps, min_workers=3)  # so that all start again
     try:
         for number in range(num_kills):
             target = (number + 1) * num_steps // (num_kills + 1)
@@ -142,6 +142,51 @@ def test_a_run_survives_ten_kills_and_equals_the_uninterrupted_one(tmp_path, run
     losses, tensors = run_straight(run_here, tmp_path / "straight", num_steps)
     assert losses_of(killed) == losses
     assert tensors_of(killed, num_steps) == tensors
+
+
+@pytest.mark.timeout(120)
+def test_where_the_first_worker_is_killed_the_others_go_on_and_a_new_one_joins(tmp_path, wait_for_step):
+    killed = tmp_path / "killed"
+    process = start(killed, 10_000, checkpoint_interval=0)
+    wait_for_step(killed, 10, process)
+    assert kill(killed, 0)
+    wait_until(lambda: any(b"w0.2" in line for line in find_lines(killed, "workers_changed")), process)
+    wait_for_step(killed, newest_step(killed) + 5, process)
+    process.terminate()
+    code, output = finish(process)
+    assert code == 75, output
+    records = read_log(killed / "events.jsonl")
+    assert not select(records, Restarted)
+    assert not select(records, Failed)
+    assert "w0 was killed by SIGKILL" in select(records, WorkersChanged)[0].event.reason
+    (preempted,) = select(records, Preempted)
+    steps = [record.step for record in select(records, StepFinished)]
+    assert steps == list(range(1, preempted.step + 1)), "no step is done twice, and none is left out"
+
+
+@pytest.mark.timeout(120)
+def test_workers_join_and_leave_a_run_as_a_person_asks(tmp_path, run_here, wait_for_step):
+    scaled = tmp_path / "scaled"
+    process = start(scaled, 10_000, num_workers=2, checkpoint_interval=0)
+    try:
+        wait_for_step(scaled, 5, process)
+        assert run_here("scale", scaled, 3).returncode == 0
+        wait_until(lambda: len(find_lines(scaled, "workers_changed")) == 1, process)
+        assert "epoch 1: w0, w1, w2; wanted: 3" in run_here("scale", scaled).stdout
+        assert run_here("scale", scaled, "--leave", "w1").returncode == 0
+        wait_until(lambda: any(b'"w3"' in line for line in find_lines(scaled, "workers_changed")), process)
+        refused = run_here("scale", scaled, 13)
+        assert refused.returncode == 2
+        assert "must be from 1 to 12, the samples of a global batch, but got 13" in refused.stderr
+    finally:
+        process.terminate()
+        code, output = finish(process)
+    assert code == 75, output
+    sizes = [record.event.num_workers for record in select(read_log(scaled / "events.jsonl"), WorkersChanged)]
+    assert sizes[0] == sizes[-1] == 3
+    late = run_here("scale", scaled, 2)
+    assert late.returncode == 2
+    assert "must be a run that trains now" in late.stderr
 
 
 @pytest.mark.timeout(200)

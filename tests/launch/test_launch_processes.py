@@ -77,7 +77,7 @@ def freeze_or_fail(frozen):
 
 
 def test_who_does_not_end_in_time_is_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
     with StopRequest() as stop:
         ended = watch_processes(2, freeze_or_fail, tmp_path / "frozen", stop=stop)
     assert ended.exit_codes == {0: -signal.SIGKILL, 1: 3}

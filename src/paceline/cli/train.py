@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +33,20 @@ def train(
             help="Start the run in --out, or resume it if it exists; for cluster jobs that may be submitted again.",
         ),
     ] = False,
-    max_restarts: Annotated[int, typer.Option(help="Restarts without progress before giving up.")] = 3,
+    max_restarts: Annotated[
+        int, typer.Option(help="Losses of workers, with or without a restart, without progress before giving up.")
+    ] = 3,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--min_workers",
+            "--min-workers",
+            help="Workers that must be left to go on without a restart from the checkpoint. [default: half of them]",
+        ),
+    ] = None,
+    spares: Annotated[
+        int, typer.Option(help="Additional workers that wait, with the model in memory, to replace one that is lost.")
+    ] = 0,
 ) -> None:
     """Train a model, with checkpoints, a log and a report.
 
@@ -66,13 +79,18 @@ def train(
         )
     if max_restarts < 0:
         raise SettingsError(f"--max-restarts must be at least 0, but got {max_restarts}; 0 is for no restart")
+    if min_workers is not None and min_workers < 1:
+        raise SettingsError(f"--min_workers must be at least 1, but got {min_workers}; leave it out for half of them")
+    if spares < 0:
+        raise SettingsError(f"--spares must be at least 0, but got {spares}; 0 is for none")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from paceline.cli.train_worker import train_as_worker
 
         raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
     with leaving_when_asked(ExitCode.PREEMPTED):
         prepare_to_fork()
-        raise typer.Exit(_train_here(recipe, workers, out, resume, max_restarts, overrides, go_on=go_on))
+        losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
+        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, overrides, go_on=go_on))
 
 
 def _train_here(
@@ -80,7 +98,7 @@ def _train_here(
     workers: int | None,
     out: Path | None,
     resume: Path | None,
-    max_restarts: int,
+    losses: dict[str, Any],
     overrides: list[tuple[str, str]],
     *,
     go_on: bool,
@@ -108,7 +126,7 @@ def _train_here(
             lock = WriterLock(directory)
             lock.acquire()
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, max_restarts=max_restarts)
+        code = launch(directory, file.num_processes, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:

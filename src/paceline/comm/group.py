@@ -60,6 +60,8 @@ class Group(ABC):
     """Store by which the ranks found each other, if they are processes; other connections may be set up over it."""
     timeout_s: float = 60.0
     """Longest time that an operation may take."""
+    is_supervised: bool = False
+    """Whether a supervisor finds out who was lost, so that errors, which take a second to look for it, need not."""
 
     def __init__(
         self, rank: int, size: int, device: torch.device, epoch: int = 0, names: Sequence[int] | None = None
@@ -156,6 +158,10 @@ class Group(ABC):
 
     def begin(self, name: str) -> None:
         """Record that this rank begins an operation of many messages, so that errors can say where it is."""
+
+    def leave_losses_to_supervisor(self) -> None:
+        """Let a supervisor find out who is lost: errors of operations, also of groups made from now on, only say it."""
+        self.is_supervised = True
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed buffer that operations use without a copy. Every rank calls it, in the same order."""

@@ -168,6 +168,12 @@ class HostGroup(Group):
         """Return a zeroed buffer that the ranks of a host share."""
         return self._neighbours.allocate(num_elements, dtype)
 
+    def leave_losses_to_supervisor(self) -> None:
+        """Let a supervisor find out who is lost, in all parts."""
+        super().leave_losses_to_supervisor()
+        for part in self._parts:
+            part.leave_losses_to_supervisor()
+
     @property
     def host_ranks(self) -> list[int]:
         """Ranks of this host."""

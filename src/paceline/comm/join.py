@@ -116,9 +116,7 @@ def _open(chosen: torch.device, timeout_s: float, transport: Transport) -> Group
         if rank == 0 and isinstance(store, ControlStore):
             store.announce_epoch(generation)
         prefix = store_of_epoch(store, generation)
-        if chosen.type != "cpu":
-            return TorchGroup(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation)
-        return _open_cpu_group(prefix, rank, size, timeout_s=timeout_s, epoch=generation, transport=transport)
+        return open_group(prefix, rank, size, device=chosen, timeout_s=timeout_s, epoch=generation, transport=transport)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CommunicationError(f"rank {rank} could not join the {size} workers at {address}: {error}") from error
@@ -137,6 +135,22 @@ def open_store(timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))[0]
     return store
+
+
+def open_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    epoch: int,
+    transport: Transport,
+) -> Group:
+    """Return the group of the ranks that meet in `store`, all of whose keys belong to it; see `join`."""
+    if device.type != "cpu":
+        return TorchGroup(store, rank, size, device=device, timeout_s=timeout_s, epoch=epoch)
+    return _open_cpu_group(store, rank, size, timeout_s=timeout_s, epoch=epoch, transport=transport)
 
 
 def _open_cpu_group(

@@ -15,6 +15,8 @@ from paceline.errors import SettingsError
 PREEMPTED = os.EX_TEMPFAIL
 """Exit code (75) of a worker that a signal stopped: a new start resumes from the checkpoint."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CHANGE = "workers join or leave"
+"""Reason of a stop after which training goes on at once, among other workers."""
 _PATIENCE_S = 2.0
 """Time after a SIGINT in which another one is the same request: a terminal and a launcher may both send it."""
 
@@ -34,6 +36,8 @@ class Membership:
         """Whether all workers have agreed to stop after the step that has just ended."""
         self.is_saved = False
         """Whether a checkpoint was saved after that step, in a loop of the user's."""
+        self.has_equal_models = False
+        """Whether workers that go on from memory have found that they hold the same model, so that none copies it."""
         self.shards: list[Any] = []
         """Model shards that `paceline.parallelize` has made."""
         self.reading: tuple[Any, Any] | None = None
@@ -55,7 +59,8 @@ class Membership:
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop after a step that they agree on."""
-        self.stop_requested_by = self.stop_requested_by or reason
+        if self.stop_requested_by in ("", CHANGE):
+            self.stop_requested_by = reason
 
     @contextmanager
     def stopping_on_signals(self, *, may_interrupt: bool = True) -> Iterator[None]:

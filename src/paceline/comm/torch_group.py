@@ -180,6 +180,7 @@ class TorchGroup(Group):
             epoch=self.epoch,
             names=self.names_of(ranks),
         )
+        opened.is_supervised = self.is_supervised
         self._duplicates.add(opened)
         return opened
 
@@ -325,6 +326,8 @@ class TorchGroup(Group):
                 return MismatchError(mismatch)
             return PeerTimeoutError(f"{where} must finish within {self.timeout_s:g} s, but did not: {others}")
         self._disconnect()
+        if self.is_supervised:
+            return CommunicationError(f"{where} lost a peer (the backend says: {_first_line(error)})")
         others = self._board.describe_others(sequence)
         if mismatch := self._board.find_mismatch():
             return MismatchError(mismatch)

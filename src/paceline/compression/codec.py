@@ -206,6 +206,15 @@ class Codec(CodecSetting):
         merged = merge_states(saved, shape)
         return {site: tensor / num_workers if site in ADDED else tensor for site, tensor in merged.items()}
 
+    def detach(self, state: State, shape: Size, rank: int, num_workers: int) -> State:
+        """Return a worker's state for any other number of workers: what it still owes, whichever site held it.
+
+        The states of all workers, detached, owe together what they owed before.
+        """
+        kept = self.residual(state, shape, rank, num_workers)
+        rest = {site: tensor for site, tensor in state.items() if site not in RESIDUALS}
+        return rest if kept is None else rest | {"worker": kept}
+
     def wire_bytes(self, shape: Size, num_workers: int) -> int:
         """Return the bytes that a worker sends for a block of `shape`, with collectives that send the least."""
         copies = {AllReduce: 2 / num_workers, AllGather: 1, AllToAll: 1 / num_workers}

@@ -1,4 +1,4 @@
-"""Workers on this machine, started again when one is killed."""
+"""Workers on this machine, replaced or started again when one is killed."""
 
 import re
 import signal
@@ -7,16 +7,25 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import paceline.errors
+from paceline.comm.control import ControlAccess, ControlServer, ControlStore
+from paceline.elastic.journal import JOURNAL, Journal
+from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.requests import RequestBox
+from paceline.elastic.supervisor import Supervisor, Verdict
 from paceline.errors import storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code
-from paceline.launch.processes import Ended, watch_processes
+from paceline.launch.processes import ACCESS_FILE, Ended
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
+from paceline.launch.workforce import LocalWorkforce
 from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
+from paceline.training.run import RunFile
 
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
@@ -36,12 +45,29 @@ class _Outcome:
     """Sentence on the operations of ranks, if torch ended one because another ran something else; empty if not."""
 
 
-def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: LiveView | None = None) -> ExitCode:
+def launch(
+    directory: Path,
+    num_processes: int,
+    *,
+    max_restarts: int = 3,
+    min_workers: int | None = None,
+    num_spares: int = 0,
+    view: LiveView | None = None,
+) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
 
-    When a worker is killed, or loses the others, all start again from the newest valid checkpoint: as often as that
-    gets the run further, and `max_restarts` times without progress. An error that would only happen again ends the
-    run at once. SIGTERM, SIGINT and SIGHUP are handed on to the workers, which save and leave.
+    When a worker is lost, the others go on without it from memory, and a new one takes its place at a step boundary.
+    Where they cannot, all start again from the newest valid checkpoint. Both happen as often as the run gets further,
+    and `max_restarts` times without progress. An error that would only happen again ends the run at once. SIGTERM,
+    SIGINT and SIGHUP are handed on to the workers, which save and leave.
+
+    Args:
+        directory: Directory of the run.
+        num_processes: Number of workers.
+        max_restarts: Number of failures in a row, without progress, that are borne.
+        min_workers: Number of workers that must be left to go on from memory; None for half of them.
+        num_spares: Number of workers that are started in addition, and wait for one to be lost.
+        view: View of the run.
 
     Raises:
         StorageError: The directory cannot be written.
@@ -50,40 +76,90 @@ def launch(directory: Path, num_processes: int, *, max_restarts: int = 3, view: 
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
-        code = _launch_until_done(directory, log_path, num_processes, max_restarts, stop)
+        settings = Settings(
+            num_processes,
+            min_workers=min_workers,
+            num_spares=num_spares,
+            max_restarts=max_restarts,
+            first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
+        )
+        code = _supervise(directory, log_path, settings, stop)
     drop_lost_output()
     return code
 
 
-def _launch_until_done(
-    directory: Path, log_path: Path, num_processes: int, max_restarts: int, stop: StopRequest
+def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRequest) -> ExitCode:
+    with ControlServer() as server:
+        server.access.save(directory / "workers" / ACCESS_FILE)
+        try:
+            return _supervise_workers(directory, log_path, settings, stop, server.access)
+        finally:
+            (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
+
+
+def _supervise_workers(
+    directory: Path, log_path: Path, settings: Settings, stop: StopRequest, access: ControlAccess
 ) -> ExitCode:
-    furthest, num_restarts = -1, 0
-    attempt = max((record.epoch for record in read_log(log_path)), default=-1) + 1
-    while True:
-        ended = watch_processes(
-            num_processes, work_for_launcher, directory, attempt, stop=stop, output=directory / "workers"
-        )
-        records = [record for record in read_log(log_path) if record.epoch == attempt]
-        outcome = _judge(records, ended, stop.number != 0, directory / "workers")
-        if outcome.code is not ExitCode.PEERS_LOST:
-            return outcome.code
+    store = ControlStore(access)
+    workforce = LocalWorkforce(work_for_launcher, directory, settings.target, access)
+    outcomes: list[_Outcome] = []
+
+    def judge(epoch: int) -> Verdict:
+        records = [record for record in read_log(log_path) if record.epoch >= epoch]
+        outcomes.append(outcome := _judge(records, workforce.ended, stop.number != 0, directory / "workers"))
+        workforce.begin_again()
         if outcome.mismatch:
-            _tell(directory, log_path, attempt, Failed(error="MismatchError", message=outcome.mismatch, traceback=""))
-            return ExitCode.FAILED
-        num_restarts = num_restarts + 1 if outcome.last_step <= furthest else 1
-        furthest = max(furthest, outcome.last_step)
-        if num_restarts > max_restarts:
-            message = f"gave up after {max_restarts} restarts without progress: {outcome.reason}"
-            _tell(
-                directory,
-                log_path,
-                attempt,
-                Failed(error="CommunicationError", message=message, traceback=""),
-            )
-            return ExitCode.FAILED
-        attempt += 1
-        _tell(directory, log_path, attempt, Restarted(attempt=attempt, reason=outcome.reason))
+            failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
+            _tell(directory, log_path, epoch, failed)
+        is_final = outcome.code is not ExitCode.PEERS_LOST or bool(outcome.mismatch)
+        return Verdict(is_final, outcome.last_step, outcome.reason)
+
+    requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
+    with Journal(directory / JOURNAL, settings) as journal:
+        supervisor = Supervisor(
+            Coordinator(settings),
+            store,
+            workforce,
+            journal,
+            judge=judge,
+            tell_restart=lambda epoch, reason: _tell(
+                directory, log_path, epoch, Restarted(attempt=epoch, reason=reason)
+            ),
+            read_requests=requests.read,
+        )
+
+        def stop_all(number: int) -> None:
+            supervisor.is_stopping = True
+            workforce.signal(number)
+
+        stop.hand_on = stop_all
+        if stop.number:
+            stop_all(stop.number)
+        try:
+            supervisor.run()
+        finally:
+            stop.hand_on = lambda _: None
+            workforce.kill_all()
+    epoch = supervisor.coordinator.epoch
+    if supervisor.gave_up:
+        failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
+        _tell(directory, log_path, epoch, failed)
+        return ExitCode.FAILED
+    if outcomes and supervisor.has_verdict:
+        return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
+    records = [record for record in read_log(log_path) if record.epoch >= epoch]
+    return _judge(records, workforce.ended, stop.number != 0, directory / "workers").code
+
+
+def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
+    """Return the largest number of workers that the run can have here, and the reason for it."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= num_processes:
+        return num_gpus, "the number of GPUs of this host"
+    run = RunFile.load(directory).run
+    if num_virtual := run.get("num_virtual_workers"):
+        return num_virtual, "the virtual workers of the run"
+    return run["global_batch"], "the samples of a global batch"
 
 
 def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path) -> _Outcome:

@@ -19,8 +19,8 @@ from paceline.launch.exit_codes import ExitCode
 from paceline.launch.forking import START_METHOD, prepare_to_fork, unblock_signals
 from paceline.launch.signals import StopRequest
 
-_ACCESS_FILE = "control.json"
-_GRACE_S = 40.0
+ACCESS_FILE = "control.json"
+GRACE_S = 40.0
 """Time that the others have to end by themselves after one has failed."""
 
 
@@ -87,10 +87,10 @@ def watch_processes(
     stop.hand_on = lambda number: _signal(processes, ended, number)
     try:
         if output is not None:
-            server.access.save(output / _ACCESS_FILE)
+            server.access.save(output / ACCESS_FILE)
         for rank in range(num_processes):
             receivers[rank], sender = context.Pipe(duplex=False)
-            start = (_environment(rank, num_processes, server.access), output, sender, function, arguments)
+            start = (make_environment(rank, num_processes, server.access), output, sender, function, arguments)
             process = context.Process(target=_be_rank, args=start, name=f"rank {rank}")
             process.start()
             sender.close()
@@ -106,7 +106,7 @@ def watch_processes(
             process.join()
         server.close()
         if output is not None:
-            (output / _ACCESS_FILE).unlink(missing_ok=True)
+            (output / ACCESS_FILE).unlink(missing_ok=True)
 
 
 def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended: Ended) -> None:
@@ -122,7 +122,7 @@ def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended
                 ended.exit_codes[rank] = exit_code
         left = [rank for rank in running if rank not in ended.exit_codes]
         if deadline_s is None and any(code not in _GOOD_CODES for code in ended.exit_codes.values()):
-            deadline_s = time.monotonic() + _GRACE_S
+            deadline_s = time.monotonic() + GRACE_S
             ended.ended_here |= set(left)
             for rank in left:
                 processes[rank].terminate()
@@ -149,7 +149,8 @@ def _signal(processes: list[BaseProcess], ended: Ended, number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def _environment(rank: int, size: int, access: ControlAccess) -> dict[str, str]:
+def make_environment(rank: int, size: int, access: ControlAccess) -> dict[str, str]:
+    """Return the variables of torchrun's environment for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -168,7 +169,13 @@ def _be_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    multiprocessing.set_start_method(None, force=True)  # what the function starts shall start as it does elsewhere
+    prepare_rank(environment, output)
+    sender.send(function(*arguments))
+
+
+def prepare_rank(environment: dict[str, str], output: Path | None) -> None:
+    """Make this process, which was forked for it, a rank whose output is in a folder."""
+    multiprocessing.set_start_method(None, force=True)  # what the rank starts shall start as it does elsewhere
     if output is not None:
         for descriptor, kind in ((1, "out"), (2, "err")):
             _redirect(descriptor, output / f"rank{environment['RANK']}.{kind}")
@@ -177,7 +184,6 @@ def _be_rank(
             sys.stdout.reconfigure(line_buffering=True)  # to be read while it runs, and not lost with it
     os.environ.update(environment)
     unblock_signals()
-    sender.send(function(*arguments))
 
 
 def _redirect(descriptor: int, path: Path) -> None:

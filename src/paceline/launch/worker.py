@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from paceline.comm import Group, join
+from paceline.comm import Group
+from paceline.comm.join import DEFAULT_TIMEOUT_S, default_device, open_store
+from paceline.comm.local_group import LocalGroup
+from paceline.comm.progress import PROGRESS
 from paceline.comm.stacks import register_stacks
+from paceline.elastic import Evicted, Member, StoreMember
 from paceline.errors import PacelineError, SettingsError, storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code, leave
 from paceline.monitor.events import Warned
@@ -27,6 +31,7 @@ from paceline.registry import explain
 from paceline.replica.step_result import UnusedParametersWarning
 from paceline.training.log_events import log_failure
 from paceline.training.loop import serve, train
+from paceline.training.reforming import can_reform
 from paceline.training.run import Run, RunFile
 
 
@@ -45,11 +50,27 @@ def load_run(file: RunFile) -> Run:
         ) from error
 
 
-def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode:
-    """Train as one worker of `group` and return how it ended; whatever goes wrong is in the log."""
+def work(
+    directory: Path, file: RunFile, group: Group, attempt: int, *, rank: int | None = None, member: Member | None = None
+) -> ExitCode:
+    """Train as one worker of `group` and return how it ended; whatever goes wrong is in the log.
+
+    Args:
+        directory: Directory of the run.
+        file: File of the run.
+        group: The workers; with a `member` this worker alone, until it is taken in.
+        attempt: Epoch of the log.
+        rank: Rank in the log; None for that in the group.
+        member: Connection to the supervisor, if workers may change.
+    """
     with storing(directory / "events.jsonl"):
         directory.mkdir(parents=True, exist_ok=True)
-        log = EventLog(directory / "events.jsonl", run=directory.name, rank=group.rank, epoch=attempt)
+        log = EventLog(
+            directory / "events.jsonl",
+            run=directory.name,
+            rank=group.rank if rank is None else rank,
+            epoch=attempt,
+        )
     with log, _warnings_in(log):
         try:
             run = load_run(file)
@@ -59,7 +80,9 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
             return _code_of(error)
         torch.set_num_threads(run.num_threads or _count_threads())
         try:
-            finished = _take_part(run, directory, group, log, file.recipe)
+            finished = _take_part(run, directory, group, log, file.recipe, member)
+        except Evicted:
+            return ExitCode.FINISHED
         except (Exception, SystemExit) as error:  # train has told the log
             group.close(error)
             return _code_of(error)
@@ -67,11 +90,13 @@ def work(directory: Path, file: RunFile, group: Group, attempt: int) -> ExitCode
     return ExitCode.FINISHED if finished else ExitCode.PREEMPTED
 
 
-def _take_part(run: Run, directory: Path, world: Group, log: EventLog, recipe: str) -> bool:
+def _take_part(
+    run: Run, directory: Path, world: Group, log: EventLog, recipe: str, member: Member | None = None
+) -> bool:
     """Train, or on one of the last ranks serve where servers have processes of their own."""
     num_servers = run.sync.num_server_processes
     if not num_servers:
-        return train(run, directory, world, log, recipe=recipe)
+        return train(run, directory, world, log, recipe=recipe, member=member)
     num_workers = world.size - num_servers
     if num_workers < 1:
         raise SettingsError(
@@ -84,28 +109,33 @@ def _take_part(run: Run, directory: Path, world: Group, log: EventLog, recipe: s
     return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
-def work_for_launcher(directory: Path, attempt: int) -> None:
+def work_for_launcher(directory: Path, attempt: int, name: str) -> None:
     """Be a worker that a local launcher started; where the run is not finished, end the process with the code for that.
 
     The launcher reads in the log that it was preempted.
     """
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
-    code = _join_and_work(directory, attempt)
+    code = _join_and_work(directory, attempt, name)
     if code is not ExitCode.FINISHED:
         leave(code)
 
 
-def _join_and_work(directory: Path, attempt: int) -> ExitCode:
+def _join_and_work(directory: Path, attempt: int, name: str) -> ExitCode:
+    rank = int(os.environ["RANK"])
     try:
         file = RunFile.load(directory)
         offload = file.run.get("memory", {}).get("offload")
-        device = "cpu" if offload == "parameters" else None  # what is exchanged is where the parameters are
-        register_stacks(directory / "workers" / f"rank{os.environ.get('RANK', 0)}.stack")
-        group = join(
-            timeout_s=file.run.get("timeout_s", 300.0), device=device, hang_timeout_s=file.run.get("hang_timeout_s")
-        )
+        register_stacks(directory / "workers" / f"rank{rank}.stack")
+        PROGRESS.hang_timeout_s = file.run.get("hang_timeout_s")
+        # What is exchanged is where the parameters are.
+        device = torch.device("cpu") if offload == "parameters" else default_device()
+        obstacle = can_reform(load_run(file)) if device.type == "cpu" else "going on from memory is for CPUs only yet"
+        member = StoreMember(open_store, name, obstacle=obstacle)
+        if not obstacle:
+            return work(directory, file, LocalGroup(device=device), attempt, rank=rank, member=member)
+        timeout_s = file.run.get("timeout_s", DEFAULT_TIMEOUT_S)
+        group = member.open_group(member.next_view(timeout_s), device, timeout_s, "auto")
     except Exception as error:
-        rank = int(os.environ.get("RANK", 0))
         with EventLog(directory / "events.jsonl", run=directory.name, rank=rank, epoch=attempt) as log:
             log_failure(log, error)
         return _code_of(error)

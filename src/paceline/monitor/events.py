@@ -430,6 +430,22 @@ class Restarted(Event):
     reason: str
 
 
+@event("workers_changed")
+class WorkersChanged(Event):
+    """Workers were lost, or joined or left, and training goes on from memory."""
+
+    num_workers: Int
+    names: list[str]
+    """Name of each worker, by rank."""
+    reason: str
+    num_sent: Int
+    """Number of workers that were sent the state of rank 0; the others have kept theirs."""
+    duration_s: Float
+    """Time on rank 0 from the end of the step before to the beginning of the next."""
+    lost: str = ""
+    """Words on what is lost with workers that have gone, such as residuals of a codec; empty if nothing is."""
+
+
 @event("failed")
 class Failed(Event):
     """A worker ended with an error."""

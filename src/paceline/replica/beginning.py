@@ -55,7 +55,8 @@ def start_alike(
             raise SettingsError(
                 f"{name} must be the same on all ranks, but is {found}; give Replica the same settings everywhere"
             )
-    if shard.mesh is None:  # a layout did this when models were still whole
+    # A layout did this when models were still whole.
+    if shard.mesh is None and not shard.world.membership.has_equal_models:
         check_same_model(module, shard.group)
         broadcast_module(module, shard.group)
 

@@ -36,6 +36,8 @@ class BucketLanding:
     """Gradients whose buckets are applied."""
     is_eager = True
     """Whether buckets are launched while backward runs; else after it."""
+    is_torn = False
+    """Whether some buckets of a step have been applied, or noted by the optimizer, and others not."""
     gradient_norm: float | None = None
     """Norm of the last step's gradients before clipping; None without clipping."""
 
@@ -107,6 +109,11 @@ class BucketLanding:
             bucket.drop_gradients()  # the optimizer must see those of one bucket at a time
         self._settings = [_copy_settings(group) for group in self._optimizer.param_groups]
         self._divisor, self._step = divisor, step
+        self.is_torn = self.delay > 0  # the step counts as done already
+
+    def drop(self) -> None:
+        """Forget the step under way, whose peers are lost."""
+        self._pending = []
 
     def flush(self) -> set[str]:
         """Apply the remaining buckets, and return their parameters."""
@@ -129,6 +136,7 @@ class BucketLanding:
     def _land(self, bucket: Bucket) -> None:
         self._unused += self.gradients.receive(bucket, self._divisor)
         self.gradients.check_finite([bucket], self._step, may_skip=False)
+        self.is_torn = True
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         for group, settings in zip(groups, self._settings, strict=True):
@@ -142,6 +150,7 @@ class BucketLanding:
         if not self._pending:
             self.gradients.reducer.commit(self._unused)
             self.unused, self._unused = self._unused, []
+            self.is_torn = False
 
 
 def check_landing(

@@ -263,6 +263,10 @@ class PriorityReducer(GradientReducer):
         """Return the state of the chunk's reducer."""
         return self._inner.state()
 
+    def detached_state(self, shapes: Mapping[str, Size]) -> dict[str, Tensor]:
+        """See the chunk's reducer."""
+        return self._inner.detached_state(shapes)
+
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """See the chunk's reducer."""
         self._inner.load_state(saved, shapes)

@@ -33,6 +33,13 @@ def _is_guard(hook: object) -> bool:
     return isinstance(getattr(hook, "__self__", None), OptimizerStep)
 
 
+def release_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer be given to a new replica, where the making of one before has failed half-way."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    for number in [number for number, hook in hooks.items() if _is_guard(hook)]:
+        del hooks[number]
+
+
 class OptimizerStep:
     """Steps of an optimizer, with its loss scale and the bound on its gradients.
 

@@ -334,6 +334,16 @@ class GradientReduction:
         if self.virtual is not None:
             self.virtual.note(weight, numerator, last=last)
 
+    def drop_step(self) -> bool:
+        """Forget a step whose peers are lost, without waiting for them; return whether it is half applied."""
+        is_torn = self.landing is not None and self.landing.is_torn
+        if self.landing is not None:
+            self.landing.drop()
+        if self.gradients is not None:
+            self.gradients.reducer.roll_back()
+        self._drop_gradients()
+        return is_torn
+
     def begin_backward(self, *, is_first: bool) -> None:
         """Apply what forward did not need; before the `is_first` backward of a step, drop gradients of other losses."""
         PROGRESS.enter(time.monotonic(), b"backward")

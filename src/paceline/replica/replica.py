@@ -344,7 +344,9 @@ class Replica:
         # If workers run at their own pace, a step without samples is no step.
         if self.state.average is not None and not stepped.skipped and (totals.weight or not self.sync.is_asynchronous):
             self.state.average.update()
-        self.state.num_updates += 1
+        self.state.num_updates, self.state.is_torn = self.state.num_updates + 1, False
+        if self.state.buffers is not None:
+            self.state.buffers.note()
         self._times.ended_s = time.perf_counter()
         self._reduction.adapt_layout(self._times)
         if self.comparison.interval and self.num_updates % self.comparison.interval == 0:
@@ -484,6 +486,7 @@ class Replica:
         def push(is_overflown: bool) -> None:
             if sync is not None:
                 sync.before_update(replace(step, weight=0.0) if is_overflown else step)
+            self.state.is_torn = True
 
         self._times.optimizer_began_s = time.perf_counter()
         stepped = self._optimizer_step.run(

@@ -38,6 +38,7 @@ from paceline.parallel.local import local, wrap
 from paceline.parallel.zero_redundancy import local_optimizer
 from paceline.replica.gathering import FORMAT, SavedReplica, Slice, gather, scatter, split_name
 from paceline.replica.hashing import hash_tensor
+from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import (
     list_settings,
     list_ties,
@@ -143,7 +144,13 @@ def full_state_dict(replica: Replica, *, averaged: bool = False) -> dict[str, Te
 
 
 def restore(
-    checkpoint: SavedState | None, replica: Replica, prefix: str = "", *, hyper_parameters: bool = False
+    checkpoint: SavedState | None,
+    replica: Replica,
+    prefix: str = "",
+    *,
+    hyper_parameters: bool = False,
+    is_live: bool = False,
+    kept: KeptReplica | None = None,
 ) -> Document | None:
     """Load rank 0's `checkpoint` into the replica of every rank and return its document, None without one.
 
@@ -155,6 +162,8 @@ def restore(
         prefix: Prefix under which the replica was captured.
         hyper_parameters: Whether to load the optimizer's hyper-parameters too, as a torch schedule has left them; else
             the present ones stay.
+        is_live: Whether it is what rank 0 holds itself, so that a new replica has its model already.
+        kept: State that this rank has kept because it is at the same step: the rest is as it should be.
 
     Raises:
         SettingsError: The checkpoint is of another optimizer.
@@ -169,12 +178,17 @@ def restore(
     match = _match(saved, replica)
     targets = {f"model/{name}": local(tensor) for name, tensor in model_tensors(replica.module).items()}
     loaded: dict[str, Tensor] = {}
-    for name, tensor in scatter(_list_wanted(saved, replica, match), saved.find, world):
+    wanted = _list_wanted(saved, replica, match) if kept is None else {}
+    wanted = {name: held for name, held in wanted.items() if not is_live or name not in targets}
+    for name, tensor in scatter(wanted, saved.find, world):
         if name in targets:
             targets[name].copy_(tensor)
         else:
             loaded[name] = tensor
-    _load(loaded, saved, replica, match)
+    if kept is not None:
+        replica.state.load_own_state(kept.own)
+    else:
+        _load(loaded, saved, replica, match)
     if hyper_parameters:
         load_settings(replica.optimizer, saved.about["optimizer"]["settings"][match.place])
     if world.rank == 0:

@@ -133,14 +133,22 @@ class StopVotes:
         self._vote: StepScalars | None = None
         self.weight_since_sync: float | Tensor = 0.0
         """Weight of this worker's samples since the last sync step, to be reset after one."""
+        self._weight_before: float | Tensor | None = None
+        """That weight before the step under way."""
 
     def begin(self, number: int, weight: float | Tensor, loss: Tensor, stop: bool | Tensor) -> None:
         """Send this worker's scalars of step `number`, if it is a sync step or one with a vote."""
-        self.weight_since_sync += weight
+        self._weight_before = self.weight_since_sync
+        self.weight_since_sync = self.weight_since_sync + weight
         if self._synchroniser.is_sync_step(number):
             self._sync_scalars = StepScalars(self._group, weight, loss, stop, weight_since_sync=self.weight_since_sync)
         if number % _VOTE_STEPS == 0 and self._vote is None:
             self._vote = StepScalars(self._group, 0.0, loss.new_zeros(()), stop)
+
+    def roll_back(self) -> None:
+        """Forget the weight of the step under way, if there is one."""
+        if self._weight_before is not None:
+            self.weight_since_sync, self._weight_before = self._weight_before, None
 
     def end(self, number: int) -> tuple[StepTotals | None, bool]:
         """Return the totals of all workers, if step `number` is a sync step, and whether all stop after it."""
@@ -151,6 +159,7 @@ class StopVotes:
         if self._vote is not None and number % _VOTE_STEPS == _VOTE_STEPS - 1:
             stop |= self._vote.wait().stop
             self._vote = None
+        self._weight_before = None
         return all_totals, stop
 
 

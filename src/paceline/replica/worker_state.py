@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.group import Group
 from paceline.comm.pacing import limit_bandwidth
 from paceline.compression import AutoCodec
+from paceline.compression.codec import FeedbackDroppedWarning
 from paceline.errors import SettingsError
 from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
@@ -23,7 +25,7 @@ from paceline.replica.step_scalars import StopVotes
 from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, HandedOver, Synchroniser
+from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser
 
 _LEAST_UPDATES = 10
 """Number of updates from which on a rule that never acted is warned of: fewer are a trial."""
@@ -31,6 +33,38 @@ _LEAST_UPDATES = 10
 
 class IdleRuleWarning(UserWarning):
     """A rule never acted in a loop of one's own."""
+
+
+class BufferCopies:
+    """Copies of a module's persistent buffers, such as statistics of BatchNorm, which forward changes before an update.
+
+    Only those that have changed are copied again, and statistics of norms, which torch changes without a new version.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        persistent = module.state_dict().keys()
+        self._buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._versions = [buffer._version for buffer in self._buffers]
+        norms = (layer for layer in module.modules() if isinstance(layer, _NormBase))
+        self._unversioned = {id(buffer) for layer in norms for buffer in layer.buffers()}
+
+    def note(self) -> None:
+        """Copy the present values."""
+        for place, buffer in enumerate(self._buffers):
+            if buffer._version != self._versions[place] or id(buffer) in self._unversioned:
+                self._copies[place].copy_(buffer)
+                self._versions[place] = buffer._version
+
+    def restore(self) -> None:
+        """Restore the values that were copied last."""
+        with torch.no_grad():
+            for buffer, copied in zip(self._buffers, self._copies, strict=True):
+                buffer.copy_(copied)
+        self._versions = [buffer._version for buffer in self._buffers]
 
 
 class WorkerState:
@@ -73,6 +107,12 @@ class WorkerState:
         saves a pass over the gradients."""
         self.is_begun = False
         """Whether rule and codecs have started, anew or from a loaded state."""
+        self.is_torn = False
+        """Whether an update has begun to change the model and has not ended."""
+        self.is_exchange_due = False
+        """Whether the optimizer has taken its step, and the rule's exchange of that step is still to be made."""
+        self.buffers: BufferCopies | None = None
+        """Copies of the module's buffers after the last update, for whoever goes on without lost workers."""
         self.warns_of_idleness = True
         """Whether `close` warns of a rule that never acted; a run, which knows its length, says so at its beginning."""
 
@@ -114,6 +154,78 @@ class WorkerState:
     def count_delays(self) -> Delays | None:
         """Return the staleness of pushes to servers; None without servers."""
         return self._synchroniser.count_delays() if self._synchroniser is not None else None
+
+    def abandon_step(self) -> None:
+        """Drop the step under way, whose peers are lost, without waiting for them.
+
+        What is left is the state after `num_updates` updates, unless it `is_torn`; or after the next one too, but for
+        its exchange, if that `is_exchange_due`.
+        """
+        can_repeat = self._synchroniser.abandon() if self._synchroniser is not None else False
+        self.is_exchange_due = self.is_torn and can_repeat
+        self.is_torn = self._reduction.drop_step() or (self.is_torn and not can_repeat)
+        if self.is_exchange_due:
+            return  # samples and statistics of that step count
+        if self._stop_votes is not None:
+            self._stop_votes.roll_back()
+        if self.buffers is not None:
+            self.buffers.restore()
+
+    def make_exchange(self) -> None:
+        """Make the exchange that `is_exchange_due` among the present workers, and count its update; all call it."""
+        assert self._synchroniser is not None
+        votes, group = self._stop_votes, self._shard.group
+        weight = float(votes.weight_since_sync) if votes is not None else 0.0
+        total = torch.tensor([weight], dtype=torch.float64, device=group.device)
+        group.all_reduce(total, name="weight of the exchange").wait()
+        self._synchroniser.after_update(LocalStep(self.num_updates, weight, float(total)))
+        if votes is not None:
+            votes.weight_since_sync = 0.0
+        if self.average is not None:
+            self.average.update()
+        self.num_updates, self.is_exchange_due = self.num_updates + 1, False
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what only this worker knows, for any other number of workers; nothing is exchanged.
+
+        The rest is the same on all workers: `paceline.replica.state.capture_alone`.
+        """
+        sync, document = self._synchroniser, self.document()
+        reducer = self._reduction.gradients.reducer if self._reduction.gradients is not None else None
+        return {
+            "feedback": reducer.detached_state(self._shapes) if reducer is not None else {},
+            "codec": self.codec,
+            "sync": sync.detached_state() if sync is not None else {},
+            "shared": sync.shared_state() if sync is not None else {},
+            "ema": dict(self.average.tensors) if self.average is not None else {},
+            "weight_since_sync": float(document["weight_since_sync"]),
+            "sync_document": document["sync_document"],
+        }
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Load the `own_state` that this worker had among others, after the state that all have in common."""
+        rank, size = self._shard.group.rank, self._shard.group.size
+        by_worker: list[dict[str, Tensor]] = [{} for _ in range(size)]
+        if self._stop_votes is not None:
+            self._stop_votes.weight_since_sync = own["weight_since_sync"]
+        if self._synchroniser is not None:
+            self._synchroniser.load_document(own["sync_document"])
+            self.load_sync_state([own["sync"] if other == rank else {} for other in range(size)], own["shared"])
+        if self.average is not None:
+            self.average.load(own["ema"])
+        if own["feedback"] and own["codec"] == self.codec:
+            by_worker[rank] = own["feedback"]
+            self.load_feedback(by_worker)
+        elif own["feedback"]:
+            warnings.warn(
+                f"residuals of codec {own['codec']!r} are dropped, since this worker goes on alone, without a codec",
+                FeedbackDroppedWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def _shapes(self) -> dict[str, Size]:
+        return {name: local(parameter).shape for name, parameter in self._parameters.items()}
 
     def document(self) -> dict[str, Any]:
         """Return this worker's state as JSON, without tensors and without the module's and the optimizer's."""
@@ -205,8 +317,7 @@ class WorkerState:
     def load_feedback(self, saved: list[dict[str, Tensor]]) -> None:
         """Load the codecs' state of all saved workers; another number of workers divides it anew."""
         if self._reduction.gradients is not None:
-            shapes = {name: local(parameter).shape for name, parameter in self._parameters.items()}
-            self._reduction.gradients.reducer.load_state(saved, shapes)
+            self._reduction.gradients.reducer.load_state(saved, self._shapes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's state, without the module's and the optimizer's, as tensors and plain values.

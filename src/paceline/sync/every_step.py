@@ -123,6 +123,11 @@ class EveryStep(Rule):
         """Return the rule with a codec of gradients or steps in place of its own."""
         return self.model_copy(update={"codec": codec, "codec_of": codec_of})
 
+    @property
+    def survives_loss(self) -> bool:
+        """Whether all workers hold the same, and each its own residuals: not while a codec is being chosen."""
+        return isinstance(self.codec, Codec)
+
     def phase(self, step: int) -> int:
         """Return 0 in the dense steps, 1 after them; without a codec of gradients all steps are dense."""
         is_dense = isinstance(self.codec, NoCodec | AutoCodec) and self.codec_of != "step"

@@ -115,6 +115,11 @@ class OuterParameters:
                 outer_update(block, self.tensors[block], mean)
         self.is_sent = False
 
+    def abandon(self) -> None:
+        """Drop differences that were sent to workers of which some are lost."""
+        self._works, self.is_sent = [], False
+        self._reducer.roll_back()
+
     @contextmanager
     def averaged(self, weight: float) -> Iterator[None]:
         """While active, the worker's tensors are the mean over all workers by `weight`; afterwards, its own again.
@@ -125,14 +130,14 @@ class OuterParameters:
         self._group.all_reduce(total, name=f"weight of {self._name}").wait()
         fraction = weight / float(total) if float(total) else 1 / self._group.size
         own = {block: value.clone() for block, value in self._values.items()}
-        for dtype in sorted({tensor.dtype for tensor in self.tensors.values()}, key=str):
-            blocks = [block for block, tensor in self.tensors.items() if tensor.dtype == dtype]
-            flat = torch.cat([(self.tensors[block] - own[block]).flatten() for block in blocks])
-            flat = flat * fraction if fraction else torch.zeros_like(flat)
-            self._group.all_reduce(flat, name=f"mean of {self._name}").wait()
-            for block, part in zip(blocks, flat.split([own[block].numel() for block in blocks]), strict=True):
-                self._values[block].copy_(self.tensors[block] - part.view(own[block].shape))
         try:
+            for dtype in sorted({tensor.dtype for tensor in self.tensors.values()}, key=str):
+                blocks = [block for block, tensor in self.tensors.items() if tensor.dtype == dtype]
+                flat = torch.cat([(self.tensors[block] - own[block]).flatten() for block in blocks])
+                flat = flat * fraction if fraction else torch.zeros_like(flat)
+                self._group.all_reduce(flat, name=f"mean of {self._name}").wait()
+                for block, part in zip(blocks, flat.split([own[block].numel() for block in blocks]), strict=True):
+                    self._values[block].copy_(self.tensors[block] - part.view(own[block].shape))
             yield
         finally:
             for block, value in self._values.items():

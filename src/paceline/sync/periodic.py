@@ -176,6 +176,8 @@ class PeriodicSynchroniser(Synchroniser):
         self._hyperparameters = rule.start_hyperparameters(context, schedule.start)
         self._outer_parameters: OuterParameters | None = None
         self._weight = 0.0
+        self._is_exchanging = False
+        """Whether the exchange of a step has begun, and changed nothing yet."""
 
     def is_sync_step(self, number: int) -> bool:
         """Return whether the schedule has a sync step there."""
@@ -199,16 +201,16 @@ class PeriodicSynchroniser(Synchroniser):
         self._weight = step.weight
         if self._outer_parameters is None or not self.is_sync_step(step.number):
             return SyncResult()
-        self._weight = 0.0
         waited_s, wire_bytes = 0.0, 0
         if step.total_weight:
-            began_s = time.perf_counter()
+            began_s, self._is_exchanging = time.perf_counter(), True
             self._outer_parameters.send(step.weight, step.total_weight, step.number)
             self._outer_parameters.receive()
-            waited_s = time.perf_counter() - began_s
+            waited_s, self._is_exchanging = time.perf_counter() - began_s, False
             self._outer_parameters.apply(self._outer)
             wire_bytes = self._outer_parameters.wire_bytes
             wire_bytes += pool_over_workers(self._context.module, self._context.group, step.weight)
+        self._weight = 0.0
         self._schedule.record(step.number, waited_s, self._context.group)
         return SyncResult(waited_s, wire_bytes)
 
@@ -218,6 +220,13 @@ class PeriodicSynchroniser(Synchroniser):
         with self._outer_parameters.averaged(self._weight) if self._outer_parameters is not None else nullcontext():
             yield
 
+    def abandon(self) -> bool:
+        """Drop the exchange; parameters are then this worker's own, and the outer ones those of the period before."""
+        can_repeat, self._is_exchanging = self._is_exchanging, False
+        if self._outer_parameters is not None:
+            self._outer_parameters.abandon()
+        return can_repeat
+
     def shared_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, the outer optimizer's state, and the state of the schedule."""
         state = self._outer_parameters.state() if self._outer_parameters is not None else {}
@@ -226,6 +235,10 @@ class PeriodicSynchroniser(Synchroniser):
     def state(self) -> dict[str, Tensor]:
         """Return the codec's residuals."""
         return self._feedback.state()
+
+    def detached_state(self) -> dict[str, Tensor]:
+        """Return the residuals that this worker holds, as a worker and for others."""
+        return self._feedback.state(is_detached=True)
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Continue the period; with another number of workers, from the outer parameters in the state."""
@@ -278,9 +291,10 @@ class ErrorFeedback:
         self._shapes = shapes or {name: parameter.shape for name, parameter in context.parameters.items()}
         self._has_warned = context.group.rank != 0
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the residuals, as named tensors."""
-        return {f"{self._prefix}{name}": tensor for name, tensor in self._reducer.state().items()}
+    def state(self, *, is_detached: bool = False) -> dict[str, Tensor]:
+        """Return the residuals, as named tensors; `is_detached`: for any other number of workers."""
+        kept = self._reducer.detached_state(self._shapes) if is_detached else self._reducer.state()
+        return {f"{self._prefix}{name}": tensor for name, tensor in kept.items()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Load the residuals that all workers saved; those of another codec are dropped, with a warning."""

@@ -106,6 +106,10 @@ class GradientReducer(ABC):
         """Return this worker's state, as named tensors."""
         return {}
 
+    def detached_state(self, shapes: Mapping[str, Size]) -> dict[str, Tensor]:
+        """Return this worker's state for any other number of workers (`Codec.detach`); nothing is exchanged."""
+        return self.state()
+
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """Load the states that all workers saved, whatever their number was."""
 

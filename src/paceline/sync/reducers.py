@@ -112,6 +112,14 @@ class CodecReducer(GradientReducer):
         """Return the state of each block, as ``<block>/<site>``."""
         return {f"{block}/{site}": kept for block, state in self._states.items() for site, kept in state.items()}
 
+    def detached_state(self, shapes: Mapping[str, Size]) -> dict[str, Tensor]:
+        """Return this worker's state, with what it owes as an owner in its place."""
+        states = {
+            block: self._codec.detach(state, shapes[block], self._rank, self._size)
+            for block, state in self._states.items()
+        }
+        return {f"{block}/{site}": kept for block, state in states.items() for site, kept in state.items()}
+
     def load_state(self, saved: list[dict[str, Tensor]], shapes: Mapping[str, Size]) -> None:
         """Load this worker's state; that of another number of workers is divided, so that nothing is lost."""
         for block, shape in shapes.items():

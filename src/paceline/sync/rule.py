@@ -112,6 +112,11 @@ class Rule(Family):
         return False
 
     @property
+    def survives_loss(self) -> bool:
+        """Whether workers can go on from memory when others are lost; else all restart from the newest checkpoint."""
+        return False
+
+    @property
     def num_server_processes(self) -> int:
         """Number of processes that only serve: the last ranks of all, after the workers."""
         return 0

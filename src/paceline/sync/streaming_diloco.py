@@ -57,6 +57,11 @@ class StreamingDiLoCo(DiLoCo):
         """Turn of each fragment, as steps into the period; the last one, at its end, is 0."""
         return [(place + 1) * self.period // self.num_fragments % self.period for place in range(self.num_fragments)]
 
+    @property
+    def survives_loss(self) -> bool:
+        """Always false: the mean of a fragment may be on its way while workers step on."""
+        return False
+
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return the synchroniser that exchanges the fragments."""
         return StreamingSynchroniser(context, self)

@@ -172,6 +172,14 @@ class Synchroniser(ABC):
         """
         yield
 
+    def abandon(self) -> bool:
+        """Drop the exchange under way, whose peers are lost, without waiting for it.
+
+        Returns:
+            Whether it can be made again among other workers: nothing has changed since the optimizer's step.
+        """
+        return False
+
     def shared_state(self) -> dict[str, Tensor]:
         """Return the common state of all workers, as named tensors: it is saved once."""
         return {}
@@ -179,6 +187,10 @@ class Synchroniser(ABC):
     def state(self) -> dict[str, Tensor]:
         """Return this worker's own state, as named tensors; exchanges under way are finished first."""
         return {}
+
+    def detached_state(self) -> dict[str, Tensor]:
+        """Return this worker's own state for any other number of workers; nothing is exchanged."""
+        return self.state()
 
     def hand_over(self, alone: Group) -> HandedOver | None:
         """Leave to the first worker what this one has, since a worker is lost; each living worker calls it.

@@ -3,8 +3,8 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,7 +95,12 @@ def evaluate(
     model.module.eval()
     sums: Sums = {}
     parameters = model.averaged() if averaged else model.consensus()
-    with torch.no_grad(), parameters, pooled_over_workers(model.module, shard.statistics_group):
+    with (
+        _restoring(was_training),
+        torch.no_grad(),
+        parameters,
+        pooled_over_workers(model.module, shard.statistics_group),
+    ):
         for batch in _read(source, shard, batch_size, max_samples):
             if isinstance(source, IterableSource):
                 num_samples = batch.interval.stop
@@ -108,8 +113,6 @@ def evaluate(
             ):
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + weight)
-    for module, training in was_training.items():
-        module.training = training
     totals = _add_over_workers(sums, shard.world)
     PROGRESS.enter(time.monotonic(), BETWEEN)
     if "stopped" in totals:
@@ -117,6 +120,16 @@ def evaluate(
     check_samples(num_samples)
     means = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     return Evaluation(means.pop("loss"), totals["loss"][1], means, num_samples, time.perf_counter() - began_s)
+
+
+@contextmanager
+def _restoring(was_training: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Restore in the end, also after an error, whether modules train: training may go on without lost workers."""
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
 
 
 def check_samples(num_samples: int) -> None:

@@ -5,12 +5,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from paceline.comm.group import Group
+from paceline.comm.membership import CHANGE
 from paceline.comm.torch_group import is_lost_peer
 from paceline.data import Batch, IterableSource, Source, derive_seed
+from paceline.elastic.member import Evicted, Member
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.monitor.events import (
     Evaluated,
@@ -36,23 +39,51 @@ from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.guarded_step import GoingBack, go_back
 from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
 from paceline.training.model import resize, size_of
+from paceline.training.reforming import start_alone, train_through_views
 from paceline.training.run import Run
-from paceline.training.saving import is_evaluation_due, keep_in_memory, save_checkpoint, save_what_lives
+from paceline.training.saving import (
+    is_evaluation_due,
+    is_save_missing,
+    keep_in_memory,
+    save_checkpoint,
+    save_what_lives,
+)
 from paceline.training.session import Session, build_replica, describe_batch, make_rates, open_session, watch_replica
 from paceline.training.training import count_parameters, prepare, start_training
 from paceline.training.widening import widen_module, widen_optimizer
 
 
-def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str, world: Group | None = None) -> bool:
+def train(
+    run: Run,
+    directory: Path,
+    group: Group,
+    log: EventLog,
+    *,
+    recipe: str,
+    world: Group | None = None,
+    member: Member | None = None,
+) -> bool:
     """Train `run` in `directory`, going on from its newest valid checkpoint if it has one.
 
     Every worker calls it. SIGTERM, SIGINT and SIGHUP make all workers stop after the current step, with a checkpoint.
+
+    Args:
+        run: The run.
+        directory: Directory of the run.
+        group: The workers, or all ranks of the layout; with a `member` this worker alone, which then waits for a view.
+        log: Log of this worker.
+        recipe: Path of the recipe.
+        world: See `Replica`.
+        member: Connection to the supervisor of workers that may change, where `can_reform` says that they can.
 
     Returns:
         True when the last step is done, False when a signal ended it before.
     """
     training = None
     try:
+        if member is not None:
+            training = start_alone(run, directory, group, log, recipe)
+            return train_through_views(training, member, lambda session: _run_steps(session) and _finish(session))
         run = run.fit_workers(run.count_workers((world or group).size))
         training, checkpoint = start_training(run, directory, group, log, recipe)
         with open_session(training, group, world, checkpoint) as session, _explaining(session):
@@ -61,6 +92,8 @@ def train(run: Run, directory: Path, group: Group, log: EventLog, *, recipe: str
             except CommunicationError as error:
                 save_what_lives(session, error)
                 raise
+    except Evicted:
+        raise
     except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
         log_failure(log, error, step=training.step if training else -1)
         raise
@@ -90,10 +123,12 @@ def _run_steps(session: Session) -> bool:
     """Run steps to the last one; return False if a signal ended it before."""
     training = session.training
     training.is_over = training.step >= training.num_steps or bool(training.best.end_reason)
+    if is_save_missing(training) and do_after_step(session, stop=False):
+        return training.is_over
     if training.is_over:
         return True
     try_evaluation(session)
-    training.began_s = time.perf_counter()
+    training.began_s = training.began_s or time.perf_counter()
     if is_evaluation_due(training) and do_after_step(session, stop=False):  # a signal had put it off
         return training.is_over
     session.step_began_s = time.perf_counter()
@@ -118,8 +153,12 @@ def _run_batches(session: Session) -> bool:
     training = session.training
     maybe_grow(session)
     for batch in session.loader:
-        with session.probe.watching(session.replica, batch):
-            result = train_step(session, batch, training.step)
+        try:
+            with session.probe.watching(session.replica, batch):
+                result = train_step(session, batch, training.step)
+        except CommunicationError:
+            session.unfinished, session.loader.in_hand = batch, None  # or leaving the loop would count it as used
+            raise
         if result is None:
             continue
         training.step = session.loader.step
@@ -131,6 +170,8 @@ def _run_batches(session: Session) -> bool:
             session.log_event(measured)
         if do_after_step(session, stop=result.stop):
             return training.is_over
+        if session.member is not None and session.member.change_is_pending():
+            session.membership.request_stop(CHANGE)
         maybe_grow(session)
         log_batch_change(session)
         session.step_began_s = time.perf_counter()
@@ -337,8 +378,12 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     end_reason = "" if is_last else training.best.end_reason
     training.is_over = is_last or bool(end_reason)
     if stop and not is_last:
+        cause = _agree_on_cause(session)
+        if cause == "change":
+            session.is_changing = True
+            return True
         path = save_checkpoint(session, wait=True)
-        if not _end_if_agreed(session):
+        if cause == "signal":
             session.log_event(
                 Preempted(checkpoint=path, signal=session.membership.stop_requested_by or "a signal to another rank")
             )
@@ -355,16 +400,19 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     return training.is_over or stop
 
 
-def _end_if_agreed(session: Session) -> bool:
-    """End the training if its own code, not a signal, has stopped it on all workers."""
+def _agree_on_cause(session: Session) -> Literal["signal", "end", "change"]:
+    """Return why all workers stop: a signal, code of the training's own, which ends it, or workers that change."""
     training, membership, mine = session.training, session.membership, session.training.end_reason
-    reported = {"end": mine, "signal": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
+    reported = {"end": mine, "cause": membership.stop_requested_by if membership.stop_requested_by != mine else ""}
     everybody = session.replica.shard.world.gather_documents(reported, name="why to stop")
-    if any(theirs["signal"] for theirs in everybody):
-        return False
+    if any(theirs["cause"] not in ("", CHANGE) for theirs in everybody):
+        return "signal"
+    reason = next((theirs["end"] for theirs in everybody if theirs["end"]), "")
+    if not reason:
+        return "change" if any(theirs["cause"] for theirs in everybody) else "signal"
     training.is_over, membership.stop_requested_by, membership.is_stopping = True, "", False
-    session.log_event(StoppedEarly(reason=next(theirs["end"] for theirs in everybody if theirs["end"])))
-    return True
+    session.log_event(StoppedEarly(reason=reason))
+    return "end"
 
 
 def evaluate_held_out(session: Session, held_out: Source | IterableSource) -> Evaluation | None:
@@ -408,7 +456,7 @@ def _evaluate(session: Session, held_out: Source | IterableSource, *, averaged: 
         batch_size=max(1, run.global_batch // run.count_parts(num_workers)),
         max_samples=run.evaluate_samples,
         averaged=averaged,
-        is_stopped=lambda: bool(session.membership.stop_requested_by),
+        is_stopped=lambda: session.membership.stop_requested_by not in ("", CHANGE),
     )
 
 

@@ -160,6 +160,10 @@ class NoiseMeter:
         own = self._group.gather_documents([self._sums.own_squares, self._sums.num_own_parts], name="noise of parts")
         return {"noise": vars(self._noise), "sums": vars(self._sums), "own": own}
 
+    def own_state(self) -> dict[str, Any]:
+        """Return the state without sums since the last measurement, of which this worker knows its own only."""
+        return {"noise": vars(self._noise), "sums": vars(NoiseSums()), "own": [[0.0, 0]]}
+
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state; with another number of workers rank 0 continues from the sums of all saved ones."""
         self._noise, self._sums = Noise(**state["noise"]), NoiseSums(**state["sums"])

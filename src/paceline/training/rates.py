@@ -35,6 +35,7 @@ class Rates:
         self._settings, self._schedule, self._num_steps = settings, schedule, num_steps
         self._optimizer = optimizer
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._given = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._stand_in = _StandIn(optimizer)
         self._num_scheduled = 0
         self._scheduler: Any = None
@@ -66,6 +67,11 @@ class Rates:
             )
             raise
         self._num_scheduled += 1
+
+    def reset(self) -> None:
+        """Give the optimizer back the settings from which the schedule starts, so that others can be made for it."""
+        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
+            group.update(given)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the scheduler and the stand-in; empty without a scheduler."""

@@ -89,9 +89,20 @@ def _describe(session: Session, lost_ranks: Sequence[int] = ()) -> tuple[dict[st
                 "checkpoint before with a lower learning rate, or with clip_norm, which finds the step at once"
             )
     tensors, document = describe(replica)
-    more, objects = capture_objects({"rates": session.rates})
+    more, progress = capture_progress(session)
     tensors |= more if replica.shard.world.rank == 0 else {}
-    document |= objects | {
+    document |= progress | {
+        "noise": session.noise.state() if session.noise is not None else None,
+        "lost_ranks": list(lost_ranks),
+    }
+    return tensors, document
+
+
+def capture_progress(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the document of what a checkpoint holds beside the replica; nothing is exchanged."""
+    training = session.training
+    tensors, objects = capture_objects({"rates": session.rates})
+    return tensors, objects | {
         "step": training.step,
         "recipe": training.recipe,
         "run": training.run.model_dump(mode="json"),
@@ -100,10 +111,7 @@ def _describe(session: Session, lost_ranks: Sequence[int] = ()) -> tuple[dict[st
         "best": training.best.state(),
         "is_evaluation_due": is_evaluation_due(training),
         **size_of(training.model)._asdict(),
-        "noise": session.noise.state() if session.noise is not None else None,
-        "lost_ranks": list(lost_ranks),
     }
-    return tensors, document
 
 
 def save_what_lives(session: Session, error: CommunicationError) -> None:
@@ -134,6 +142,14 @@ def save_what_lives(session: Session, error: CommunicationError) -> None:
     except PacelineError as other:
         if str(other) != str(error):
             error.add_note(f"Nothing of what living workers know could be saved: {other}")
+
+
+def is_save_missing(training: Training) -> bool:
+    """Return whether workers were lost after a step that is to be saved, and before they began to save it."""
+    run, step = training.run, training.step
+    interval = run.checkpoint_interval if run.checkpoint_interval != "auto" else 0
+    is_due = training.is_over or bool(interval and step % interval == 0)
+    return training.outlives_workers and step > 0 and is_due and 0 <= training.saved_step != step
 
 
 def is_evaluation_due(training: Training) -> bool:

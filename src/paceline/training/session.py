@@ -17,13 +17,17 @@ from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
 from paceline.data.order import Dispatcher
-from paceline.errors import SettingsError
+from paceline.elastic.member import Member
+from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
+from paceline.parallel.model_shard import ModelShard
 from paceline.replica.healing import GradientComparison, Healed, heal
+from paceline.replica.memory import KeptReplica
 from paceline.replica.named_tensors import restore_objects
 from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
+from paceline.sync.batch_statistics import pool_over_workers
 from paceline.sync.synchroniser import Delays
 from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
@@ -66,6 +70,16 @@ class Session:
     """Number of micro-batches done in the current step."""
     global_batch: int = 0
     """Samples of the next step, as logged last."""
+    member: Member | None = None
+    """Connection to the supervisor of workers that may change; None if they stay the same."""
+    is_changing: bool = False
+    """Whether the session ends because all workers have agreed that others join or leave."""
+    unfinished: Batch | None = None
+    """Batch of the step in which workers were lost."""
+    first_step: int = 0
+    """Number of steps before the session."""
+    first_update: int = 0
+    """Number of the replica's updates before the session."""
 
     @property
     def membership(self) -> Membership:
@@ -158,7 +172,14 @@ def watch_replica(session: Session) -> None:
 
 @contextmanager
 def open_session(
-    training: Training, group: Group, world: Group | None, checkpoint: SavedState | None
+    training: Training,
+    group: Group,
+    world: Group | None,
+    state: SavedState | None,
+    *,
+    member: Member | None = None,
+    is_live: bool = False,
+    kept: KeptReplica | None = None,
 ) -> Iterator[Session]:
     """Open the session of the workers of `group`; signals inside are requests to stop, and at the end saves finish.
 
@@ -166,27 +187,43 @@ def open_session(
         training: Training of the workers.
         group: The workers, or all ranks of the layout.
         world: See `Replica`.
-        checkpoint: Checkpoint to resume from, on rank 0.
+        state: Checkpoint to resume from, or the state in memory, on rank 0.
+        member: Connection to the supervisor, if workers may change.
+        is_live: Whether the state is that of rank 0 at its end of the session before, in memory.
+        kept: State that this worker has kept from the session before, if it is at the same step as rank 0.
     """
-    session = _make_session(training, group, world)
+    session = _make_session(training, group, world, kept)
+    session.member = member
     watch_replica(session)
-    resume(session, checkpoint)
-    check_batch_norm_sizes(training.run, training.splits, session.loader)
-    before, session.global_batch = session.global_batch, session.loader.global_batch
-    _log_start(session)
-    if before not in (0, session.global_batch):  # other workers, or other settings, than before
-        session.log_event(describe_batch(session))
+    try:
+        resume(session, state, is_live=is_live, kept=kept)
+        check_batch_norm_sizes(training.run, training.splits, session.loader)
+        before, session.global_batch = session.global_batch, session.loader.global_batch
+        if session.replica.state.is_exchange_due:
+            session.replica.state.make_exchange()
+        if not is_live:
+            _log_start(session)
+        if before not in (0, session.global_batch):  # other workers, or other settings, than before
+            session.log_event(describe_batch(session))
+    except CommunicationError:  # another session may follow
+        session.replica.state.abandon_step()
+        session.replica.close()
+        raise
+    session.first_step, session.first_update = training.step, session.replica.num_updates
+    saver = session.saver if not training.outlives_workers else None
     # A second signal must not end the process while the saver still writes.
-    with session.membership.stopping_on_signals(may_interrupt=False), session.saver or nullcontext():
+    with session.membership.stopping_on_signals(may_interrupt=False), saver or nullcontext():
         yield session
     session.replica.close()
-    if session.peer_memory is not None:  # what is on disk now is as new
+    if session.peer_memory is not None and not session.is_changing:  # what is on disk now is as new
         session.peer_memory.forget()
 
 
-def _make_session(training: Training, group: Group, world: Group | None) -> Session:
+def _make_session(training: Training, group: Group, world: Group | None, kept: KeptReplica | None) -> Session:
     run = training.run
     replica = build_replica(training, group, world)
+    if kept is not None:
+        kept.put_back(training.module)
     loader = make_loader(
         run,
         training.splits,
@@ -205,7 +242,7 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
     noise = None
     if run.noise_interval:
         noise = NoiseMeter(training.module, group, interval=run.noise_interval, num_parts=run.num_micro_batches)
-    saver = open_saver(training.store, replica.shard)
+    saver = _find_saver(training, replica.shard)
     guard = AnomalyGuard(run.anomalies)
     world_rank, host_ranks = replica.shard.world.rank, replica.shard.world.host_ranks
     resources = (
@@ -232,6 +269,19 @@ def _make_session(training: Training, group: Group, world: Group | None) -> Sess
         guard,
         resources,
     )
+
+
+def _find_saver(training: Training, shard: ModelShard) -> AsyncSaver | None:
+    """Return this rank's saver; one that outlives the session goes on writing what it has begun."""
+    if not training.outlives_workers:
+        return open_saver(training.store, shard)
+    if shard.world.rank == 0:
+        training.saver = training.saver or AsyncSaver(training.store)
+    elif training.saver is not None:  # another worker saves from now on
+        training.saver.close()
+        training.saver = None
+        training.store.close()
+    return training.saver
 
 
 def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
@@ -317,10 +367,12 @@ def make_loader(
     )
 
 
-def resume(session: Session, checkpoint: SavedState | None) -> bool:
-    """Load rank 0's `checkpoint` into the session of every rank; return whether there was one."""
+def resume(
+    session: Session, state: SavedState | None, *, is_live: bool = False, kept: KeptReplica | None = None
+) -> bool:
+    """Load rank 0's `state` into the session of every rank; return whether there was one. See `open_session`."""
     training, run, loader = session.training, session.training.run, session.loader
-    document = restore(checkpoint, session.replica)
+    document = restore(state, session.replica, is_live=is_live, kept=kept)
     if document is None:
         return False
     loader.load_state_dict(document["loader"])
@@ -329,14 +381,19 @@ def resume(session: Session, checkpoint: SavedState | None) -> bool:
         loader.load_shares(document["loader"])
     if run.batch_schedule.noise_interval and document["run"]["batch_schedule"]["name"] == run.batch_schedule.name:
         loader.load_batches(document["loader"])
-    restore_objects(checkpoint, {"rates": session.rates}, session.replica.shard.world)
+    restore_objects(state, {"rates": session.rates}, session.replica.shard.world)
     training.best.load(document.get("best", {}))
     if session.noise is not None and document.get("noise"):
         session.noise.load(document["noise"])
     training.step = training.delays_step = document["step"]
     training.delays = find_delays(session) or training.delays
     training.evaluated_step = 0 if document.get("is_evaluation_due") else training.step
-    training.resumed_from = document["path"] = str(checkpoint.path) if checkpoint else ""
+    if is_live:
+        session.replica.state.is_exchange_due = document["is_exchange_due"]
+        training.saved_step = document["saved_step"]
+        pool_over_workers(training.module, session.replica.shard.statistics_group, weight=float(kept is not None))
+    else:
+        training.resumed_from = document["path"] = str(state.path) if state else ""
     return True
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpoint, CheckpointStore, SavedState
+from paceline.checkpoint import AsyncSaver, Checkpoint, CheckpointStore, SavedState
 from paceline.comm.group import Group
 from paceline.data import Source, Splits
 from paceline.errors import CheckpointError
@@ -74,21 +74,39 @@ class Training:
     """Message about the initial weights, on rank 0, such as those that do not fit."""
     is_over: bool = False
     """Whether the training has ended."""
+    saver: AsyncSaver | None = None
+    """Saver of the worker that saves, if it outlives a session."""
+    outlives_workers: bool = False
+    """Whether the training goes on in memory when its workers change."""
+    is_loading: bool = False
+    """Whether this worker is being sent the state of another one, so that its own is not whole."""
+    saved_step: int = -1
+    """Step of the latest checkpoint since this start, which may still be written."""
 
 
 def start_training(
-    run: Run, directory: Path, group: Group, log: EventLog, recipe: str
+    run: Run, directory: Path, group: Group, log: EventLog, recipe: str, *, is_resumed: bool = True
 ) -> tuple[Training, SavedState | None]:
-    """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory` or None."""
+    """Return a training of a new model, and on rank 0 the newest valid checkpoint in `directory` or None.
+
+    Args:
+        run: The run.
+        directory: Directory of the run.
+        group: The workers, or all ranks of the layout.
+        log: Log of this worker.
+        recipe: Path of the recipe.
+        is_resumed: Whether to look for a checkpoint and the initial weights; else `find_start` does it later.
+    """
     splits = run.open_data()
     if isinstance(splits.held_out, Source):
         check_samples(len(splits.held_out))
     store = CheckpointStore(directory / "checkpoints", run.keep_checkpoints, run.incremental_checkpoints)
-    checkpoint: SavedState | None = _find_checkpoint(store, log) if group.rank == 0 else None
-    checkpoint = run.peer_memory.recall(directory, group, checkpoint, log)
+    checkpoint: SavedState | None = _find_checkpoint(store, log) if group.rank == 0 and is_resumed else None
+    if is_resumed:
+        checkpoint = run.peer_memory.recall(directory, group, checkpoint, log)
     model = _find_model(run, checkpoint, group)
     module, construction, about_building = build_shared(run, splits, group, model)
-    initial = run.initial if group.rank == 0 and checkpoint is None else None
+    initial = run.initial if group.rank == 0 and checkpoint is None and is_resumed else None
     matched = initial.match(module) if initial is not None else None
     if matched is not None and construction is None:
         matched.load_into(module)  # the others are sent what rank 0 has
@@ -115,6 +133,16 @@ def start_training(
         about_initial=matched.about if matched is not None else "",
     )
     return training, checkpoint
+
+
+def find_start(training: Training) -> SavedState | None:
+    """Return the newest valid checkpoint, on rank 0; without one, load the run's initial weights, if it has any."""
+    checkpoint, initial = _find_checkpoint(training.store, training.log), training.run.initial
+    if checkpoint is None and initial is not None:
+        matched = initial.match(training.module)
+        matched.load_into(training.module)
+        training.about_initial = matched.about
+    return checkpoint
 
 
 def count_parameters(module: nn.Module) -> int:

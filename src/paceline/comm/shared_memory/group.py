@@ -165,6 +165,11 @@ class SharedMemoryGroup(Group):
         memory.populate()
         return self._buffers.add(memory, num_elements, dtype)
 
+    def leave_losses_to_supervisor(self) -> None:
+        """Let a supervisor find out who is lost, also for messages."""
+        super().leave_losses_to_supervisor()
+        self._network.leave_losses_to_supervisor()
+
     @property
     def host_ranks(self) -> list[int]:
         """All ranks."""
@@ -238,7 +243,7 @@ class SharedMemoryGroup(Group):
         self._recorder.failure = self._recorder.failure or verdict.to_error(operation)
 
     def _open(self, store: dist.Store, ranks: Sequence[int]) -> "SharedMemoryGroup":
-        return SharedMemoryGroup(
+        opened = SharedMemoryGroup(
             store,
             self.place_in(ranks),
             len(ranks),
@@ -246,6 +251,9 @@ class SharedMemoryGroup(Group):
             epoch=self.epoch,
             names=self.names_of(ranks),
         )
+        if self.is_supervised:
+            opened.leave_losses_to_supervisor()
+        return opened
 
     def _leave(self, last_words: str) -> None:
         self._recorder.leave(last_words)

@@ -1,0 +1,152 @@
+"""Facts that a coordinator is told, and actions that it answers with."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+End: TypeAlias = Literal["done", "killed", "gave_up", "failed"]
+"""How a process ended: the run is over for it; a signal or code of others ended it; it cannot go on without its peers;
+or it met an error that it would meet again."""
+
+
+@dataclass(frozen=True)
+class View:
+    """One epoch of membership, as a worker sees it."""
+
+    epoch: int
+    rank: int
+    """Rank of the worker. Rank 0 has the most advanced whole state, and sends it."""
+    size: int
+    names: tuple[str, ...]
+    """Stable names of the workers, by rank."""
+    previous: tuple[int | None, ...]
+    """Ranks in the epoch before, by rank; None for a new worker, without state."""
+    step: int
+    """Number of updates of rank 0's state; -1 if no worker has one, so that the newest checkpoint is loaded."""
+    reason: str
+    """Reason of the change in words: who was lost, joined or left."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker that was started is there, without state, and waits to be taken in."""
+
+    name: str
+    obstacle: str = ""
+    """Reason why workers of this run cannot go on in another group; empty if they can."""
+
+
+@dataclass(frozen=True)
+class Voted:
+    """A worker of `epoch` has stopped, and waits for the next one."""
+
+    name: str
+    epoch: int
+    step: int
+    """Number of updates of its state."""
+    is_whole: bool = True
+    """Whether the state is that after `step` updates; if not, an update was broken off in the middle."""
+    lost: str = ""
+    """How it lost its peers; empty if it has stopped at a step boundary, as asked."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker's process has ended."""
+
+    name: str
+    end: End
+    reason: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A worker stands still."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeaveAsked:
+    """A worker is to leave at a step boundary."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The number of workers that is wanted has changed."""
+
+    target: int
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """All workers were asked to stop: nobody is started or taken in any more."""
+
+
+@dataclass(frozen=True)
+class AllEnded:
+    """All processes have ended after `RestartAll`."""
+
+    step: int
+    """Number of updates that the run has reached, also before; -1 if none."""
+    reason: str
+    """Reason why they ended."""
+
+
+Fact: TypeAlias = Ready | Voted | Died | Silent | LeaveAsked | Scaled | StopAsked | AllEnded
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell the workers of the next epoch, and those that are no longer in it."""
+
+    view: View
+    """View of rank 0; the others' differ in the rank."""
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start a process, unless one of this name was started before."""
+
+    name: str
+    slot: int
+    """Lowest free place on this machine, by which it chooses its GPU."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a process at once."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AskForBoundary:
+    """Ask the workers of an epoch to stop at a step boundary that they agree on, and to vote there."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RestartAll:
+    """End all processes, then say `AllEnded`: the newest checkpoint is the state to go on from, if anything can."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Start nothing any more: restarts bring no progress."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All processes have ended, and none needs to be started."""
+
+
+Action: TypeAlias = Announce | StartWorker | Kill | AskForBoundary | RestartAll | GiveUp | Finished

@@ -1,0 +1,70 @@
+"""Journal of a coordinator: the facts that it was told, on disk before it acts on them."""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self, get_args
+
+from paceline.elastic.facts import Fact
+from paceline.elastic.protocol import Coordinator, Settings
+from paceline.errors import storing
+
+JOURNAL = Path("workers", "membership.jsonl")
+"""Place of the journal in the directory of a run."""
+_KINDS = {kind.__name__: kind for kind in get_args(Fact)}
+
+
+class Journal:
+    """Open journal of a new coordinator, one JSON line a fact; the first line holds the coordinator's settings.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self._path = path
+        with storing(path):
+            self._file = path.open("w", encoding="utf-8")
+        self._append(asdict(settings))
+
+    def append(self, fact: Fact) -> None:
+        """Write a fact, and return once it is on disk.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._append({"unix_s": round(time.time(), 3), "fact": type(fact).__name__, **asdict(fact)})
+
+    def _append(self, document: dict[str, object]) -> None:
+        with storing(self._path):
+            self._file.write(json.dumps(document) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_journal(path: Path) -> Coordinator | None:
+    """Return the coordinator that wrote a journal, in its last state; None if there is no journal.
+
+    A last line that was cut off is left out: nothing had been done about it.
+    """
+    if not path.exists():
+        return None
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    if not lines:
+        return None
+    coordinator = Coordinator(Settings(**json.loads(lines[0])))
+    coordinator.begin()
+    for line in lines[1:]:
+        document = json.loads(line)
+        del document["unix_s"]
+        coordinator.handle(_KINDS[document.pop("fact")](**document))
+    return coordinator

@@ -1,0 +1,230 @@
+"""A worker's connection to the coordinator of its run, over a store that the coordinator's process holds.
+
+A worker says how it is in one document, `Status`, which it writes again whenever that changes and each quarter of a
+second: what is lost or doubled on the way does no harm. Views lie in the store by epoch.
+"""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from threading import Event, RLock
+from typing import Any, Literal
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from paceline.comm.control import store_of_epoch
+from paceline.comm.group import Group, note_joined
+from paceline.comm.join import Transport, open_group
+from paceline.comm.local_group import LocalGroup
+from paceline.comm.threads import start_thread
+from paceline.elastic.facts import View
+from paceline.errors import CommunicationError, PacelineError
+
+BEAT_INTERVAL_S = 0.25
+POLL_S = 0.005
+
+
+class Evicted(PacelineError):  # noqa: N818 - it is no error: the worker has done its part
+    """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
+
+
+class Member(ABC):
+    """A worker's connection to the coordinator."""
+
+    @abstractmethod
+    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+        """Say that this worker lost its peers; then call `next_view`.
+
+        Args:
+            step: Number of updates of this worker's state.
+            is_whole: Whether its state is that after `step` updates, and not broken off in the middle of another.
+            reason: How it noticed, in words.
+        """
+
+    @abstractmethod
+    def next_view(self, timeout_s: float) -> View:
+        """Wait for the next epoch with this worker.
+
+        Args:
+            timeout_s: Longest time for which the supervisor may not answer.
+
+        Raises:
+            CommunicationError: There will be none: a restart follows.
+            Evicted: The epoch is without this worker, which must end.
+        """
+
+    @abstractmethod
+    def change_is_pending(self) -> bool:
+        """Return whether workers join or leave at the next step boundary; it costs nothing."""
+
+    @abstractmethod
+    def at_boundary(self, step: int) -> None:
+        """Say that this worker has stopped after `step` updates, as all of its epoch have; then call `next_view`."""
+
+    @abstractmethod
+    def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
+        """Return the group of the workers of a view, and make it that of new replicas and loaders.
+
+        Raises:
+            CommunicationError: Some of them did not come.
+        """
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of a worker, as the coordinator sees it."""
+
+    beat: int = 0
+    """Number of times that it was written."""
+    epoch: int = -1
+    phase: Literal["starting", "ready", "opening", "training", "lost", "boundary"] = "starting"
+    step: int = -1
+    is_whole: bool = True
+    reason: str = ""
+    """How it lost its peers."""
+    obstacle: str = ""
+    """Reason why it could not go on in another group."""
+    is_leaving: bool = False
+    """Whether it asks to leave."""
+
+
+class StoreMember(Member):
+    """Connection of a worker over stores.
+
+    Args:
+        connect: Function that opens a connection to the store. It is called twice: a group that waits for others must
+            not hold up what this worker says.
+        name: Name of the worker.
+        obstacle: Reason why workers of this run cannot go on in another group; empty if they can.
+    """
+
+    def __init__(self, connect: Callable[[], Store], name: str, *, obstacle: str = "") -> None:
+        self.name = name
+        self._store: Store = PrefixStore("control", connect())
+        self._group_store = connect()
+        self._status = Status(obstacle=obstacle)
+        self._is_pending = False
+        self._is_leaving = False
+        self._lock = RLock()
+        self._closed = Event()
+        self._say()
+        self._thread = start_thread(self._keep_beating, name="paceline-member", stop=self._closed.set)
+
+    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+        """Write it down."""
+        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason)
+
+    def at_boundary(self, step: int) -> None:
+        """Write it down."""
+        self._say(phase="boundary", step=step, is_whole=True, reason="")
+
+    def leave(self) -> None:
+        """Ask to leave at a step boundary. It may be called in a signal handler."""
+        self._is_leaving = True  # the next beat says it
+
+    def next_view(self, timeout_s: float) -> View:
+        """Look for it again and again, for as long as the launcher's store answers."""
+        if self._status.epoch < 0:
+            self._say(phase="ready")
+        answered_s = time.monotonic()
+        while True:
+            try:
+                view = self._look_for_view()
+                answered_s = time.monotonic()
+            except RuntimeError as error:
+                if time.monotonic() - answered_s > timeout_s:
+                    raise CommunicationError(f"the launcher of worker {self.name} does not answer: {error}") from error
+                view = None
+            if view is not None:
+                return view
+            time.sleep(POLL_S)
+
+    def _look_for_view(self) -> View | None:
+        document = self._read("view")
+        if document is not None and document["epoch"] > self._status.epoch:
+            if self.name in document["names"]:
+                return self._enter(document)
+            if self._status.epoch >= 0:
+                raise Evicted(f"worker {self.name} is not in epoch {document['epoch']}: {document['reason']}")
+        over = self._read("over")
+        if over is not None and over["epoch"] >= self._status.epoch:
+            raise CommunicationError(over["reason"])
+        return None
+
+    def change_is_pending(self) -> bool:
+        """Return what the last beat found."""
+        return self._is_pending
+
+    def open_group(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
+        """Open it once all are there: gloo could not be called off if one of them died before."""
+        self._store.set(f"entered/{view.epoch}/{view.rank}", "")
+        keys = [f"entered/{view.epoch}/{rank}" for rank in range(view.size)]
+        deadline_s = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            change = self._read("change")
+            if change is not None and change["epoch"] == view.epoch and change["is_broken"]:
+                raise CommunicationError(f"a worker of epoch {view.epoch} was lost before all had come")
+            if time.monotonic() > deadline_s:
+                late = [view.names[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise CommunicationError(f"workers {', '.join(late)} must enter epoch {view.epoch}, but did not")
+            time.sleep(POLL_S)
+        try:
+            group = self._open(view, device, timeout_s, transport)
+        except RuntimeError as error:
+            raise CommunicationError(f"worker {self.name} could not join epoch {view.epoch}: {error}") from error
+        note_joined(group)
+        self._say(phase="training", step=view.step)
+        return group
+
+    def _open(self, view: View, device: torch.device, timeout_s: float, transport: Transport) -> Group:
+        if view.size == 1:
+            return LocalGroup(device=device, epoch=view.epoch)
+        return open_group(
+            store_of_epoch(self._group_store, view.epoch),
+            view.rank,
+            view.size,
+            device=device,
+            timeout_s=timeout_s,
+            epoch=view.epoch,
+            transport=transport,
+        )
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._closed.set()
+        self._thread.join(timeout=2.0)
+
+    def _enter(self, document: dict[str, Any]) -> View:
+        names, previous = document.pop("names"), document.pop("previous")
+        view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
+        self._is_pending = False
+        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="")
+        return view
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        with self._lock:
+            if not self._store.check([key]):
+                return None
+            document: dict[str, Any] = json.loads(self._store.get(key))
+            return document
+
+    def _say(self, **changes: object) -> None:
+        with self._lock:
+            before = self._status
+            now = replace(before, beat=before.beat + 1, is_leaving=self._is_leaving, **changes)  # type: ignore[arg-type]
+            self._status = now
+            self._store.set(f"status/{self.name}", json.dumps(asdict(now)))
+            if replace(now, beat=before.beat) != before or now.beat == 1:
+                self._store.add("mail", 1)
+
+    def _keep_beating(self) -> None:
+        while not self._closed.wait(BEAT_INTERVAL_S):
+            try:
+                self._say()
+                change = self._read("change")
+                self._is_pending = change is not None and change["epoch"] == self._status.epoch
+            except RuntimeError:  # the launcher is gone, and this worker stops with a checkpoint
+                return

@@ -1,0 +1,147 @@
+"""Requests of people to a run that trains: files in its directory, which its launcher answers."""
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.elastic.facts import Fact, LeaveAsked, Scaled
+from paceline.elastic.journal import JOURNAL, read_journal
+from paceline.elastic.protocol import Coordinator
+from paceline.errors import SettingsError, storing
+
+_POLL_S = 0.05
+
+
+class RequestBox:
+    """Requests of people, on the side of the launcher.
+
+    Args:
+        directory: Directory of the run.
+        most_workers: Largest number of workers that the run can have.
+        why_most: Reason for that number.
+    """
+
+    def __init__(self, directory: Path, most_workers: int, why_most: str) -> None:
+        self._folder = directory / "requests"
+        self._most_workers, self._why_most = most_workers, why_most
+        with storing(self._folder):
+            self._folder.mkdir(exist_ok=True)
+        for file in self._folder.iterdir():  # of a launcher that was killed
+            file.unlink()
+
+    def read(self, coordinator: Coordinator) -> list[Fact]:
+        """Return what people have asked for since the last call, and tell them whether it will be done."""
+        facts: list[Fact] = []
+        for name in os.listdir(self._folder):
+            if not name.endswith(".request"):
+                continue
+            path = self._folder / name
+            try:
+                facts.append(self._find_fact(json.loads(path.read_text()), coordinator))
+                answer = {"done": True, "words": ""}
+            except SettingsError as error:
+                answer = {"done": False, "words": str(error)}
+            path.unlink()
+            _write(path.with_suffix(".answer"), answer)
+        return facts
+
+    def _find_fact(self, asked: dict[str, object], coordinator: Coordinator) -> Fact:
+        if coordinator.view is None:
+            raise SettingsError("workers must have begun to train before they change, but they are starting; try again")
+        if coordinator.obstacle:
+            raise SettingsError(
+                f"workers of this run must stay the same, but got a request to change them: {coordinator.obstacle}; "
+                "stop the run, and resume it with --workers"
+            )
+        leaver, target = asked.get("leave"), asked.get("target")
+        if leaver is not None:
+            if leaver not in coordinator.members:
+                known = ", ".join(coordinator.members)
+                raise SettingsError(
+                    f"the worker that leaves must be one of {known}, but got {leaver}; name one of them"
+                )
+            return LeaveAsked(str(leaver))
+        if not isinstance(target, int) or not 1 <= target <= self._most_workers:
+            raise SettingsError(
+                f"the number of workers must be from 1 to {self._most_workers}, {self._why_most}, but got {target}; "
+                "choose another"
+            )
+        return Scaled(target)
+
+
+def ask(directory: Path, request: dict[str, object], *, timeout_s: float = 10.0) -> None:
+    """Ask the launcher of the run in `directory` for something, and return once it has agreed.
+
+    Raises:
+        SettingsError: The run does not train now, or the launcher has refused.
+    """
+    _check_training(directory)
+    path = directory / "requests" / f"{uuid.uuid4().hex}.request"
+    with storing(path):
+        _write(path, request)
+    answer = path.with_suffix(".answer")
+    if not _wait_until(answer.exists, timeout_s):
+        path.unlink(missing_ok=True)
+        raise SettingsError(f"the launcher of {directory} must answer within {timeout_s:g} s, but did not; try again")
+    said = json.loads(answer.read_text())
+    answer.unlink()
+    if not said["done"]:
+        raise SettingsError(said["words"])
+
+
+def describe_workers(directory: Path) -> str:
+    """Return which workers of a run train now, in words.
+
+    Raises:
+        SettingsError: The run does not train now.
+    """
+    _check_training(directory)
+    coordinator = read_journal(directory / JOURNAL)
+    assert coordinator is not None, "a launcher that reads requests has a journal"
+    if coordinator.view is None:
+        return f"{len(coordinator.workers)} workers are starting"
+    idle = [name for name in coordinator.workers if name not in coordinator.members]
+    said = f"epoch {coordinator.epoch}: {', '.join(coordinator.members)}; wanted: {coordinator.target}"
+    return f"{said}; not in it: {', '.join(idle)}" if idle else said
+
+
+def _check_training(directory: Path) -> None:
+    if not _is_training(directory):
+        raise SettingsError(
+            f"{directory} must be a run that trains now, started by paceline train on this machine, but no launcher "
+            "runs there; resume it with paceline train --resume, and --workers for another number of workers"
+        )
+
+
+def _is_training(directory: Path) -> bool:
+    """Return whether a launcher holds the run's lock and reads requests."""
+    try:
+        descriptor = os.open(directory / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (directory / "requests").is_dir()
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _write(path: Path, document: dict[str, object]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document))
+    part.rename(path)
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,248 @@
+"""The process that starts workers, holds their store, and decides by the membership protocol who trains together."""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from torch.distributed import PrefixStore, Store
+
+from paceline.comm.control import ControlStore
+from paceline.elastic.facts import (
+    Action,
+    AllEnded,
+    Announce,
+    AskForBoundary,
+    Died,
+    End,
+    Fact,
+    Finished,
+    GiveUp,
+    Kill,
+    LeaveAsked,
+    Ready,
+    RestartAll,
+    Silent,
+    StartWorker,
+    StopAsked,
+    Voted,
+)
+from paceline.elastic.journal import Journal
+from paceline.elastic.member import Status
+from paceline.elastic.protocol import Coordinator
+
+_IDLE_S, _BUSY_S, _LOOK_S = 0.05, 0.005, 0.5
+"""Longest times between two looks at the mail while nothing happens, at the mail while workers change, and at beats."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Longest times that the supervisor waits for a worker before it kills it."""
+
+    silence_s: float = 10.0
+    """Time without a beat, while other workers beat: it is stopped, or a call keeps its interpreter locked."""
+    vote_s: float = 2.0
+    """Time without a beat, where the others wait for its vote."""
+    stuck_s: float = 300.0
+    """Time without a vote, where the others wait for it, though it beats."""
+
+
+class Workforce(ABC):
+    """The worker processes of a supervisor."""
+
+    @abstractmethod
+    def start(self, name: str, slot: int, epoch: int) -> None:
+        """Start a process. What it logs before it is taken in belongs to `epoch`."""
+
+    @abstractmethod
+    def kill(self, name: str) -> None:
+        """End a process at once, if it has not ended."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
+        """Wait until a process has ended; return the names of those that have, and how, also in words."""
+
+    @abstractmethod
+    def end_all(self) -> None:
+        """Ask all processes to end, and return once they have."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the log says of how all processes ended."""
+
+    is_final: bool
+    """Whether nothing needs to be started again."""
+    step: int
+    reason: str
+
+
+class Supervisor:
+    """Runs workers until they have finished, or cannot be helped.
+
+    Args:
+        coordinator: Coordinator, at its beginning.
+        store: Store that the workers connect to.
+        workforce: Their processes.
+        journal: Journal of the coordinator.
+        judge: Function that says what the end of all processes means; it is given the epoch of their log.
+        tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
+        read_requests: Function that returns what people have asked for since it was called last.
+        patience: How long workers may stand still.
+        clock: Clock of seconds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: Store,
+        workforce: Workforce,
+        journal: Journal,
+        *,
+        judge: Callable[[int], Verdict],
+        tell_restart: Callable[[int, str], None],
+        read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.coordinator = coordinator
+        self._store = PrefixStore("control", store)
+        self._announce_epoch = store.announce_epoch if isinstance(store, ControlStore) else lambda _: None
+        self._workforce = workforce
+        self._journal = journal
+        self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
+        self._patience = patience or Patience()
+        self._clock = clock
+        self._num_mails = 0
+        self._beats: dict[str, tuple[int, float]] = {}
+        """Number of the last beat of each worker, and the time at which it was seen."""
+        self._broken_s: float | None = None
+        """Time at which the present epoch was found broken."""
+        self._looked_s = clock()
+        self.gave_up = ""
+        """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
+        self.has_verdict = False
+        """Whether a verdict was final."""
+        self.is_stopping = False
+        """Whether this process was asked to stop; it may be set in a signal handler."""
+        self._told_of_stop = False
+
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        self._do(self.coordinator.begin())
+        while not self.coordinator.is_over:
+            is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
+            for name, end, reason in self._workforce.wait(_BUSY_S if is_busy else _IDLE_S):
+                self._feed(Died(name, end, reason))
+            if self.is_stopping and not self._told_of_stop:
+                self._told_of_stop = True
+                self._feed(StopAsked())
+            for fact in self._read_requests(self.coordinator):
+                self._feed(fact)
+            self._read_mail()
+            self._watch()
+
+    def _feed(self, fact: Fact) -> None:
+        if self.coordinator.is_over:
+            return
+        self._journal.append(fact)
+        if isinstance(fact, Died):
+            self._beats.pop(fact.name, None)
+        epoch = self.coordinator.epoch
+        actions = self.coordinator.handle(fact)
+        if self.coordinator.epoch != epoch:
+            self._broken_s = None
+        elif self.coordinator.is_broken and self._broken_s is None:
+            self._broken_s = self._clock()
+            self._announce_change(is_broken=True)
+        self._do(actions)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartWorker(name=name, slot=slot):
+                    self._workforce.start(name, slot, self.coordinator.epoch + 1)
+                    self._beats[name] = (-1, self._clock())
+                case Kill(name=name):
+                    self._workforce.kill(name)
+                case Announce(view=view):
+                    self._announce_epoch(view.epoch)
+                    self._store.set("view", json.dumps(asdict(view)))
+                case AskForBoundary():
+                    self._announce_change(is_broken=False)
+                case RestartAll(reason=reason):
+                    self._restart(reason)
+                case GiveUp(reason=reason):
+                    self.gave_up = reason
+                case Finished():
+                    pass
+
+    def _announce_change(self, *, is_broken: bool) -> None:
+        self._store.set("change", json.dumps({"epoch": self.coordinator.epoch, "is_broken": is_broken}))
+
+    def _restart(self, reason: str) -> None:
+        """End all workers, and start them again unless it would be in vain."""
+        coordinator = self.coordinator
+        self._store.set("over", json.dumps({"epoch": coordinator.epoch, "reason": reason}))
+        self._workforce.end_all()
+        self._beats, self._broken_s = {}, None
+        verdict = self._judge(coordinator.epoch if coordinator.view else coordinator.epoch + 1)
+        if verdict.is_final:
+            coordinator.is_over = self.has_verdict = True
+            return
+        self._store.delete_key("over")
+        fact = AllEnded(verdict.step, verdict.reason)
+        self._journal.append(fact)
+        actions = coordinator.handle(fact)
+        if not coordinator.is_over:
+            self._tell_restart(coordinator.epoch + 1, verdict.reason)
+        self._do(actions)
+
+    def _read_mail(self) -> None:
+        """Read what workers say, if one of them says something new, or it is time to look for their beats."""
+        now_s = self._clock()
+        num_mails = self._store.add("mail", 0)
+        is_time = now_s - self._looked_s >= (_LOOK_S if self._broken_s is None else _BUSY_S)
+        if num_mails == self._num_mails and not is_time:
+            return
+        if now_s - self._looked_s > 2 * _LOOK_S:  # this process itself stood still
+            self._beats = {name: (beat, now_s) for name, (beat, _) in self._beats.items()}
+        self._num_mails, self._looked_s = num_mails, now_s
+        for name in list(self.coordinator.workers):
+            if self._store.check([f"status/{name}"]):
+                status = Status(**json.loads(self._store.get(f"status/{name}")))
+                if status.beat > self._beats.get(name, (-1, 0.0))[0]:
+                    self._beats[name] = (status.beat, now_s)
+                    self._take(name, status)
+
+    def _take(self, name: str, status: Status) -> None:
+        """Tell the coordinator what a worker says, if that is new."""
+        worker = self.coordinator.workers.get(name)
+        if worker is None:
+            return
+        if status.phase == "ready" and not worker.is_ready:
+            self._feed(Ready(name, status.obstacle))
+        if status.is_leaving and not worker.is_leaving:
+            self._feed(LeaveAsked(name))
+        if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
+            lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
+            self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost))
+
+    def _watch(self) -> None:
+        """Find workers that stand still."""
+        now_s, patience = self._clock(), self._patience
+        silent = {name: now_s - seen_s for name, (beat, seen_s) in self._beats.items() if beat >= 0}
+        newest_s = min(silent.values(), default=0.0)
+        for name, worker in list(self.coordinator.workers.items()):
+            silent_s = silent.get(name)
+            if worker.is_doomed or silent_s is None:
+                continue
+            if silent_s > patience.silence_s and newest_s < patience.silence_s / 2:
+                self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
+            elif self._broken_s is not None and name in self.coordinator.members and worker.vote is None:
+                waited_s = now_s - self._broken_s
+                if min(silent_s, waited_s) > patience.vote_s:
+                    self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
+                elif waited_s > patience.stuck_s:
+                    self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))

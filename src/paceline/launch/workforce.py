@@ -1,0 +1,119 @@
+"""Workers of this machine as a supervisor's processes, forked from one that has imported torch for them."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.control import ControlAccess
+from paceline.elastic.facts import End
+from paceline.elastic.supervisor import Workforce
+from paceline.launch.exit_codes import ExitCode
+from paceline.launch.forking import START_METHOD, prepare_to_fork
+from paceline.launch.processes import GRACE_S, Ended, make_environment, prepare_rank
+
+_ENDS: dict[int, End] = {
+    ExitCode.FINISHED: "done",
+    ExitCode.PREEMPTED: "done",
+    ExitCode.PEERS_LOST: "gave_up",
+    ExitCode.FAILED: "failed",
+    ExitCode.REFUSED: "failed",
+    -signal.SIGABRT: "gave_up",  # native code that aborts may do so again: gloo does where ranks differ
+}
+
+
+class LocalWorkforce(Workforce):
+    """Processes of this machine, which run ``function(directory, epoch, name)``.
+
+    Args:
+        function: Function of each process, at the top of a module.
+        directory: Directory of the run; what they print lies in its folder ``workers``, by slot.
+        size: Number of workers at the beginning.
+        access: Access to the store.
+    """
+
+    def __init__(
+        self, function: Callable[[Path, int, str], None], directory: Path, size: int, access: ControlAccess
+    ) -> None:
+        prepare_to_fork()
+        self._context: Any = multiprocessing.get_context(START_METHOD)
+        self._function, self._directory = function, directory
+        self._size, self._access = size, access
+        self._running: dict[str, BaseProcess] = {}
+        self._slots: dict[str, int] = {}
+        self.ended = Ended()
+        """How processes of the present start of all have ended, by slot, unless they were replaced."""
+
+    def start(self, name: str, slot: int, epoch: int) -> None:
+        """Fork it."""
+        output = self._directory / "workers"
+        environment = make_environment(slot, self._size, self._access)
+        arguments = (environment, output, self._function, (self._directory, epoch, name))
+        process = self._context.Process(target=_be_worker, args=arguments, name=name)
+        process.start()
+        self._running[name], self._slots[name] = process, slot
+        self.ended.exit_codes.pop(slot, None)
+        self.ended.ended_here.discard(slot)
+
+    def kill(self, name: str) -> None:
+        """Send it SIGKILL."""
+        if name in self._running:
+            self.ended.ended_here.add(self._slots[name])
+            self._running[name].kill()
+
+    def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
+        """Wait for any of them."""
+        wait([process.sentinel for process in self._running.values()], timeout_s)
+        ended = [(name, process.exitcode) for name, process in self._running.items() if process.exitcode is not None]
+        found = []
+        for name, code in ended:
+            del self._running[name]
+            self.ended.exit_codes[self._slots[name]] = code
+            found.append((name, _ENDS.get(code, "killed"), _describe(name, code)))
+        return found
+
+    def end_all(self) -> None:
+        """Send SIGTERM, and SIGKILL to those that live on for long."""
+        self.ended.ended_here |= {self._slots[name] for name in self._running}
+        self.signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + GRACE_S
+        while self._running and (left_s := deadline_s - time.monotonic()) > 0:
+            self.wait(left_s)
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to all, and wait for them."""
+        for name in self._running:
+            self.kill(name)
+        while self._running:
+            self.wait(1.0)
+
+    def begin_again(self) -> None:
+        """Forget how processes ended."""
+        self.ended = Ended()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all. It may be called in a handler: to ask how they are would disturb who asks now."""
+        for process in list(self._running.values()):
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+
+def _be_worker(
+    environment: dict[str, str], output: Path, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    prepare_rank(environment, output)
+    function(*arguments)
+
+
+def _describe(name: str, code: int) -> str:
+    if code < 0:
+        return f"{name} was killed by {signal.Signals(-code).name}"
+    return f"{name} exited with code {code}"

@@ -1,0 +1,264 @@
+"""Training whose workers change: survivors of a lost worker go on from memory, and new workers join them.
+
+What a worker does between two views of the membership: it drops the step under way, keeps its state, opens the group of
+the next view, and begins a new session there. Workers at the same step as rank 0 keep what they have; others are sent
+rank 0's state, as a resume from a checkpoint with another number of workers sends it, only from memory.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint import SavedState
+from paceline.comm.group import Group
+from paceline.comm.membership import CHANGE, Membership
+from paceline.elastic.facts import View
+from paceline.elastic.member import Member
+from paceline.errors import CommunicationError
+from paceline.monitor.events import Warned, WorkersChanged
+from paceline.monitor.log import EventLog
+from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
+from paceline.replica.optimizer_step import release_optimizer
+from paceline.replica.worker_state import BufferCopies
+from paceline.training.run import Run
+from paceline.training.saving import capture_progress
+from paceline.training.session import Session, open_session
+from paceline.training.training import Training, find_start, start_training
+
+RunSteps = Callable[[Session], bool]
+"""Function that runs the steps of a session; it returns whether the training has ended, unless workers change."""
+
+
+def can_reform(run: Run) -> str:
+    """Return why the workers of a run cannot go on from memory when others are lost or join; empty if they can.
+
+    Such runs start again from the newest checkpoint.
+    """
+    if run.sync.is_asynchronous or run.sync.num_server_processes:
+        return f"with sync {run.sync.name} workers go at their own pace, or have servers"
+    if not run.layout.is_plain:
+        return "ranks of the layout share a model"
+    if not run.sync.survives_loss:
+        return f"sync {run.sync.name} has a state that only all its workers together know"
+    if run.growth.steps:
+        return "the model grows while it trains"
+    if run.peer_memory.interval:
+        return "copies in the memory of peers are divided among these workers"
+    if run.batch_policy.name != "fixed":
+        return f"with batch_policy {run.batch_policy.name} the global batch is another with other workers"
+    if run.fixed_shares is not None:
+        return "shares are given for this number of workers"
+    return ""
+
+
+def start_alone(run: Run, directory: Path, alone: Group, log: EventLog, recipe: str) -> Training:
+    """Return a training of a new model, before it is known who trains together: others do not wait for it."""
+    training, _ = start_training(run, directory, alone, log, recipe, is_resumed=False)
+    training.outlives_workers = True
+    return training
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a worker has left of a session that has ended.
+
+    Args:
+        step: Number of updates, the one whose exchange is due included.
+        is_whole: Whether the state is whole; without it nothing else is.
+        is_exchange_due: Whether the exchange of the last update is still to be made.
+        digest: Digest of what is the same on all workers at that step.
+        num_workers: Number of workers of that session.
+        replica: State that stays with this worker.
+        state: State for workers that have none, if this worker becomes rank 0.
+        owes: Whether codecs hold back residuals.
+    """
+
+    step: int
+    is_whole: bool = False
+    is_exchange_due: bool = False
+    digest: str = ""
+    num_workers: int = 0
+    replica: KeptReplica | None = None
+    state: MemoryState | None = None
+    owes: bool = False
+
+    @property
+    def claim(self) -> list[Any]:
+        """What tells, as JSON, whether two workers are at the same point."""
+        return [self.step, self.is_exchange_due, self.digest] if self.is_whole else []
+
+
+def train_through_views(training: Training, member: Member, run_steps: RunSteps) -> bool:
+    """Train from view to view of the membership, and return what `run_steps` returns in the last one.
+
+    Raises:
+        CommunicationError: Workers are lost, and all are to start again from the newest checkpoint.
+        Evicted: This worker belongs to the training no longer.
+    """
+    run, device = training.run, next(iter(training.module.parameters())).device
+    kept, requests, began_s, has_begun = _Kept(0), Membership(), time.perf_counter(), False
+    with requests.stopping_on_signals(may_interrupt=False), _closing(training):
+        while True:
+            view = member.next_view(run.timeout_s)
+            if view.step < 0 and has_begun:  # the module is not what it was at the start
+                raise CommunicationError("no worker holds a whole state any more; all must start again")
+            training.log.rank, training.log.epoch = view.rank, view.epoch
+            has_begun, session = True, None
+            group: Group | None = None
+            try:
+                group = member.open_group(view, device, run.timeout_s, "auto")
+                group.leave_losses_to_supervisor()
+                with _open(training, group, view, member, kept, requests, began_s) as session:
+                    has_ended = run_steps(session)
+                    if session.is_changing:
+                        began_s, kept = time.perf_counter(), _keep(session)
+                group.close()
+                if not session.is_changing:
+                    return has_ended
+                member.at_boundary(training.step)
+            except CommunicationError as error:
+                began_s = time.perf_counter() if session is not None else began_s
+                kept = _leave(training, session, group, kept, error)
+                done = kept.step - kept.is_exchange_due  # who has made the exchange as well is ahead
+                member.report_loss(done, is_whole=kept.is_whole, reason=str(error))
+            except BaseException as error:
+                if group is not None:
+                    group.close(error)
+                raise
+            if session is not None:
+                _carry_request(session, requests)
+
+
+@contextmanager
+def _open(
+    training: Training,
+    group: Group,
+    view: View,
+    member: Member,
+    kept: _Kept,
+    requests: Membership,
+    began_s: float,
+) -> Iterator[Session]:
+    """Open the session of a view, in which this worker goes on from what it has `kept`, or from rank 0's state."""
+    if requests.stop_requested_by:
+        group.membership.request_stop(requests.stop_requested_by)
+    is_live = view.step >= 0
+    claims = group.gather_documents(kept.claim, name="state in memory") if is_live else []
+    is_in_step = is_live and kept.is_whole and kept.claim == claims[0]
+    if is_live and not claims[0]:
+        raise CommunicationError("rank 0 of the new group must hold a whole state, but it has lost it; vote again")
+    group.membership.has_equal_models = bool(claims) and bool(kept.digest) and all(c == claims[0] for c in claims)
+    state: SavedState | None = None
+    if group.rank == 0:
+        state = kept.state if is_live else find_start(training)
+    training.is_loading = not is_in_step
+    opened = open_session(
+        training, group, None, state, member=member, is_live=is_live, kept=kept.replica if is_in_step else None
+    )
+    with opened as session:
+        training.is_loading = False
+        if not is_live:
+            training.saved_step = training.step
+        session.replica.state.buffers = BufferCopies(training.module)
+        if is_live:
+            _log_change(session, view, kept, claims, time.perf_counter() - began_s)
+        yield session
+
+
+def _log_change(session: Session, view: View, kept: _Kept, claims: list[list[Any]], duration_s: float) -> None:
+    num_gone = kept.num_workers - sum(previous is not None for previous in view.previous)
+    has_lost = num_gone > 0 and kept.owes
+    session.log_event(
+        WorkersChanged(
+            num_workers=view.size,
+            names=list(view.names),
+            reason=view.reason,
+            num_sent=sum(claim != claims[0] for claim in claims),
+            duration_s=duration_s,
+            lost=f"residuals of {num_gone} workers' codecs" if has_lost else "",
+        )
+    )
+    for rank, claim in enumerate(claims):
+        if claim and claim != claims[0] and claim[:2] == claims[0][:2]:
+            session.log_event(
+                Warned(
+                    message=f"worker {view.names[rank]} was at the same step as the first, but its parameters or "
+                    "optimizer differed; it was sent those of the first"
+                )
+            )
+
+
+def _leave(
+    training: Training, session: Session | None, group: Group | None, kept: _Kept, error: CommunicationError
+) -> _Kept:
+    """Close the group, whose other workers then leave it too, and return what this worker has left."""
+    if group is not None:
+        group.close(error)
+    if session is None:  # lost while the session was being opened, which changes nothing of who was at rank 0's step
+        release_optimizer(training.optimizer)
+        return kept if kept.replica is not None and not training.is_loading else _Kept(kept.step)
+    session.replica.state.abandon_step()
+    try:
+        return _keep(session)
+    finally:
+        session.replica.close()
+
+
+def _keep(session: Session) -> _Kept:
+    """Return what this worker has left of a session; nothing is exchanged."""
+    training, replica, loader = session.training, session.replica, session.loader
+    state = replica.state
+    session.rates.reset()
+    if state.is_torn:
+        return _Kept(training.step)
+    num_done = state.num_updates + state.is_exchange_due - session.first_update - (training.step - session.first_step)
+    if num_done and session.unfinished is not None:
+        training.num_samples += session.unfinished.interval.num_samples
+        loader.ack(session.unfinished)
+    training.step = loader.step
+    tensors, document = capture_alone(replica)
+    replica_digest = digest(tensors, replica)
+    more, progress = capture_progress(session)
+    noise = session.noise.own_state() if session.noise is not None else None
+    in_memory = {"noise": noise, "saved_step": training.saved_step, "is_exchange_due": state.is_exchange_due}
+    kept = KeptReplica.take(replica)
+    return _Kept(
+        training.step,
+        is_whole=True,
+        is_exchange_due=state.is_exchange_due,
+        digest=replica_digest,
+        num_workers=replica.group.size,
+        replica=kept,
+        state=MemoryState(Path("memory"), document | progress | in_memory, tensors | more),
+        owes=_holds_back(kept.own),
+    )
+
+
+def _holds_back(own: Mapping[str, Any]) -> bool:
+    tensors: Mapping[str, Tensor] = own["feedback"] | own["sync"]
+    return any(name.endswith("/worker") for name in tensors)
+
+
+def _carry_request(session: Session, requests: Membership) -> None:
+    """Carry a signal's request to stop, that came too late for this session, to the next one."""
+    reason = session.membership.stop_requested_by
+    if reason not in ("", CHANGE):
+        requests.request_stop(reason)
+
+
+@contextmanager
+def _closing(training: Training) -> Iterator[None]:
+    """Finish in the end the checkpoint that is being written."""
+    try:
+        yield
+    except BaseException:
+        if training.saver is not None:
+            training.saver.__exit__(Exception, None, None)  # an error of the save would hide the present one
+        raise
+    if training.saver is not None:
+        training.saver.close()

@@ -1,0 +1,150 @@
+"""Decisions of the coordinator in single cases, which the model may seldom meet."""
+
+import pytest
+
+from paceline.elastic.facts import (
+    AllEnded,
+    Announce,
+    AskForBoundary,
+    Died,
+    Finished,
+    GiveUp,
+    Kill,
+    LeaveAsked,
+    Ready,
+    RestartAll,
+    Scaled,
+    Silent,
+    StartWorker,
+    StopAsked,
+    Voted,
+)
+from paceline.elastic.protocol import Coordinator, Settings
+
+
+def begin(target, **settings):
+    coordinator = Coordinator(Settings(target, **settings))
+    started = [action.name for action in coordinator.begin()]
+    for name in started:
+        actions = coordinator.handle(Ready(name))
+    return coordinator, actions
+
+
+def test_all_begin_together_once_they_are_there():
+    coordinator = Coordinator(Settings(2, first_epoch=5))
+    assert coordinator.begin() == [StartWorker("w0", 0), StartWorker("w1", 1)]
+    assert coordinator.handle(Ready("w1")) == []
+    (announce,) = coordinator.handle(Ready("w0"))
+    view = announce.view
+    assert (view.epoch, view.names, view.previous, view.step) == (5, ("w0", "w1"), (None, None), -1)
+
+
+def test_a_spare_takes_the_place_of_who_dies():
+    coordinator, actions = begin(2, num_spares=1)
+    assert StartWorker("w2", 2) in actions
+    coordinator.handle(Ready("w2"))
+    assert coordinator.handle(Died("w0", "killed", "w0 was killed")) == [StartWorker("w0.2", 0)]
+    (announce,) = coordinator.handle(Voted("w1", 0, 7, lost="gone"))
+    assert (announce.view.names, announce.view.step) == (("w1", "w2"), 7)
+    assert announce.view.reason == "w0 was killed; w2 joined"
+
+
+@pytest.mark.parametrize(("min_workers", "goes_on"), [(None, False), (1, True), (3, False)])
+def test_who_is_left_must_be_enough(min_workers, goes_on):
+    coordinator, _ = begin(3, min_workers=min_workers)
+    coordinator.handle(Died("w0", "killed", "w0 was killed"))
+    coordinator.handle(Died("w1", "killed", "w1 was killed"))
+    (action,) = coordinator.handle(Voted("w2", 0, 3, lost="gone"))
+    assert isinstance(action, Announce if goes_on else RestartAll)
+
+
+@pytest.mark.parametrize("end", ["gave_up", "failed"])
+def test_where_a_worker_cannot_go_on_nobody_does(end):
+    coordinator, _ = begin(3)
+    assert coordinator.handle(Died("w0", end, "w0 failed")) == [RestartAll("w0 failed")]
+
+
+def test_without_a_whole_state_the_checkpoint_is_what_is_left():
+    coordinator, _ = begin(2)
+    coordinator.handle(Voted("w0", 0, 4, is_whole=False, lost="w1 is gone"))
+    assert coordinator.handle(Voted("w1", 0, 4, is_whole=False, lost="w0 is gone")) == [
+        RestartAll("w0: w1 is gone; w1: w0 is gone")
+    ]
+
+
+def test_losses_without_progress_end_the_run():
+    coordinator, _ = begin(2, max_restarts=2)
+    for epoch, expected in enumerate([Announce, Announce, RestartAll]):
+        coordinator.handle(Voted("w0", epoch, 4, lost="gone"))
+        (action,) = coordinator.handle(Voted("w1", epoch, 4, lost="gone"))
+        assert isinstance(action, expected)
+    assert coordinator.handle(AllEnded(4, "they lost each other")) == [
+        GiveUp("gave up after 2 restarts without progress: they lost each other")
+    ]
+
+
+def test_progress_begins_the_count_again():
+    coordinator, _ = begin(2, max_restarts=1)
+    for epoch in range(5):
+        coordinator.handle(Voted("w0", epoch, epoch, lost="gone"))
+        (action,) = coordinator.handle(Voted("w1", epoch, epoch, lost="gone"))
+        assert isinstance(action, Announce)
+
+
+def test_replacements_that_end_at_once_are_not_started_for_ever():
+    coordinator, _ = begin(2, max_restarts=2)
+    coordinator.handle(Voted("w0", 0, 1, lost="gone"))
+    actions = coordinator.handle(Died("w1", "killed", "w1 was killed"))
+    num_started = 0
+    while started := [action for action in actions if isinstance(action, StartWorker)]:
+        num_started += 1
+        actions = coordinator.handle(Died(started[0].name, "failed", "no GPU"))
+    assert num_started == 3
+    assert coordinator.members == ["w0"]
+    assert coordinator.handle(Scaled(3)) == [StartWorker("w1.5", 1), StartWorker("w2", 2)], "a person tries again"
+
+
+def test_a_run_that_ends_while_a_worker_waits_to_join():
+    coordinator, _ = begin(2)
+    coordinator.handle(Scaled(3))
+    assert coordinator.handle(Ready("w2")) == [AskForBoundary(0)]
+    assert coordinator.handle(Died("w0", "done", "")) == [Kill("w2", "the run has ended")]
+    assert coordinator.handle(Died("w1", "done", "")) == []
+    assert coordinator.handle(Died("w2", "killed", "")) == [Finished()]
+
+
+def test_where_all_were_asked_to_stop_nobody_is_started():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(StopAsked()) == []
+    assert coordinator.handle(Died("w0", "done", "")) == []
+    assert coordinator.handle(Died("w1", "done", "")) == [Finished()]
+
+
+def test_who_was_taken_for_dead_has_no_vote():
+    coordinator, _ = begin(3)
+    assert coordinator.handle(Silent("w0", "it stands still"))[0] == Kill("w0", "it stands still")
+    assert coordinator.handle(Voted("w0", 0, 9, lost="gone")) == []
+    coordinator.handle(Voted("w1", 0, 3, lost="gone"))
+    (announce,) = coordinator.handle(Voted("w2", 0, 4, lost="gone"))
+    assert (announce.view.names, announce.view.previous, announce.view.step) == (("w2", "w1"), (2, 1), 4)
+
+
+def test_a_worker_that_leaves_alone_gives_its_state_to_another_one_first():
+    coordinator, _ = begin(1)
+    assert coordinator.handle(LeaveAsked("w0")) == [StartWorker("w1", 1)]
+    assert coordinator.handle(Ready("w1")) == [AskForBoundary(0)]
+    announce, *_ = coordinator.handle(Voted("w0", 0, 2))
+    assert announce.view.names == ("w0", "w1")
+    assert coordinator.handle(Ready("w1")) == [AskForBoundary(1)]
+    coordinator.handle(Voted("w1", 1, 3))
+    announce, *_ = coordinator.handle(Voted("w0", 1, 3))
+    assert announce.view.names == ("w1",)
+
+
+def test_workers_that_must_stay_the_same_start_again_together():
+    coordinator = Coordinator(Settings(2))
+    coordinator.begin()
+    coordinator.handle(Ready("w0", "the model is split"))
+    coordinator.handle(Ready("w1", "the model is split"))
+    assert coordinator.handle(Died("w1", "killed", "w1 was killed")) == [RestartAll("w1 was killed")]
+    assert coordinator.handle(AllEnded(3, "w1 was killed")) == [StartWorker("w0.2", 0), StartWorker("w1.2", 1)]

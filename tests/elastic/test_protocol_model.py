@@ -1,0 +1,300 @@
+"""The membership protocol where workers and the coordinator crash, and messages are lost, doubled and overtaken."""
+
+import inspect
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from elastic.membership_world import NUM_STEPS, World
+from paceline.elastic import protocol
+from paceline.elastic.facts import (
+    Announce,
+    AskForBoundary,
+    Finished,
+    Kill,
+    LeaveAsked,
+    RestartAll,
+    Scaled,
+    Silent,
+    StartWorker,
+)
+from paceline.elastic.protocol import Coordinator, Settings
+
+numbers = st.integers(0, 5)
+
+
+class Membership(RuleBasedStateMachine):
+    coordinator: type = Coordinator
+
+    @initialize(
+        size=st.integers(1, 4),
+        min_workers=st.sampled_from([None, 1]),
+        num_spares=st.integers(0, 1),
+        max_restarts=st.sampled_from([3, 1000]),
+        first_epoch=st.sampled_from([0, 3]),
+    )
+    def begin(self, size, **chosen):
+        self.world = World(Settings(target=size, **chosen), self.coordinator)
+
+    def pick(self, number, names=None):
+        names = sorted(self.world.processes) if names is None else names
+        return names[number % len(names)] if names else None
+
+    @rule(number=numbers)
+    def deliver(self, number):
+        if self.world.network:
+            self.world.feed(self.world.network.pop(number % len(self.world.network)))
+
+    @rule(number=numbers)
+    def deliver_twice(self, number):
+        if self.world.network:
+            self.world.feed(self.world.network[number % len(self.world.network)])
+
+    @rule(number=numbers)
+    def drop(self, number):
+        if self.world.network:
+            self.world.network.pop(number % len(self.world.network))
+
+    @rule()
+    def tell_of_deaths(self):
+        while self.world.local and self.world.coordinator is not None:
+            self.world.feed(self.world.local.pop(0))
+
+    @rule()
+    def everybody_speaks(self):
+        for name in list(self.world.processes):
+            self.world.say(name)
+
+    @rule(number=numbers)
+    def look(self, number):
+        if name := self.pick(number):
+            self.world.look(name)
+
+    @rule()
+    def all_get_on(self):
+        if not self.world.end:
+            self.world._do_everything(NUM_STEPS - 1)
+
+    @rule(num_rounds=st.integers(1, 6))
+    def all_get_on_for_a_while(self, num_rounds):
+        for _ in range(num_rounds):
+            self.all_get_on()
+
+    @rule(number=numbers, wrongly=st.booleans())
+    def notice(self, number, wrongly):
+        if name := self.pick(number):
+            self.world.notice(name, wrongly=wrongly)
+
+    @rule(victim=st.none() | numbers)
+    def enter(self, victim):
+        for epoch in self.world.list_complete("opening"):
+            self.world.enter(epoch, victim)
+
+    @rule()
+    def stop_at_boundary(self):
+        self.world.stop_at_boundary()
+
+    @rule(victim=st.none() | numbers, done=st.sets(numbers))
+    def step(self, victim, done):
+        for epoch in self.world.list_complete("training"):
+            self.world.step(epoch, victim, done)
+
+    @rule()
+    def save(self):
+        self.world.save()
+
+    @rule(number=numbers)
+    def kill(self, number):
+        if name := self.pick(number):
+            self.world.die(name, "killed")
+
+    @rule(number=numbers)
+    def freeze(self, number):
+        if name := self.pick(number):
+            self.world.processes[name].is_frozen = True
+
+    @rule(number=numbers)
+    def suspect(self, number):
+        """Take a worker for dead, rightly or not."""
+        if name := self.pick(number):
+            self.world.feed(Silent(name, "it stands still"))
+
+    @rule(size=st.integers(1, 4))
+    def scale(self, size):
+        self.world.feed(Scaled(size))
+
+    @rule(number=numbers)
+    def ask_to_leave(self, number):
+        if name := self.pick(number):
+            self.world.feed(LeaveAsked(name))
+
+    @rule(when=st.integers(0, 4) | st.sampled_from([Announce, AskForBoundary, Kill, RestartAll, StartWorker]))
+    def crash_coordinator_soon(self, when):
+        self.world.crash_after = when
+
+    @rule()
+    def recover_coordinator(self):
+        self.world.recover()
+
+    @invariant()
+    def agree(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.run_without_faults()
+            if self.world.settings.max_restarts > 3:
+                assert self.world.end == Finished()
+
+
+def check_model(coordinator, max_examples):
+    """Run the model with a class of coordinators.
+
+    Raises:
+        AssertionError: It breaks a rule.
+    """
+    machine = type("Machine", (Membership,), {"coordinator": coordinator})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        ),
+    )
+
+
+def test_no_view_is_doubled_no_update_lost_and_training_gets_on():
+    check_model(Coordinator, 300)
+
+
+MUTANTS = {
+    "a vote of an older epoch counts": (
+        "fact.epoch == self.epoch and ",
+        "",
+    ),
+    "the least advanced wins": (
+        "best = max(vote.step",
+        "best = min(vote.step",
+    ),
+    "a torn state wins": (
+        "for vote in votes if vote.is_whole and vote.step == best",
+        "for vote in votes if vote.step >= best",
+    ),
+    "torn states count as the most advanced": (
+        "best = max(vote.step for vote in votes if vote.is_whole)",
+        "best = max(vote.step for vote in votes)",
+    ),
+    "votes are not awaited": (
+        "if len(self._list_votes()) == len(self.members) and",
+        "if self._list_votes() and",
+    ),
+    "half of the votes is enough": (
+        "== len(self.members) and",
+        ">= len(self.members) / 2 and",
+    ),
+    "votes outlive their epoch": (
+        "            worker.vote = None\n",
+        "            pass\n",
+    ),
+    "the epoch is not counted on": (
+        "        self.epoch += 1\n        previous",
+        "        previous",
+    ),
+    "who is being killed is waited for": (
+        "and not self.workers[name].is_doomed]\n\n    @property\n    def is_broken",
+        "]\n\n    @property\n    def is_broken",
+    ),
+    "a death is no loss": (
+        "self._lost[fact.name] = fact.reason\n        is_final",
+        "is_final",
+    ),
+    "nobody is asked for a boundary": (
+        "actions = [AskForBoundary(self.epoch)]",
+        "pass",
+    ),
+    "a boundary is asked for, but not remembered": (
+        "self._is_asked = True\n",
+        "pass\n",
+    ),
+    "dead workers are not replaced": (
+        "for _ in range(-num_surplus):",
+        "for _ in range(wanted - len(self._num_started)):",
+    ),
+    "the dead are taken in again": (
+        "del self.workers[fact.name]",
+        "pass",
+    ),
+    "a new worker counts as one with state": (
+        "old.index(name) if name in old else None",
+        "old.index(name) if name in old else 0",
+    ),
+    "the first is not rank 0": (
+        "names = [first, *staying]",
+        "names = [*staying, first]",
+    ),
+    "an evicted worker joins again": (
+        "worker.is_evicted or worker.is_doomed or worker.is_leaving",
+        "worker.is_doomed or worker.is_leaving",
+    ),
+    "evicted workers are not marked": (
+        "            self.workers[name].is_evicted = True\n        self._begin",
+        "            pass\n        self._begin",
+    ),
+    "too many are taken in": (
+        "[: size - len(names)]",
+        "",
+    ),
+    "a restart keeps its view": (
+        "self.workers, self.view, self.is_restarting, self._is_ending = {}, None, False, False",
+        "self.workers, self.is_restarting, self._is_ending = {}, False, False",
+    ),
+    "a slot is given twice": (
+        "if slot not in taken)",
+        ")",
+    ),
+    "an outstanding view is forgotten": (
+        "actions.append(Announce(self.view))",
+        "pass",
+    ),
+    "an outstanding restart is forgotten": (
+        'return [RestartAll("the launcher was lost while it ended the workers")]',
+        "return []",
+    ),
+    "a leaving worker that is alone never leaves": (
+        "self.target + self.workers[first].is_leaving",
+        "self.target",
+    ),
+    "spares outlive the run": (
+        'return self._dismiss(self._list_idle(), "the run has ended")',
+        "return []",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_model_catches(mutant):
+    old, new = MUTANTS[mutant]
+    source = inspect.getsource(protocol)
+    assert source.count(old) == 1, "the line has changed: change the mutant too"
+    place = {"__name__": "mutant"}
+    exec(compile(source.replace(old, new), "mutant", "exec"), place)
+    try:
+        check_model(place["Coordinator"], 1500)
+    except Exception:
+        return
+    pytest.fail("nothing noticed it")

@@ -1,0 +1,178 @@
+"""The supervisor, with threads as workers; and whole runs whose workers are lost."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from paceline.elastic import Evicted, StoreMember
+from paceline.elastic.facts import LeaveAsked, Scaled
+from paceline.elastic.journal import Journal, read_journal
+from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.supervisor import Patience, Supervisor, Verdict, Workforce
+from paceline.errors import CommunicationError
+
+
+class Threads(Workforce):
+    """Workers that are threads, each of which runs ``script(member)``; the name of the end is what it returns."""
+
+    def __init__(self, store, script, obstacle=""):
+        self.store, self.script, self.obstacle = store, script, obstacle
+        self.members, self.ended, self.slots, self.killed = {}, queue.Queue(), {}, []
+        self.num_restarts = 0
+
+    def start(self, name, slot, epoch):
+        self.slots[name] = slot
+        member = self.members[name] = StoreMember(lambda: self.store, name, obstacle=self.obstacle)
+
+        def run():
+            try:
+                end = self.script(member)
+            except Evicted:
+                end = "done"
+            except CommunicationError:
+                end = "gave_up"
+            member.close()
+            if name in self.members:
+                self.ended.put((name, end, f"{name} was lost"))
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def kill(self, name):
+        if self.members.pop(name, None):
+            self.killed.append(name)
+            self.ended.put((name, "killed", f"{name} was killed"))
+
+    def wait(self, timeout_s):
+        try:
+            return [self.ended.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+
+    def end_all(self):
+        self.num_restarts += 1
+        self.members.clear()
+        self.ended = queue.Queue()
+
+
+def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False):
+    store = dist.HashStore()
+    workforce = Threads(store, script, obstacle)
+    waiting = list(requests)
+
+    def read_requests(coordinator):
+        due = [fact for epoch, fact in waiting if coordinator.view and coordinator.epoch >= epoch]
+        waiting[:] = [pair for pair in waiting if pair[1] not in due]
+        return due
+
+    with Journal(tmp_path / "journal", settings) as journal:
+        supervisor = Supervisor(
+            Coordinator(settings),
+            store,
+            workforce,
+            journal,
+            judge=lambda epoch: Verdict(is_final, 0, "as the log says"),
+            tell_restart=lambda epoch, reason: None,
+            read_requests=read_requests,
+            patience=patience,
+        )
+        supervisor.run()
+    return supervisor, workforce
+
+
+def test_survivors_go_on_with_the_most_advanced_state_and_a_new_worker(tmp_path):
+    views = {}
+
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            views.setdefault(view.epoch, {})[view.rank] = view
+            if view.epoch == 0 and member.name == "w1":
+                return "killed"
+            if view.size == 3 and view.epoch > 0:
+                return "done"
+            if view.epoch == 0:
+                member.report_loss(6 if member.name == "w2" else 5, is_whole=member.name != "w0", reason="gone")
+            else:
+                while not member.change_is_pending():
+                    time.sleep(0.01)
+                member.at_boundary(7)
+
+    supervisor, workforce = supervise(tmp_path, Settings(3), script)
+    assert [view.step for view in views[1].values()] == [6] * views[1][0].size
+    assert views[1][0].names[:2] == ("w2", "w0")
+    assert views[1][0].previous[:2] == (2, 0)
+    assert views[1][1].rank == 1
+    last = views[max(views)][0]
+    assert sorted(last.names) == ["w0", "w1.2", "w2"]
+    assert workforce.slots["w1.2"] == 1
+    assert workforce.num_restarts == 0
+    again = read_journal(tmp_path / "journal")
+    assert (again.epoch, again.view, again.is_over) == (supervisor.coordinator.epoch, supervisor.coordinator.view, True)
+
+
+def test_workers_join_and_leave_as_asked(tmp_path):
+    sizes = {}
+
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            sizes[view.epoch] = view.names
+            if view.names == ("w0", "w2"):
+                return "done"
+            while not member.change_is_pending():
+                time.sleep(0.01)
+            member.at_boundary(view.epoch + 1)
+
+    requests = [(0, Scaled(3)), (1, Scaled(2)), (1, LeaveAsked("w1"))]
+    _, workforce = supervise(tmp_path, Settings(2), script, requests=requests)
+    assert (sizes[0], sizes[1], sizes[max(sizes)]) == (("w0", "w1"), ("w0", "w1", "w2"), ("w0", "w2"))
+    assert (workforce.num_restarts, workforce.killed) == (0, [])
+
+
+def test_a_worker_that_does_not_vote_and_gives_no_sign_of_life_is_killed(tmp_path):
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            member.close()  # no sign of life any more
+            time.sleep(30)
+        if view.epoch == 0:
+            member.report_loss(1, is_whole=True, reason="it took too long")
+            member.next_view(20)
+        return "done"
+
+    supervisor, workforce = supervise(tmp_path, Settings(2), script, patience=Patience(vote_s=0.6))
+    assert workforce.killed[0] == "w1"
+    assert "w1 stands still: no sign of life for" in supervisor.coordinator.view.reason
+
+
+@pytest.mark.parametrize("obstacle", ["the model is split", ""])
+def test_where_nobody_can_go_on_all_start_again_until_it_is_in_vain(tmp_path, obstacle):
+    def script(member):
+        view = member.next_view(20)
+        if member.name.startswith("w1") or not obstacle:
+            return "killed" if obstacle else "failed"
+        while True:
+            member.report_loss(view.step, is_whole=True, reason="gone")
+            member.next_view(20)
+
+    supervisor, workforce = supervise(tmp_path, Settings(2, max_restarts=2), script, obstacle=obstacle)
+    assert workforce.num_restarts == 3
+    assert supervisor.gave_up == "gave up after 2 restarts without progress: as the log says"
+    _, workforce = supervise(tmp_path, Settings(2), script, obstacle=obstacle, is_final=True)
+    assert workforce.num_restarts == 1
+
+
+def test_a_line_of_the_journal_that_was_cut_off_never_happened(tmp_path):
+    path = tmp_path / "journal"
+    assert read_journal(path) is None
+    with Journal(path, Settings(2)) as journal:
+        journal.append(Scaled(4))
+        journal.append(Scaled(3))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert read_journal(path).target == 4
+    path.write_bytes(whole)
+    assert read_journal(path).target == 3

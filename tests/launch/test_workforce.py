@@ -1,0 +1,63 @@
+"""Processes of a supervisor: how they end, and where what they print lies."""
+
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from paceline.launch import workforce
+from paceline.launch.workforce import LocalWorkforce
+
+
+def act(directory, epoch, name):
+    print(f"{name} in epoch {epoch}, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+    endings = {"w0": 0, "w1": 75, "w2": 69, "w3": 2, "w4": 3, "w5": -signal.SIGKILL, "w6": -signal.SIGABRT}
+    if name == "frozen":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (directory / "frozen").touch()
+        time.sleep(1000)
+    sys.stdout.flush()
+    if endings[name] < 0:
+        os.kill(os.getpid(), -endings[name])
+    os._exit(endings[name])
+
+
+def open_workforce(tmp_path):
+    (tmp_path / "workers").mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return LocalWorkforce(act, tmp_path, 7, store.port), store
+
+
+def test_how_each_ended_is_told_once(tmp_path):
+    force, _store = open_workforce(tmp_path)
+    for slot in range(7):
+        force.start(f"w{slot}", slot, epoch=4)
+    found = []
+    while len(found) < 7:
+        found += force.wait(5)
+    ends = {name: end for name, end, _ in found}
+    assert ends == dict(zip(["w0", "w1", "w2", "w3", "w4", "w5", "w6"], [
+        "done", "done", "gave_up", "failed", "killed", "killed", "gave_up"], strict=True))  # fmt: skip
+    assert {name: words for name, _, words in found}["w5"] == "w5 was killed by SIGKILL"
+    assert force.ended.failures == {1: 75, 2: 69, 3: 2, 4: 3, 5: -signal.SIGKILL, 6: -signal.SIGABRT}
+    assert (tmp_path / "workers" / "rank4.out").read_text() == "w4 in epoch 4, rank 4 of 7\n"
+    force.start("w0", 5, epoch=5)
+    while not force.wait(5):
+        pass
+    assert 5 not in force.ended.failures, "it was replaced"
+    assert "---- started again" in (tmp_path / "workers" / "rank5.out").read_text()
+
+
+def test_who_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workforce, "GRACE_S", 0.2)
+    force, _store = open_workforce(tmp_path)
+    force.start("frozen", 0, epoch=0)
+    while not (tmp_path / "frozen").exists():
+        time.sleep(0.01)
+    force.end_all()
+    assert force.ended.exit_codes == {0: -signal.SIGKILL}
+    assert not force.ended.failures, "it did not fail by itself"
+    force.begin_again()
+    assert not force.ended.exit_codes
