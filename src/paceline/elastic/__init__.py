@@ -1,4 +1,4 @@
-"""Layer 5: who trains together: the membership protocol, a worker's connection to it, and its journal."""
+"""Layer 5: who trains together: the membership protocol, its supervisor, and a worker's connection to it."""
 
 from paceline.elastic.facts import View
 from paceline.elastic.member import Evicted, Member, StoreMember

@@ -2,7 +2,6 @@
 
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from paceline.replica.landing import BucketLanding, Landing
 from paceline.replica.next_forward import ForwardLanding
 from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
-from paceline.replica.step_result import BucketTimes, StepTimes, UnusedParametersWarning
+from paceline.replica.step_result import BucketTimes, StepTimes, warn_of_unused
 from paceline.replica.step_scalars import StepScalars, StepTotals
 from paceline.replica.virtual_workers import VirtualWorkers
 from paceline.sync.carrying import CarryingReducer
@@ -51,8 +50,7 @@ class GradientReduction:
         rule: Synchronisation rule, which forms the reduce groups.
         bucket_bytes: See `Replica`.
         landing: See `Replica`.
-        seed: Random seed of the codecs.
-        num_virtual_workers: See `Replica`.
+        seed, num_virtual_workers: See `Replica`.
     """
 
     def __init__(
@@ -304,13 +302,8 @@ class GradientReduction:
         self.failure = type(error)
         at_update = self.landing is None or isinstance(self.landing, StepCoding)
         is_plain = self._shard.is_whole and self._shard.mesh is None
-        if not (
-            isinstance(error, NonFiniteError | SpikeError)
-            and at_update
-            and is_plain
-            and self._rule.keeps_replicas_equal
-            and self.covers_all_workers
-        ):
+        is_equal = self._rule.keeps_replicas_equal and self.covers_all_workers
+        if not (isinstance(error, NonFiniteError | SpikeError) and at_update and is_plain and is_equal):
             return False
         if self.gradients is not None:
             for bucket in self.gradients.buckets:
@@ -324,16 +317,6 @@ class GradientReduction:
         self.failure = None
         return True
 
-    def begin_forward(self) -> None:
-        """Note the buffers that virtual workers begin with."""
-        if self.virtual is not None:
-            self.virtual.begin_forward()
-
-    def note(self, weight: float, numerator: Tensor, *, last: bool) -> None:
-        """Note the weight of a virtual worker, and its loss times that; see `VirtualWorkers.note`."""
-        if self.virtual is not None:
-            self.virtual.note(weight, numerator, last=last)
-
     def drop_step(self) -> bool:
         """Forget a step whose peers are lost, without waiting for them; return whether it is half applied."""
         is_torn = self.landing is not None and self.landing.is_torn
@@ -341,6 +324,8 @@ class GradientReduction:
             self.landing.drop()
         if self.gradients is not None:
             self.gradients.reducer.roll_back()
+        if self.virtual is not None:
+            self.virtual.roll_back()
         self._drop_gradients()
         return is_torn
 
@@ -405,15 +390,8 @@ class GradientReduction:
     def warn_unused(self, step: int) -> list[str]:
         """Warn once of each parameter that no rank of the reduce group used in `step`; return the new ones."""
         new = [name for name in self.unused if name not in self._warned_unused]
-        if new:
-            self._warned_unused.update(new)
-            where = "on any rank" if self.covers_all_workers else "here"
-            warnings.warn(
-                f"{len(new)} parameters had no gradient at step {step} {where} and stay as they are: "
-                f"{', '.join(new)}; freeze them with requires_grad=False if that is intended",
-                UnusedParametersWarning,
-                stacklevel=3,
-            )
+        self._warned_unused.update(new)
+        warn_of_unused(new, step, "on any rank" if self.covers_all_workers else "here")
         return new
 
     def flush(self) -> None:

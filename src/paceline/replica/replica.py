@@ -43,38 +43,33 @@ LossOfOutput = Callable[[Any, Batch], Loss]
 class Replica:
     """A module and its optimizer, trained together with those of the other workers.
 
-    Call it to run the module forward, then `backward` (once per micro-batch of the step) and `update`.
-    Gradients are exchanged while the last backward runs. Each worker's gradient counts by its weight, so
-    uneven shares are right. In a world of one it does the same as a plain loop, without buffers or hooks.
+    Call it to run the module forward, then `backward` (once per micro-batch) and `update`. Gradients are exchanged
+    while the last backward runs; each worker's counts by its weight. In a world of one it does what a plain loop does.
     Attributes that it has not are those of the module: ``replica.config``, or a method, which runs as forward does.
 
     Args:
-        module: Any module, the same on every worker, whose parameters and buffers are taken from rank 0; or the module
-            that `paceline.parallelize` returned; either may be compiled by `torch.compile`.
+        module: Any module, whose parameters and buffers are taken from rank 0, or the one that `paceline.parallelize`
+            returned; either may be compiled by `torch.compile`.
         optimizer: Optimizer over parameters of `module`.
         group: The workers; by default those that `paceline.join` has joined.
         sync: Synchronisation rule, or its name.
-        precision: Precision of forward. ``bf16`` and ``fp16`` run it under autocast, fp16 with loss scaling;
-            parameters, gradients and their sums stay in the parameters' dtype.
+        precision: Precision of forward: ``bf16`` and ``fp16`` run it under autocast, fp16 with loss scaling.
         clip_norm: Largest global gradient norm, after averaging.
         bucket_bytes: Size of the buckets of gradients, the first of 1 MiB at most; by default the codec's own, else
-            25 MiB on GPUs, and on CPUs what the first steps show to suit the network (`StepTimes.bucket_choice`).
-        landing: Moment at which the optimizer applies gradients. ``"arrival"``: it steps with each bucket at its
-            arrival, while others are in transit. ``"next_forward"`` lets the next forward begin before the last bucket
-            has arrived: each is applied just before its parameters are used, and those that forward uses first are sent
-            first. Call `flush` before anything but forward and backward reads the parameters.
+            25 MiB on GPUs, and on CPUs what suits the network in the first steps (`StepTimes.bucket_choice`).
+        landing: Moment at which the optimizer applies gradients. ``"arrival"``: with each bucket, while others are in
+            transit. ``"next_forward"``: just before forward uses a bucket's parameters; call `flush` before anything
+            but forward and backward reads them.
         ema: Decay of an exponential moving average of the parameters, such as 0.999; None for none. See `averaged`.
-        batch_norm: Samples of BatchNorm's statistics in training: this worker's own, or with ``"global"`` exactly those
-            of all workers, which must then all run forward equally often.
-        hash_interval: Steps from one comparison of all replicas to the next; each checkpoint is preceded by one too;
-            0 for none.
+        batch_norm: Samples of BatchNorm's statistics in training: this worker's own, or ``"global"``: all workers',
+            which must then run forward equally often.
+        hash_interval: Steps from one comparison of all replicas to the next, beside that before each checkpoint.
         seed: Random seed of the codecs.
         num_virtual_workers: The number that `Loader` has: weights are then the same bits on any number of workers.
         world: All processes, the workers of `group` first, if some only serve (`Rule.num_server_processes`).
 
     Raises:
-        SettingsError: The optimizer holds a parameter that is not the module's, the workers' models differ, or landing
-            bucket by bucket cannot be right with the optimizer, precision or clipping chosen.
+        SettingsError: The optimizer holds other parameters than the module's, models differ, or settings do not fit.
     """
 
     def __init__(
@@ -165,7 +160,8 @@ class Replica:
         PROGRESS.enter(time.monotonic(), b"forward" if is_step else b"evaluate")
         if is_step:
             self._times.began_s = self._times.began_s or time.perf_counter()
-            self._reduction.begin_forward()
+            if self._reduction.virtual is not None:
+                self._reduction.virtual.begin_forward()
         with self.autocast(), self._counting(not is_borrowed()):
             if self._reduction.landing is not None:
                 return self._reduction.landing.run(lambda: function(*args, **kwargs))
@@ -244,7 +240,8 @@ class Replica:
         assert self.state.weight_unit is not None
         factor = weight if is_mean else float(weight > 0)
         numerator = loss.detach().double() * factor if weight else torch.zeros_like(self._loss)
-        self._reduction.note(weight, numerator, last=last)
+        if self._reduction.virtual is not None:
+            self._reduction.virtual.note(weight, numerator, last=last)
         if last:
             self._send_scalars(self._weight + weight, self._loss + numerator)
         # A loss of weight 0 may be NaN, and NaN times 0 is NaN; but ranks of one worker need each other.
@@ -379,11 +376,7 @@ class Replica:
         self._reduction.flush()
 
     def compare(self) -> None:
-        """Compare with the other replicas, unless `hash_interval` is 0 or the rule lets them differ. All ranks call it.
-
-        Raises:
-            DivergenceError: Replicas should be equal and are not.
-        """
+        """Compare all replicas, unless `hash_interval` is 0 or the rule lets them differ; may raise `DivergenceError`."""
         self.flush()
         self.comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
@@ -398,8 +391,7 @@ class Replica:
     def averaged(self) -> Iterator[None]:
         """Replace parameters inside by their moving averages, to evaluate or save them; all workers enter it together.
 
-        If the rule lets workers differ, these are the mean of all workers' averages. Before the first update they are
-        the parameters of `consensus`.
+        If workers differ, it is the mean of their averages; before the first update, the parameters of `consensus`.
 
         Raises:
             SettingsError: The replica was made without `ema`.

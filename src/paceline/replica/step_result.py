@@ -1,5 +1,6 @@
 """Result of one update, and the times of its step."""
 
+import warnings
 from dataclasses import dataclass, field
 
 
@@ -76,3 +77,14 @@ class StepResult:
 
 class UnusedParametersWarning(UserWarning):
     """Parameters had no gradient on any rank."""
+
+
+def warn_of_unused(names: list[str], step: int, where: str) -> None:
+    """Warn of parameters without a gradient, if there are any; `where` says on which ranks."""
+    if names:
+        warnings.warn(
+            f"{len(names)} parameters had no gradient at step {step} {where} and stay as they are: "
+            f"{', '.join(names)}; freeze them with requires_grad=False if that is intended",
+            UnusedParametersWarning,
+            stacklevel=4,
+        )
