@@ -376,7 +376,7 @@ class Replica:
         self._reduction.flush()
 
     def compare(self) -> None:
-        """Compare all replicas, unless `hash_interval` is 0 or the rule lets them differ; may raise `DivergenceError`."""
+        """Compare all replicas, if they should be equal and `hash_interval` is not 0; may raise `DivergenceError`."""
         self.flush()
         self.comparison.check(self.num_updates, with_optimizers=self.state.keeps_optimizers_equal)
 
