@@ -195,10 +195,12 @@ class ContextCheck:
         before = _list_numbers(self._module)
         with restored(self._module), torch.no_grad():
             call(self._module, map_tensors(torch.clone, sample))
-            after = {(id(holder), key): value for holder, key, value in _list_numbers(self._module)}
+            after: dict[tuple[int, str], Any] = {
+                (id(holder), key): value for holder, key, value in _list_numbers(self._module)
+            }
         moved: Numbers = []
         for holder, key, value in before:
-            now = after.get((id(holder), key), value)
+            now: Any = after.get((id(holder), key), value)
             if now != value and type(now) is type(value):
                 moved.append((holder, key, value + _NUM_LATER * (now - value)))
         return moved
