@@ -103,11 +103,12 @@ class Meeting(nn.Module):
         self._num_forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self._num_forwards += 1
-        if self.store is not None and self.is_last:
-            self.store.wait(["the second is there"], timedelta(seconds=30))
-        elif self.store is not None and self._num_forwards == 2:
-            self.store.set("the second is there", "")
+        if self.store is not None and torch.is_grad_enabled():  # no trial
+            self._num_forwards += 1
+            if self.is_last:
+                self.store.wait(["the second is there"], timedelta(seconds=30))
+            elif self._num_forwards == 2:
+                self.store.set("the second is there", "")
         return self.weight * x
 
 

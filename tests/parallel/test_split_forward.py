@@ -11,6 +11,7 @@ from paceline.comm import join
 from paceline.errors import SettingsError
 from paceline.parallel.context import split_batch
 from paceline.parallel.parallelize import find_shard, parallelize
+from paceline.parallel.trial import restored
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 
@@ -33,10 +34,16 @@ class Attending(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.gate = nn.Parameter(torch.zeros(1))
         self.bias = nn.Parameter(torch.zeros(32))
+        self.small = nn.Parameter(torch.full((WIDTH,), 1e-4).cumsum(0))
+        self.almost = nn.Parameter(torch.zeros(WIDTH).index_fill(0, torch.tensor([0]), 1e-9))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("rising", torch.zeros(()))
+        self.register_buffer("size", torch.ones(()))
+        self.number, self.strength = 0, 0.0
         for parameter in self.mix.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         """Return features of each token."""
         x: Tensor = self.embed(tokens)
         query, key, value = self.project(x)[:, None].chunk(3, dim=-1)
@@ -53,6 +60,38 @@ class Attending(nn.Module):
             case _:
                 x = x + F.scaled_dot_product_attention(query, key, value, None, dropout_p, True)[:, 0]
         match self.kind:
+            case "small weights":
+                x = x + self.small * x.mean(1, keepdim=True)
+            case "almost a zero gate":
+                x = x + self.almost * x.mean(1, keepdim=True)
+            case "rising buffer":
+                x = x + self.rising * x.mean(1, keepdim=True)
+                self.rising = self.rising + 0.1 * self.training
+            case "rising number":
+                x = x + self.strength * x.mean(1, keepdim=True)
+                self.strength += 0.1 * self.training
+            case "curriculum":
+                self.number += self.training
+                x = x - x.mean(1, keepdim=True) if self.number > 8 else x
+            case "counted":
+                self.number += 1
+                self.rising = self.rising + 1
+                x = x / (1 + 0.1 * self.number + 0.1 * self.rising)
+            case "batch norm":
+                x = self.norm(x.flatten(0, 1)).view_as(x)
+            case "statistic":
+                x = x / self.size.clone()
+                if self.training:
+                    self.size.lerp_(x.detach().abs().mean(), 0.5)
+            case "share of zeros":
+                x = x * (1 + (tokens == 0).to(x).mean(1)[:, None, None])
+            case "gradient hook":
+                if x.requires_grad:
+                    x.register_hook(lambda gradient: gradient / gradient.norm())
+            case "kept loss":
+                self.loss = x.mean((0, 1)).square().sum()
+            case "second output":
+                return x, x.mean(1)
             case "zero projection":
                 x = x + self.mix(x.cumsum(1))
             case "zero gate":
@@ -83,6 +122,17 @@ class Packing(Attending):
 
 
 REFUSED = {
+    "small weights": "but Attending has another output with split sequences",
+    "almost a zero gate": "but Attending has another output with split sequences",
+    "rising buffer": "but Attending has another output with split sequences",
+    "rising number": r"but Attending has another output with split sequences, by [0-9.]+ after 1000 steps",
+    "curriculum": r"but Attending has another output with split sequences, by [0-9.]+ after 1000 steps",
+    "batch norm": r"but Attending has another output with split sequences, by [0-9.]+ in training",
+    "statistic": r"but Attending has another value of size with split sequences, by [0-9.]+ in training",
+    "share of zeros": "but Attending has another output with split sequences",
+    "gradient hook": r"has another gradient of project.bias with split sequences, by [0-9.e-]+ in training",
+    "kept loss": "but Attending has another value of loss with split sequences",
+    "second output": r"but Attending has an output without a dim of tokens, \(2, 12\)",
     "zero projection": "but mix has another output with split sequences",
     "zero gate": "but Attending has another output with split sequences",
     "learned mask": "but it adds numbers",
@@ -90,17 +140,19 @@ REFUSED = {
     "own positions": r"a module must look up .* positions by the argument position_ids .* but table has another output",
     "pooled": r"but Attending has an output without a dim of tokens, \(2, 12\)",
 }
-ACCEPTED = ["plain", "wide values", "in place", "dropout", "noise"]
+ACCEPTED = ["plain", "wide values", "in place", "dropout", "noise", "counted"]
 
 
 def draw(num_tokens: int = NUM_TOKENS) -> Tensor:
-    return torch.randint(24, (2, num_tokens), generator=torch.Generator().manual_seed(0))
+    return torch.randint(3, 24, (2, num_tokens), generator=torch.Generator().manual_seed(0))
 
 
 def run_model(model: nn.Module, kind: str, group: Any) -> str:
     """Return what is said of a model, or whether its outputs and values are those of the whole one."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = model.eval()(draw()).detach()
+    with restored(model):
+        output = model.eval()(draw())
+        expected = (output if isinstance(output, Tensor) else output[0]).detach()
     model.train()
     try:
         model = parallelize(model, LAYOUT, group=group, sample=draw())
@@ -136,6 +188,33 @@ def say_of_packed(group: Any) -> str:
     return str(raised.value)
 
 
+class Denoising(nn.Module):
+    """A model whose attention is causal in some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(24, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, tokens: Tensor, both_ways: Tensor) -> Tensor:
+        """Return features of each token."""
+        query, key, value = self.project(self.embed(tokens))[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=not both_ways.any())[:, 0]
+
+
+def find_gap_of_denoising(group: Any) -> float:
+    """Return how far a model is from the whole one in a batch whose attention is of another kind than the sample's."""
+    whole = Denoising().double()
+    data = {"tokens": draw(), "both_ways": torch.zeros(2, NUM_TOKENS, dtype=torch.bool)}
+    other = {**data, "both_ways": ~data["both_ways"]}
+    expected = whole(**other).detach()
+    model = parallelize(whole, LAYOUT, group=group, sample=data)
+    mesh = find_shard(model, group).mesh
+    assert mesh is not None
+    gap = float((model(**split_batch(other, mesh)) - split_batch(expected, mesh)).abs().max())
+    find_shard(model, group).close()
+    return gap
+
+
 def on_two() -> Any:
     torch.set_num_threads(1)
     with join() as group:
@@ -143,7 +222,8 @@ def on_two() -> Any:
         for kind in (*REFUSED, *ACCEPTED, "window"):
             torch.manual_seed(1)
             said[kind] = run_model(Attending(kind), kind, group)
-        return {**said, "packed": say_of_packed(group)}
+        torch.manual_seed(1)
+        return {**said, "packed": say_of_packed(group), "denoising": find_gap_of_denoising(group)}
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +252,7 @@ def test_sequences_longer_than_the_samples_are_refused_since_a_window_may_begin_
 
 def test_several_texts_in_a_sequence_are_refused_unless_a_mask_is_given(said: dict[str, str]) -> None:
     assert said["packed"].startswith("position_ids must count all tokens of a sequence for a context axis")
+
+
+def test_attention_is_causal_in_the_batches_that_ask_for_it(said: dict[str, Any]) -> None:
+    assert said["denoising"] < 1e-12

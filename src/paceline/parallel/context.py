@@ -1,8 +1,7 @@
 """Long sequences that the ranks of the context axis share."""
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,15 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from paceline.data.batch import LABELS, NEXT_LABELS, call, describe, list_tensors, map_tensors
+from paceline.data.batch import LABELS, NEXT_LABELS, describe, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.context_check import ContextCheck
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.split_forward import CONTEXT_ADVICE, find_forwards, split_forwards
-from paceline.parallel.tensor_proof import is_close
-from paceline.parallel.trial import training, undisturbed, without_constants
-
-_TOLERANCE = 1e-3
-"""Largest relative difference of an output, for sums in another order; one of something else is larger."""
+from paceline.parallel.split_forward import find_forwards, split_forwards, split_forwards_in
+from paceline.parallel.start import broadcast_sample
+from paceline.parallel.trial import perturbed, undisturbed
 
 
 class FullContext:
@@ -158,10 +155,12 @@ def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:
         check_attention(module, mesh.size("context"))
     context = SplitContext(mesh.device_mesh["context"])
     if splits_forwards:
-        with undisturbed(module):
-            with without_constants(module):
-                split_forwards(module, sample, mesh.size("context"))
-            compare_split(module, sample, mesh)
+        sample = broadcast_sample(sample, mesh.world)
+        with undisturbed(module), perturbed(module):
+            split_forwards(module, sample, mesh.size("context"))
+            ContextCheck(
+                module, mesh, SplitContext(mesh.device_mesh["context"], drops=False), partial(split_batch, mesh=mesh)
+            ).compare(sample)
     for part in _list_contextual(module):
         part.context = context
     for forward in find_forwards(module):
@@ -171,116 +170,6 @@ def split_attention(module: nn.Module, mesh: Mesh, sample: Any = None) -> None:
 def is_foreign(module: nn.Module) -> bool:
     """Return whether no module is made to have a part of its sequences."""
     return not _list_contextual(module)
-
-
-def compare_split(module: nn.Module, sample: Any, mesh: Mesh) -> None:
-    """Raise `SettingsError` with the name of the first module whose output for split sequences is another one.
-
-    Outputs are compared in evaluation, and in training without dropout unless that still draws random numbers. What is
-    constant at first, such as a gate of zero, is noise meanwhile.
-    """
-    context = SplitContext(mesh.device_mesh["context"], drops=False)
-    with torch.no_grad(), without_constants(module):
-        _refuse_different(module, sample, mesh, context, "")
-        with training(module):
-            is_random = _is_random(module, sample)
-            if not any(mesh.world.gather_documents(is_random, name="random forward")):
-                _refuse_different(module, sample, mesh, context, " in training")
-
-
-def _refuse_different(module: nn.Module, sample: Any, mesh: Mesh, context: SplitContext, when: str) -> None:
-    num_samples, num_tokens = next(tensor.shape[:2] for tensor in list_tensors(sample) if tensor.dim() > 1)
-    expected: dict[tuple[str, int], Tensor] = {}
-    different: dict[str, str] = {}
-
-    def note(place: tuple[str, int], output: Tensor) -> None:
-        expected[place] = output.clone()  # what comes after may change it in place
-
-    def compare(place: tuple[str, int], output: Tensor) -> None:
-        whole = expected.get(place)
-        if whole is None or whole.dim() < 2 or whole.shape[1] != num_tokens:
-            return
-        if whole.dim() == 2 and len(whole) != num_samples:  # tokens of all samples, as wide as a sample is long
-            return
-        wanted = split_sequences(whole, mesh)
-        if output.shape != wanted.shape:
-            shapes = f"{tuple(output.shape)} and not {tuple(wanted.shape)}"
-            different.setdefault(place[0], f"an output of another shape with split sequences, {shapes}")
-        elif not (gap := (output - wanted).abs().max()) <= _TOLERANCE * wanted.abs().max().clamp(min=1e-6):
-            different.setdefault(place[0], f"another output with split sequences, by {float(gap):.3g}")
-
-    torch.manual_seed(0)
-    with _outputs(module, note):
-        call(module, map_tensors(torch.clone, sample))
-    torch.manual_seed(0)
-    with split_forwards_in(module, context), _outputs(module, compare):
-        call(module, split_batch(sample, mesh))
-    roots = [output for (name, _), output in expected.items() if not name]
-    if not roots or any(output.dim() < 2 or output.shape[1] != num_tokens for output in roots):
-        shapes = ", ".join(str(tuple(output.shape)) for output in roots) or "nothing"
-        different[""] = f"an output without a dim of tokens, {shapes},"
-    said = _describe_difference(module, different, mesh.size("context"), when)
-    if first := next(filter(None, mesh.world.gather_documents(said, name="split forward")), ""):
-        raise SettingsError(first)
-
-
-def _describe_difference(module: nn.Module, different: Mapping[str, str], size: int, when: str) -> str:
-    """Return the refusal of a model, by the first module that differs."""
-    if not different:
-        return ""
-    name, what = next(iter(different.items()))
-    rule = "that looks at other tokens must do so by F.scaled_dot_product_attention"
-    if isinstance(module.get_submodule(name), nn.Embedding):
-        rule = (
-            "must look up tokens as they come, and positions by the argument position_ids or torch.arange(num_tokens),"
-        )
-    owner = name or type(module).__name__
-    return f"a module {rule} for context({size}), but {owner} has {what}{when}; {CONTEXT_ADVICE}"
-
-
-def _is_random(module: nn.Module, sample: Any) -> bool:
-    """Return whether a model's output depends on the random seed."""
-    found = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        outputs = list_tensors(call(module, map_tensors(torch.clone, sample)))
-        found.append([output for output in outputs if output.is_floating_point()])
-    return not all(is_close(one, other) for one, other in zip(*found, strict=True))
-
-
-@contextmanager
-def split_forwards_in(module: nn.Module, context: SplitContext | None) -> Iterator[None]:
-    """While active, the forwards that `split_forwards` has replaced have another context."""
-    forwards = [(forward, forward.context) for forward in find_forwards(module)]
-    for forward, _ in forwards:
-        forward.context = context
-    try:
-        yield
-    finally:
-        for forward, before in forwards:
-            forward.context = before
-
-
-@contextmanager
-def _outputs(module: nn.Module, take: Callable[[tuple[str, int], Tensor], None]) -> Iterator[None]:
-    """While active, `take` gets the first tensor that each module returns, with its name and the number of its call."""
-    counts: Counter[str] = Counter()
-
-    def hook(name: str, output: Any) -> None:
-        counts[name] += 1
-        tensors = [tensor for tensor in list_tensors(output) if tensor.is_floating_point()]
-        if tensors:
-            take((name, counts[name]), tensors[0])
-
-    handles = [
-        part.register_forward_hook(lambda _part, _args, output, name=name: hook(name, output))
-        for name, part in module.named_modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_attention(module: nn.Module, size: int) -> None:

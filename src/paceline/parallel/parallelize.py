@@ -28,7 +28,7 @@ from paceline.parallel.tensor import TensorSplit, split
 from paceline.parallel.tensor_check import Runs, SplitCheck
 from paceline.parallel.tensor_derivation import find_plan, is_derived
 from paceline.parallel.tensor_plan import TensorPlan, make_plan
-from paceline.parallel.trial import undisturbed, without_constants
+from paceline.parallel.trial import restored, undisturbed, without_constants
 from paceline.topology.layout import Axis, Layout
 
 
@@ -195,7 +195,7 @@ def _split_checked(module: nn.Module, mesh: Mesh, plan: TensorPlan, runs: Runs) 
 
 def _agree_on_plan(module: nn.Module, patterns: Mapping[str, str] | None, sample: Any, mesh: Mesh) -> TensorPlan:
     """Return rank 0's plan, since ranks with other devices may round otherwise where they try plans."""
-    with undisturbed(module), without_constants(module):
+    with restored(module), undisturbed(module), without_constants(module):
         plan = find_plan(module, patterns, mesh.size("tensor"), sample)
     mine = [dict(plan.styles), {name: dict(seen) for name, seen in plan.attributes.items()}]
     styles, attributes = mesh.world.gather_documents(mine, name="tensor plan")[0]
@@ -207,7 +207,7 @@ def _list_boundaries(module: nn.Module, sample: Any, settings: PipelineSettings)
     boundaries: dict[str, Any] = {}
     given = tuple(list_tensors(sample))
     value: Any = given[0] if len(given) == 1 else given
-    with undisturbed(module), torch.no_grad():
+    with restored(module), undisturbed(module), torch.no_grad():
         for layer in find_layers(module, settings.sequence, sample):
             boundaries[layer.name] = value
             value = layer.run(value)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.data.batch import NEXT_LABELS, call, list_tensors, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.trial import restored
 
 _MIN_BIAS = -1e4
 """Number below which what is added to an attention score takes a pair out."""
@@ -146,7 +147,8 @@ class _Split(_Mode):
     ) -> Tensor:  # fmt: skip
         """Return the attention of this rank's tokens to those of all ranks."""
         assert self._forward.context is not None
-        (is_causal,) = self._forward.uses.kinds
+        if attn_mask is not None:
+            (is_causal,) = self._forward.uses.kinds
         keep_BT = _find_kept(attn_mask, is_causal) if attn_mask is not None else query.new_ones(1, key.shape[-2]).bool()
         with torch._C.DisableTorchFunction():  # for modes of modules around this one
             return self._forward.context.attend(
@@ -284,6 +286,19 @@ def find_forwards(module: nn.Module) -> list[SplitForward]:
     return [forward for forward in originals if isinstance(forward, SplitForward)]
 
 
+@contextmanager
+def split_forwards_in(module: nn.Module, context: Context | None) -> Iterator[None]:
+    """While active, the forwards that `split_forwards` has replaced have another context."""
+    forwards = [(forward, forward.context) for forward in find_forwards(module)]
+    for forward, _ in forwards:
+        forward.context = context
+    try:
+        yield
+    finally:
+        for forward, before in forwards:
+            forward.context = before
+
+
 def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
     """Replace the forwards of the modules that look at other tokens, or count them; found by a run on a sample.
 
@@ -306,7 +321,7 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
     if names:
         sample = {**sample, **add_positions(names, None, tokens, sample)}
     probe = _Probe(None if names else tokens.shape[1])
-    with torch.no_grad(), _names_of_calls(module, probe.inside), probe:
+    with restored(module), torch.no_grad(), _names_of_calls(module, probe.inside), probe:
         call(module, map_tensors(torch.clone, sample))
     if not any(uses.kinds for uses in probe.uses.values()):
         raise SettingsError(

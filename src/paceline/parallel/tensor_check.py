@@ -15,7 +15,7 @@ from paceline.parallel.model_shard import summed_gradient
 from paceline.parallel.tensor_plan import TensorPlan, place
 from paceline.parallel.tensor_proof import COUNTS, explaining_sample, relative_error, tolerance
 from paceline.parallel.tensor_styles import slice_of
-from paceline.parallel.trial import training
+from paceline.parallel.trial import restored, training
 
 _FLOOR = 1e-3
 """Part of the mean gradient below which a gradient is rounding, such as that of the bias of attention's keys."""
@@ -136,7 +136,7 @@ class SplitCheck:
         seen: list[tuple[str, Tensor]] = []
         outputs: list[Tensor] = []
         running = [] if calls is None else calls
-        with ExitStack() as stack:
+        with restored(self._module), ExitStack() as stack:
             for name, part in self._module.named_modules():
 
                 def enter(module: nn.Module, args: Any, name: str = name) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.data.batch import call
 from paceline.errors import SettingsError
 from paceline.parallel.tensor_styles import COLUMNS, Style, is_linear, is_transposed, own_part
+from paceline.parallel.trial import restored
 
 COUNTS = (
     *("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "n_local_heads"),
@@ -178,7 +179,7 @@ def _run(pair: Pair, others: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tenso
     def detach(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(one.detach() if isinstance(one, Tensor) else one for one in args)
 
-    with ExitStack() as stack, torch.enable_grad():
+    with restored(modules[pair.block]), ExitStack() as stack, torch.enable_grad():
         stack.callback(modules[pair.rows].register_forward_hook(leave).remove)
         for name in pair.columns:
             stack.callback(modules[name].register_forward_pre_hook(detach).remove)

@@ -1,8 +1,7 @@
 """The cost of each layer of a model, estimated or measured, and the stages that balance it."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -19,6 +18,7 @@ from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.pipeline.layers import PipelineLayer, find_owned
 from paceline.parallel.pipeline.settings import PipelineSettings
+from paceline.parallel.trial import restored
 from paceline.topology.partition import partition
 
 _NUM_REPEATS = 3
@@ -97,7 +97,7 @@ def cut(
             "sample must be inputs of a sample for a pipeline, unless its cuts are named, but got none; "
             "give parallelize one"
         )
-    with undisturbed(model):
+    with restored(model):
         if settings.cuts == "estimated":
             return partition(estimate(model, layers, sample), num_stages)
         measured = mesh.world.gather_documents(measure(model, layers, sample), name="costs of pipeline stages")
@@ -139,18 +139,6 @@ def measure(model: nn.Module, layers: Sequence[PipelineLayer], sample: tuple[Ten
         costs_s.append(median(times_s[1:]))
         value = output
     return costs_s
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random state afterwards: the code inside is a trial."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 def _run_once(layer: PipelineLayer, value: Any, weights: list[Tensor]) -> Any:

@@ -16,7 +16,8 @@ from paceline.data.batch import list_tensors, select
 from paceline.errors import SettingsError
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.mismatch import explain_failure
-from paceline.parallel.pipeline.costs import cut, undisturbed
+from paceline.parallel.pipeline.absent import Tracking, find_missing
+from paceline.parallel.pipeline.costs import cut
 from paceline.parallel.pipeline.forward import Description, ForwardPass
 from paceline.parallel.pipeline.layers import PipelineLayer, find_modules, find_owned, keep_only, list_paths
 from paceline.parallel.pipeline.orders import ChunkLoss, TorchSchedule
@@ -24,6 +25,7 @@ from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.parallel.pipeline.stages import Stage, Value, as_tuple
 from paceline.parallel.pipeline.times import Clock, PipelineTimes, TimedStage
 from paceline.parallel.pipeline.traced import check_same_layers, find_layers, list_opened
+from paceline.parallel.trial import restored
 
 _MAX_KEPT = 4
 """Number of micro-batch shapes whose receive buffers are kept."""
@@ -244,7 +246,7 @@ class Pipeline:
         """Return what this rank's stages take and give for a micro-batch, which runs forward."""
         if self._whole is None:
             trial = self._forward()
-            with self._explaining("a trial"), undisturbed(self.module):
+            with self._explaining("a trial"), restored(self.module):
                 trial.run([chunk])
             return trial.descriptions
         whole, sample, cut = self._whole
@@ -286,8 +288,13 @@ class Pipeline:
 
     def _compute_loss(self, output: Tensor, places: Tensor) -> Tensor:
         assert self._loss is not None
-        with self._clock.watch("forward", self.num_stages - 1, self._num_losses):
+        with self._clock.watch("forward", self.num_stages - 1, self._num_losses), Tracking():
             loss = self._loss(output, places)
+        if missing := find_missing(loss):
+            raise SettingsError(
+                f"the loss of a pipeline must use what its last stage has, but it comes from {missing}; compute it "
+                "from the output and the batch, or set Layout(pipeline=1) (--layout.pipeline 1)"
+            )
         self._num_losses += 1
         return loss if loss._base is None else loss.clone()  # a split backward detaches it in place
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import SettingsError
+from paceline.parallel.pipeline.absent import mark_missing
 
 LAYERS_ADVICE = (
     'give the pipeline a sequence (--pipeline.sequence \'["embedding", "layers.*", "head"]\') of its children as they '
@@ -137,7 +138,7 @@ def keep_only(
                 holder[leaf] = None
                 if name in opened:
                     del holder[leaf]
-                    object.__setattr__(module, leaf, _make_ghost(tensor))
+                    object.__setattr__(module, leaf, _make_ghost(tensor, f"{name}.{leaf}" if name else leaf))
     for leaf, child in list(module._modules.items()):  # under all its names, if it has several
         if child is None:
             continue
@@ -145,15 +146,17 @@ def keep_only(
         place = f"{name}.{leaf}" if name else leaf
         is_empty = bool(tensors) and not any(id(tensor) in kept for tensor in tensors)
         if is_empty and place not in used and place not in opened:
-            setattr(module, leaf, AbsentModule(child if opened else None))
+            setattr(module, leaf, AbsentModule(child if opened else None, place))
         else:
             keep_only(child, owned, used, opened, place)
 
 
-def _make_ghost(tensor: Tensor) -> Tensor:
+def _make_ghost(tensor: Tensor, name: str) -> Tensor:
     """Return a tensor like another in a few bytes; numbers computed from it are NaN."""
     value = float("nan") if tensor.is_floating_point() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    ghost = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    mark_missing(ghost, f"{name}, which only another stage has")
+    return ghost
 
 
 class AbsentModule(nn.Module):
@@ -161,16 +164,17 @@ class AbsentModule(nn.Module):
 
     Args:
         original: The submodule, if its attributes are still asked for: it loses its values.
+        place: Name of the submodule in the model.
     """
 
-    def __init__(self, original: nn.Module | None = None) -> None:
+    def __init__(self, original: nn.Module | None = None, place: str = "") -> None:
         super().__init__()
-        for part in original.modules() if original is not None else ():
+        for prefix, part in original.named_modules(prefix=place) if original is not None else ():
             tensors = {**part._parameters, **part._buffers}
             part._parameters.clear()
             part._buffers.clear()
             for name, tensor in tensors.items():
-                object.__setattr__(part, name, None if tensor is None else _make_ghost(tensor))
+                object.__setattr__(part, name, None if tensor is None else _make_ghost(tensor, f"{prefix}.{name}"))
         self._original = (original,)  # in a tuple: it is no submodule of this one
 
     def __getattr__(self, name: str) -> Any:

@@ -3,16 +3,17 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from paceline.data.batch import call, map_tensors
 from paceline.errors import SettingsError
+from paceline.parallel.pipeline.absent import list_changed, list_tensors, reads_values
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE
 
 Source = tuple[int, int]
@@ -20,14 +21,6 @@ Source = tuple[int, int]
 INPUTS = -1
 CallModule = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Function that takes the place of the call of a module, given its arguments."""
-
-_METADATA = {
-    "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "__len__", "is_contiguous",
-    "get_device", "is_floating_point", "is_complex", "data_ptr", "storage_offset", "untyped_storage",
-    "type", "__hash__", "__get__", "register_hook", "requires_grad_",
-    "result_type", "can_cast", "backward", "is_same_size", "__repr__", "__format__",
-}  # fmt: skip
-"""Functions that read no values of a tensor, or return tensors."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +93,16 @@ class ForwardTrace:
         """Return the tensors of the inputs, or of the output of a call."""
         return self.input_tensors if number == INPUTS else self.calls[number].tensors
 
+    def join(self, other: "ForwardTrace") -> "ForwardTrace":
+        """Return a trace with all uses of this one, and those of another one that makes the same calls."""
+        calls = zip(self.calls, other.calls, strict=True)
+        return replace(
+            self,
+            calls=[replace(call, needs=call.needs | its.needs) for call, its in calls],
+            output_needs=self.output_needs | other.output_needs,
+            read=self.read | other.read,
+        )
+
     def find_crossing(self, begin: int) -> list[Source]:
         """Return the tensors from before call `begin` that it or what follows uses: inputs first."""
         needs = self.output_needs.union(self.read, *(made.needs for made in self.calls[begin:]))
@@ -119,6 +122,7 @@ class ForwardRecorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, opened: frozenset[str], inputs: Any) -> None:
         super().__init__()
         self._names = {module: name for name, module in model.named_modules()}
+        self._opened = [model.get_submodule(name) for name in sorted(opened)]
         structure, tensors = Structure.of(inputs)
         self.trace = ForwardTrace(opened, structure, _describe(tensors))
         self._needs: dict[int, frozenset[Source | str]] = {}
@@ -137,15 +141,9 @@ class ForwardRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         needs = self._of((args, kwargs))
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        changed = _list_tensors(result)
-        if not changed and result is not None and name not in _METADATA:
+        if reads_values(func, result):
             self._reads |= needs
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-            changed = [*changed, *_list_tensors(args[:1])]
-        if "out" in kwargs:
-            changed = [*changed, *_list_tensors(kwargs["out"])]
-        for tensor in changed:
+        for tensor in list_changed(func, args, kwargs, result):
             self._add(tensor, needs)
         return result
 
@@ -172,12 +170,17 @@ class ForwardRecorder(TorchFunctionMode):
 
     def finish(self, output: Tensor) -> ForwardTrace:
         """Return the trace of a forward that has returned `output`."""
-        self.trace.output_needs, self.trace.read = self._of(output), self._reads
+        kept = list_tensors([vars(part) for part in self._opened])
+        made = [
+            self._needs.get(self._key(tensor), frozenset()) for tensor in kept
+        ]  # a loss, or a next forward, reads it
+        needs = [one for one in made if any(not isinstance(source, str) for source in one)]
+        self.trace.output_needs, self.trace.read = self._of(output).union(*needs), self._reads
         return self.trace
 
     def _of(self, data: Any) -> frozenset[Source | str]:
         found: frozenset[Source | str] = frozenset()
-        for tensor in _list_tensors(data):
+        for tensor in list_tensors(data):
             known = self._needs.get(self._key(tensor))
             if known is None and tensor.grad_fn is not None and not self._is_inside:
                 raise SettingsError(
@@ -253,10 +256,6 @@ def find_output(output: Any) -> Tensor:
             f"{type(output).__name__}; return the tensor that the loss is computed from"
         )
     return found
-
-
-def _list_tensors(data: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(data) if isinstance(value, Tensor)]
 
 
 def _describe(tensors: Sequence[Tensor]) -> tuple[Described, ...]:

@@ -5,7 +5,7 @@ rank before has sent, or, where only shapes matter, an empty tensor. It stops be
 masks, positions and whatever else is computed between calls is as in the whole model, for any inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from paceline.comm.streams import send_to
 from paceline.data.batch import call, describe, map_tensors
 from paceline.errors import PacelineError, SettingsError
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.costs import undisturbed
+from paceline.parallel.pipeline.absent import ADVICE, Tracking, find_missing, mark_missing
 from paceline.parallel.pipeline.layers import LAYERS_ADVICE, HasPipelineLayers, PipelineLayer, find_owned, list_layers
 from paceline.parallel.pipeline.trace import (
     INPUTS,
@@ -28,6 +28,7 @@ from paceline.parallel.pipeline.trace import (
     find_output,
     record,
 )
+from paceline.parallel.trial import evaluating, is_random, restored, training, vary
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -52,11 +53,16 @@ def find_layers(module: nn.Module, sequence: Sequence[str] = (), sample: Any = N
     if sequence or sample is None or is_listed(module):
         return list_layers(module, sequence)
     opened = find_opened(module)
-    with undisturbed(module):
+    with restored(module):
         try:
+            kept = _list_kept(module, opened)
             trace = record(module, opened, sample)
+            _refuse_kept(_list_kept(module, opened) - kept)
+            samples = [sample, *_vary(module, sample)]
+            for other in samples[1:]:
+                trace = _join_traces(trace, record(module, opened, other))
             layers = _make_layers(module, trace)
-            _check(module, layers, sample)
+            _check(module, layers, samples)
         except PacelineError:
             raise
         except Exception as error:
@@ -128,13 +134,15 @@ class Part:
         """Return what crosses the end, or the model's output."""
         run = _PartRun(self, (value,) if isinstance(value, Tensor) else value)
         try:
-            with calls_replaced(self.model, self.trace.opened, run.call_part):
+            with run.tracking, calls_replaced(self.model, self.trace.opened, run.call_part):
                 output = call(self.model, run.fill(INPUTS))
         except _EndOfPartError:
             return run.finish()
         if self.end < len(self.trace.calls) or run.number < self.end:
             raise run.refuse("nothing more")
-        return find_output(output)
+        output = find_output(output)
+        run.refuse_missing(output, "its output")
+        return output
 
     def join(self, later: "Part") -> "Part":
         """Return this part and one that begins at its end as one."""
@@ -151,6 +159,8 @@ class _PartRun:
     def __init__(self, part: Part, value: tuple[Tensor, ...]) -> None:
         self._part = part
         self._trace = part.trace
+        self.tracking = Tracking()
+        """Mode in which the forward runs between calls."""
         self.number = 0
         """Number of calls made."""
         if part.begin == 0:
@@ -177,7 +187,9 @@ class _PartRun:
         self.number += 1
         if number < self._part.begin:
             return self.fill(number)
-        output = call_module(module, *args, **kwargs)
+        self.refuse_missing((args, kwargs), calls[number].name)
+        with self.tracking.paused():
+            output = call_module(module, *args, **kwargs)
         structure, tensors = calls[number].output.of(output)
         if structure != calls[number].output or [one.dim() for one in tensors] != [
             one.num_dims for one in calls[number].tensors
@@ -195,11 +207,20 @@ class _PartRun:
     def finish(self) -> tuple[Tensor, ...]:
         """Return what crosses the end of the part."""
         values = [self._known[source] for source in self._trace.find_crossing(self._part.end)]
+        self.refuse_missing(values, "what is sent to the next stage")
         numbers: list[int] = []
         for source in _find_shaped(self._trace, self._part.end):
             known = self._known.get(source)
             numbers += [DTYPES.index(known.dtype), *known.shape] if known is not None else self._shapes[source]
         return (*values, send_to(values[0].device, torch.tensor(numbers, dtype=torch.int64)))
+
+    def refuse_missing(self, data: Any, user: str) -> None:
+        """Raise `SettingsError` if tensors come from what this part does not have."""
+        if missing := find_missing(data):
+            raise SettingsError(
+                "a model run as a pipeline must use the same results and parameters in each part of its forward as on "
+                f"the sample, but {user} comes from {missing}; {ADVICE}"
+            )
 
     def refuse(self, what: str) -> SettingsError:
         """Return the error of a forward that is not the recorded one."""
@@ -215,8 +236,13 @@ class _PartRun:
         device = next(iter(self._known.values())).device
         made = torch.empty(shape, dtype=DTYPES[dtype], device=device)
         if not made.is_floating_point():
-            return made.zero_()  # it may be an index
-        return made.fill_(self._part.fills_with) if self._part.fills_with else made
+            made.zero_()  # it may be an index
+        elif self._part.fills_with:
+            made.fill_(self._part.fills_with)
+        number, place = source
+        owner = f"input {place + 1}" if number == INPUTS else f"the output of {self._trace.calls[number].name}"
+        mark_missing(made, f"{owner}, which the sample did not use there")
+        return made
 
 
 def _find_shaped(trace: ForwardTrace, end: int) -> list[Source]:
@@ -321,25 +347,73 @@ def join_parts(layers: Sequence[PipelineLayer]) -> list[Any]:
     return functions
 
 
-def _check(module: nn.Module, layers: Sequence[PipelineLayer], sample: Any) -> None:
-    """Refuse a model whose layers, one after the other, compute something else than its forward."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()  # no dropout
+def _vary(module: nn.Module, sample: Any) -> list[Any]:
+    """Return a sample of other values, if the model takes it, in a list."""
+    other = vary(sample)
     try:
-        with torch.no_grad():
-            expected = find_output(call(module, map_tensors(torch.clone, sample)))
-            _, tensors = layers[0].run.trace.inputs.of(map_tensors(torch.clone, sample))  # type: ignore[attr-defined]
-            value: Any = tuple(tensors)
-            for layer in layers:
-                assert isinstance(layer.run, Part)
-                value = replace(layer.run, fills_with=float("nan"))(value)
-    finally:
-        for part, mode in modes:
-            part.training = mode
-    difference = (value - expected).abs().max() if value.shape == expected.shape else torch.tensor(torch.inf)
-    if not difference <= _TOLERANCE * expected.abs().max().clamp(min=1e-6):
+        with torch.no_grad(), restored(module):
+            call(module, map_tensors(torch.clone, other))
+    except Exception:  # such as an index out of range
+        return []
+    return [other]
+
+
+def _join_traces(trace: ForwardTrace, other: ForwardTrace) -> ForwardTrace:
+    """Return a trace of what two samples use, if both make the same calls; else that of the first."""
+    is_alike = [made.name for made in trace.calls] == [made.name for made in other.calls]
+    return trace.join(other) if is_alike else trace
+
+
+def _list_kept(module: nn.Module, opened: frozenset[str]) -> set[str]:
+    """Return the names of the attributes of blocks that hold a result with a gradient."""
+    return {
+        f"{name}.{key}"
+        for name, part in module.named_modules()
+        if name not in opened
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+
+
+def _refuse_kept(names: Set[str]) -> None:
+    if names:
         raise SettingsError(
-            f"a model run as a pipeline must compute the same as the whole one, but {type(module).__name__}, cut at "
-            f"{', '.join(layer.name for layer in layers[1:])}, differs by {float(difference):.3g} in its output: its "
-            f"blocks share something that is no argument of theirs; {LAYERS_ADVICE}"
+            "a part of a model run as a pipeline must return its results, since a loss would miss what other stages "
+            f"keep, but {min(names)} is set by a forward; return it, keep it detached if it is only looked at, or set "
+            "Layout(pipeline=1) (--layout.pipeline 1)"
         )
+
+
+def _check(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequence[Any]) -> None:
+    """Refuse a model whose layers, one after the other, compute something else than its forward.
+
+    Each layer takes all samples before the next one does, from the state of the whole model, as ranks of a pipeline do.
+    It is compared in evaluation, and in training without dropout unless that still draws random numbers.
+    """
+    with evaluating(module):
+        _compare(module, layers, samples, "")
+    with training(module):
+        if not is_random(module, samples[0]):
+            _compare(module, layers, samples, " in training")
+
+
+def _compare(module: nn.Module, layers: Sequence[PipelineLayer], samples: Sequence[Any], when: str) -> None:
+    with torch.no_grad():
+        with restored(module):
+            expected = [find_output(call(module, map_tensors(torch.clone, sample))) for sample in samples]
+        runs = [layer.run for layer in layers]
+        assert isinstance(runs[0], Part)
+        values: list[Any] = [tuple(runs[0].trace.inputs.of(map_tensors(torch.clone, one))[1]) for one in samples]
+        for run in runs:
+            assert isinstance(run, Part)
+            with restored(module):
+                values = [replace(run, fills_with=float("nan"))(value) for value in values]
+    for value, whole in zip(values, expected, strict=True):
+        difference = (value - whole).abs().max() if value.shape == whole.shape else torch.tensor(torch.inf)
+        if not difference <= _TOLERANCE * whole.abs().max().clamp(min=1e-6):
+            raise SettingsError(
+                f"a model run as a pipeline must compute the same as the whole one, but {type(module).__name__}, cut "
+                f"at {', '.join(layer.name for layer in layers[1:])}, differs by {float(difference):.3g} in its output"
+                f"{when}: its blocks share something that is no argument of theirs, or its forward changes something "
+                f"after its first blocks that the next one uses; {LAYERS_ADVICE}"
+            )

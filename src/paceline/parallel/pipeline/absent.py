@@ -1,0 +1,99 @@
+"""Values that other ranks of a pipeline have: what is computed from their placeholders is refused where it counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.errors import SettingsError
+
+_METADATA = {
+    "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "__len__", "is_contiguous",
+    "get_device", "is_floating_point", "is_complex", "data_ptr", "storage_offset", "untyped_storage",
+    "type", "__hash__", "__get__", "register_hook", "requires_grad_",
+    "result_type", "can_cast", "backward", "is_same_size", "__repr__", "__format__",
+}  # fmt: skip
+"""Functions that read no values of a tensor, or return tensors."""
+
+_sources: Any = WeakTensorKeyDictionary()
+"""What each tensor that holds no values, or was computed from such, is missing."""
+
+
+class Tracking(TorchFunctionMode):
+    """Mode in which results of functions of torch are known to be missing what their arguments are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        source = None if self._is_paused else find_missing((args, kwargs))
+        result = func(*args, **kwargs)
+        if source is None:
+            return result
+        if reads_values(func, result):
+            raise SettingsError(
+                "a model run as a pipeline must decide the same way as on the sample, but it reads numbers that come "
+                f"from {source}; {ADVICE}"
+            )
+        for tensor in list_changed(func, args, kwargs, result):
+            mark_missing(tensor, source)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While active, functions of torch run as without the mode."""
+        is_last = _get_current_function_mode() is self
+        self._is_paused = True
+        try:
+            with _pop_mode_temporarily() if is_last else nullcontext():
+                yield
+        finally:
+            self._is_paused = False
+
+
+ADVICE = (
+    "give parallelize a sample on which the model does what it does in training, or set Layout(pipeline=1) "
+    "(--layout.pipeline 1)"
+)
+"""Advice for a model that needs what its stage has not got."""
+
+
+def mark_missing(tensor: Tensor, source: str) -> None:
+    """Record that a tensor, or the one that it is a view of, holds no values."""
+    _sources[tensor] = source
+    if tensor._base is not None:
+        _sources[tensor._base] = source
+
+
+def find_missing(data: Any) -> str | None:
+    """Return what the first tensor of `data` without values is missing, or None."""
+    if not _sources:
+        return None
+    found = (_sources.get(value) for value in tree_leaves(data) if isinstance(value, Tensor))
+    return next((source for source in found if source is not None), None)
+
+
+def reads_values(func: Any, result: Any) -> bool:
+    """Return whether a function of torch has made numbers, or a decision, of its arguments."""
+    return result is not None and not list_tensors(result) and getattr(func, "__name__", "") not in _METADATA
+
+
+def list_changed(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """Return the tensors that a function of torch has made or changed."""
+    name = getattr(func, "__name__", "")
+    changed = list_tensors(result)
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+        changed = [*changed, *list_tensors(args[:1])]
+    return [*changed, *list_tensors(kwargs["out"])] if "out" in kwargs else changed
+
+
+def list_tensors(data: Any) -> list[Tensor]:
+    """Return the tensors in any nesting that torch knows."""
+    return [value for value in tree_leaves(data) if isinstance(value, Tensor)]

@@ -1,0 +1,113 @@
+"""Trials leave a model as it was, whatever its forward keeps: counters, statistics, lists."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.comm import join
+from paceline.parallel.parallelize import find_shard, parallelize
+from paceline.parallel.trial import restored
+from paceline.testing.processes import run_processes
+from paceline.topology.layout import Layout
+
+WIDTH = 8
+TOKENS = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.joint, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        query, key, value = self.joint(x_BTW).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x_BTW = x_BTW + self.out(attended.transpose(1, 2).flatten(2))
+        output: Tensor = x_BTW + self.down(F.gelu(self.up(x_BTW)))
+        return output
+
+
+class Counting(nn.Module):
+    """A model whose temperature falls with the number of its forwards, which it keeps in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12)
+        self.number = 0
+        self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("added", torch.zeros(()))
+        self.attribute = torch.zeros(())
+        self.counts: Counter[str] = Counter()
+        self.lengths: list[int] = []
+        self.nested = {"tensor": torch.zeros(())}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return scores of each token."""
+        self.number += 1
+        self.assigned = self.assigned + 1
+        self.added += 1
+        self.attribute = self.attribute + 1
+        self.counts["forwards"] += 1
+        self.lengths.append(self.number)
+        self.nested["tensor"] += 1
+        self.last = "made in forward"
+        if not self.training:
+            self.embed.is_evaluated = True
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) / (1 + 0.5 * self.number) / (1 + 0.5 * self.assigned)  # type: ignore[no-any-return]
+
+
+def describe(model: Any) -> dict[str, Any]:
+    counts = dict(model.counts)
+    tensors = [float(one) for one in (model.assigned, model.added, model.attribute, model.nested["tensor"])]
+    made = [name for part in model.modules() for name in ("last", "is_evaluated") if name in vars(part)]
+    return {"number": model.number, "lengths": list(model.lengths), "counts": counts, "of": tensors, "made": made}
+
+
+def test_whatever_a_forward_keeps_is_what_it_was() -> None:
+    model = Counting()
+    model(TOKENS)
+    before, seed = describe(model), torch.get_rng_state()
+    for _ in range(2):
+        with restored(model):
+            model.eval()
+            model(TOKENS)
+            torch.rand(1)
+            assert model.number == 2
+        assert describe(model) == before
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), seed)
+    with pytest.raises(IndexError, match="index out of range"), restored(model):
+        model(TOKENS + 12)
+    assert describe(model) == before
+
+
+def split_counting() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = {}
+    with join() as group:
+        for axis in ("tensor", "pipeline"):
+            torch.manual_seed(0)
+            model = parallelize(Counting(), Layout(**{axis: 2}), group=group, sample=TOKENS)
+            found[axis] = [model.number, list(model.lengths), dict(model.counts), float(model.nested["tensor"])]
+            find_shard(model, group).close()
+    return found
+
+
+def test_layouts_leave_counters_as_they_were_and_compare_from_the_same_ones() -> None:
+    results = run_processes(2, split_counting)
+    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    for result in results:
+        assert result.value == {axis: [0, [], {}, 0.0] for axis in ("tensor", "pipeline")}
