@@ -76,12 +76,13 @@ class Side(ABC):
 
     def stop(self) -> None:
         """End all of its processes."""
-        for pid in self.find_workers().values():
-            _kill(pid)
-        for process in self._processes:
+        for process in self._processes:  # launchers first, or they would start workers again
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        while workers := self.find_workers():
+            for pid in workers.values():
+                _kill(pid)
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.directory / "output.txt").open("ab") as output:
