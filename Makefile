@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft format clean
 
 setup: $(VENV)/.installed
 
@@ -52,9 +52,14 @@ docs: setup
 wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist
 
+# For `paceline bench resilience --sides '["paceline","torchft"]' --torchft_path .torchft`; without its own copy of torch.
+torchft: setup
+	$(BIN)/python -m pip install --quiet --target .torchft --no-deps torchft==0.2.0
+	$(BIN)/python -m pip install --quiet --target .torchft opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .torchft dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

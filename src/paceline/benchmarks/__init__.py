@@ -12,6 +12,7 @@ from paceline.benchmarks.exposed import ExposedBenchmark
 from paceline.benchmarks.layouts import LayoutsBenchmark
 from paceline.benchmarks.memory import MemoryBenchmark
 from paceline.benchmarks.replica import ReplicaBenchmark
+from paceline.benchmarks.resilience import ResilienceBenchmark
 from paceline.benchmarks.server import ServerBenchmark
 from paceline.benchmarks.stragglers import StragglersBenchmark
 from paceline.benchmarks.tables import TableRow, check_new_files, print_table, write_files
@@ -35,6 +36,7 @@ __all__ = [
     "LayoutsBenchmark",
     "MemoryBenchmark",
     "ReplicaBenchmark",
+    "ResilienceBenchmark",
     "ServerBenchmark",
     "StragglersBenchmark",
     "TableRow",
