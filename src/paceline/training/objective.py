@@ -1,7 +1,7 @@
 """The training loss of a run, with its weight, and metrics beside it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -10,7 +10,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from paceline.data.base import Source
-from paceline.data.batch import NEXT_LABELS, Batch, call, describe
+from paceline.data.batch import Batch, call, describe
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.errors import SettingsError
 from paceline.functions import Function
@@ -124,16 +124,10 @@ class NextToken(Objective):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
-        next_labels = batch.data.get(NEXT_LABELS) if isinstance(batch.data, Mapping) else None
-        is_shifted = isinstance(batch.data, Mapping) and next_labels is None
-        targets = batch.targets[..., 1:] if is_shifted else batch.targets
-        targets = targets if next_labels is None else next_labels
         # In host memory, so that the host does not wait for a GPU.
         counted = batch.on_host
-        asked = counted.targets[..., 1:] if is_shifted else counted.targets
-        num_tokens = counted.count((asked if next_labels is None else counted.data[NEXT_LABELS]) != NOT_ASKED)
-        logits = _logits(call(model, batch.inputs))
-        logits = logits[..., :-1, :] if is_shifted else logits
+        num_tokens = counted.count(counted.next_labels != NOT_ASKED)
+        logits, targets = _logits(call(model, batch.inputs)), batch.next_labels
         total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
         return Loss(total / max(num_tokens, 1.0), num_tokens)
 

@@ -14,7 +14,7 @@ from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.mixture_of_experts import list_mixtures
-from paceline.parallel.parallelize import parallelize
+from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
@@ -22,6 +22,7 @@ from paceline.training.building import build_shared, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.initial import load_slices
+from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
@@ -145,6 +146,7 @@ def prepare(
         construction=construction,
         gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
+    check_loss(run, splits, find_shard(module, group))
     if run.compiler != NO_COMPILER:
         compile_blocks(module, run.compiler)
     return module, save_optimizer(run, run.optimizer.build(module))
