@@ -27,6 +27,14 @@ def test_it_lists_what_a_rank_needs(monkeypatch, capsys, tmp_path):
     assert "it fits" in said.out
 
 
+@pytest.mark.parametrize(("axis", "num_ranks"), [("pipeline", 2), ("sharded", 4), ("data", 3)])
+def test_it_estimates_the_ranks_that_train_would_start(monkeypatch, capsys, tmp_path, axis, num_ranks):
+    layout = [f"--layout.{axis}", str(num_ranks)]
+    code, said = run_command(monkeypatch, capsys, tmp_path, "memory", "transformer_lm", *SMALL, *layout)
+    assert not code
+    assert f"tensors of each of {num_ranks} ranks" in said.out
+
+
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(monkeypatch, capsys, tmp_path):
     huge = [*SMALL, "--global_batch", str(2**24)]
     code, said = run_command(monkeypatch, capsys, tmp_path, "train", "transformer_lm", *huge)
