@@ -34,6 +34,10 @@ class Objective(Family):
         """Return the loss of a model's output for a batch."""
         return self.loss(lambda *_, **__: output, batch)
 
+    def inputs_of(self, batch: Batch) -> Any:
+        """Return what the model is called with for a batch."""
+        return batch.inputs
+
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Return a text that demonstrates the trained module, or None."""
         return None
@@ -91,6 +95,18 @@ class FunctionLoss(OnBatch, Objective):
         # The sample is borrowed, and the function cannot know that it does not count.
         return Loss(made.mean, 0.0, {name: total * 0 for name, total in made.totals.items()})
 
+    def inputs_of(self, batch: Batch) -> Any:
+        """Return the arguments of the function's first call of the model, or those that a model gets by default."""
+        if not self.takes_model:
+            return batch.inputs
+        try:
+            self.call(_call_of_model, batch)
+        except _ModelCalledError as called:
+            return called.inputs or batch.inputs
+        except Exception:  # of a function that does more than call the model, such as to use its attributes
+            return batch.inputs
+        return batch.inputs
+
     def _refuse(self, made: Any) -> NoReturn:
         advice = "take the mean"
         if made is None or (isinstance(made, tuple) and None in made[:1]):
@@ -105,6 +121,18 @@ class FunctionLoss(OnBatch, Objective):
             f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "
             f"or a paceline.Loss, but got {describe(made)}; {advice}"
         )
+
+
+class _ModelCalledError(Exception):
+    """Call of the model, with all inputs by position or all by name; none where they are mixed."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the model is called")
+        self.inputs: Any = () if args and kwargs else args or kwargs
+
+
+def _call_of_model(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _ModelCalledError(args, kwargs)
 
 
 @register("next_token")

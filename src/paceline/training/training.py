@@ -18,7 +18,7 @@ from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
-from paceline.training.building import build_shared, read_sample
+from paceline.training.building import build_shared, check_inputs, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.initial import load_slices
@@ -134,6 +134,8 @@ def prepare(
         group: The workers, or all ranks of the layout.
         construction: Construction of a module without memory.
     """
+    sample = read_sample(run, splits, group.device)
+    check_inputs(run, module, sample)
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
     module = parallelize(
         module,
@@ -142,7 +144,7 @@ def prepare(
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
-        sample=read_sample(splits, group.device),
+        sample=sample,
         construction=construction,
         gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
