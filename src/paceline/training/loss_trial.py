@@ -154,7 +154,7 @@ class LossTrial:
         return (
             f"a loss must be computed from the model's output for {axis}, where each rank has parts of parameters, but "
             f"{self._name} {what}; leave penalties on parameters to the optimizer (weight_decay), or take "
-            f"--layout.{option} 1 and --layout.data {axes[option]}"  # type: ignore[index]
+            f"--layout.{option} 1 and --layout.data {axes[option]}"
         )
 
     def _describe_parts(self, what: str) -> str:
