@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft format clean
+.PHONY: setup train test test-slow test-all gpu gpu-rehearsal check docs wheel torchft faults format clean
 
 setup: $(VENV)/.installed
 
@@ -51,6 +51,10 @@ docs: setup
 # Without isolation: what builds it is installed, in the versions of constraints.txt.
 wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist
+
+# Hundreds of trainings whose workers are killed, stopped or resized: about half an hour.
+faults: setup
+	$(BIN)/python tools/faults/campaign.py
 
 # For `paceline bench resilience --sides '["paceline","torchft"]' --torchft_path .torchft`; without its own copy of torch.
 torchft: setup

@@ -74,11 +74,11 @@ class GradientError(PacelineError):
     """Gradients were produced in a way that cannot be exchanged correctly."""
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for an unknown `name`, listing the known ones, the closest first."""
+def unknown_name(what: str, name: str, known: Iterable[str], hint: str = "") -> UnknownNameError:
+    """Return the error for an unknown `name`, listing the known ones, after a `hint` or else the closest."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f"{hint}; " if hint else f"did you mean {close[0]!r}? " if close else ""
     listed = ", ".join(names) or "none"
     return UnknownNameError(f"{what} must be a known name, but got {name!r}; {hint}known: {listed}")
 

@@ -61,6 +61,8 @@ class Family(Settings):
     name: ClassVar[str] = ""
     """Name that the variant is registered under; empty for a family itself."""
     family: ClassVar[str] = ""
+    setting: ClassVar[str] = ""
+    """Path of the setting of a run that takes a variant, for who gives it to another; empty where nobody would."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -145,7 +147,9 @@ def find_variant(family: type[F], name: str) -> type[F]:
         known = ", ".join(variants)
         raise SettingsError(f"{family.family} must be one that serves here, but got {name!r}; known: {known}")
     if name not in variants:
-        raise unknown_name(_root(family).family, name, variants)
+        others = [root for root, known in _VARIANTS.items() if root.setting and name in known and name != "function"]
+        hints = [f"{name} is a {root.family}: take {root.setting} (--{root.setting} {name})" for root in others]
+        raise unknown_name(_root(family).family, name, variants, "; ".join(hints))
     return variants[name]
 
 

@@ -38,6 +38,14 @@ def test_it_says_what_copies_in_the_memory_of_peers_take(monkeypatch, capsys, tm
     assert "num_data(2) + num_parity(1) = 3 ranks, but there are 2" in said.err
 
 
+@pytest.mark.parametrize(("axis", "num_ranks"), [("pipeline", 2), ("sharded", 4), ("data", 3)])
+def test_it_estimates_the_ranks_that_train_would_start(monkeypatch, capsys, tmp_path, axis, num_ranks):
+    layout = [f"--layout.{axis}", str(num_ranks)]
+    code, said = run_command(monkeypatch, capsys, tmp_path, "memory", "transformer_lm", *SMALL, *layout)
+    assert not code
+    assert f"tensors of each of {num_ranks} ranks" in said.out
+
+
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_made(monkeypatch, capsys, tmp_path):
     huge = [*SMALL, "--global_batch", str(2**24)]
     code, said = run_command(monkeypatch, capsys, tmp_path, "train", "transformer_lm", *huge)

@@ -46,6 +46,14 @@ def held(): return paceline.Run(data=Dataset(), **settings)
     ("arguments", "message"),
     [
         ("train nope", "recipe must be a known name, but got 'nope'"),
+        (
+            "train transformer_lm --sync one_bit",
+            "one_bit is a codec: take sync.codec (--sync.codec one_bit); known: ad_",
+        ),
+        (
+            "train transformer_lm --sync.codec diloco",
+            "got 'diloco'; diloco is a sync: take sync (--sync diloco); known:",
+        ),
         ("train transformer", "did you mean 'transformer_lm'?"),
         ("train", "either a recipe or --resume RUN must be given, but got neither"),
         ("train transformer_lm --resume somewhere", "either a recipe or --resume RUN must be given, but got both"),

@@ -9,7 +9,6 @@ import pytest
 from pages import ROOT, list_blocks
 
 BLOCKS = list_blocks("python")
-RANKS = {"layout_loop.py": "it needs two ranks: test_commands runs it under torchrun"}
 
 
 def test_a_file_has_one_text():
@@ -18,7 +17,7 @@ def test_a_file_has_one_text():
     assert set(files.values()) == {1}
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.file not in RANKS], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_as_it_stands(block, after_a_run):
     path = after_a_run / (block.file or "block.py")
     path.write_text(block.text)

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.comm import LocalGroup
 from paceline.errors import CommunicationError, DivergenceError, GradientError, NonFiniteError, SettingsError
 from paceline.replica import Loss, Replica
-from paceline.sync import DPSGD, EveryStep
+from paceline.sync import DPSGD, EveryStep, LocalSGD
 from training_models import make_batch, make_module, make_replica, run_one_step
 
 
@@ -50,6 +50,18 @@ def test_a_gradient_that_is_made_twice_is_an_error():
 
     with pytest.raises((GradientError, CommunicationError), match="non-reentrant"):
         LocalGroup.run(2, worker)
+
+
+def test_embeddings_that_change_in_forward_are_refused_where_ranks_must_stay_equal():
+    words = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 5))
+
+    def worker(group, sync):
+        Replica(words, torch.optim.SGD(words.parameters(), 0.1), group=group, sync=sync).close()
+
+    with pytest.raises((SettingsError, CommunicationError), match=r"but 0 has max_norm 1; shorten what is looked up"):
+        LocalGroup.run(2, lambda group: worker(group, "every_step"))
+    LocalGroup.run(1, lambda group: worker(group, "every_step"))
+    LocalGroup.run(2, lambda group: worker(group, LocalSGD(period=2)))  # whose workers differ anyway
 
 
 def test_sparse_gradients_are_refused_by_name():

@@ -11,12 +11,13 @@ from torch import nn
 
 from paceline.comm import join
 from paceline.comm.group import Group
+from paceline.errors import SettingsError
 from paceline.monitor.log import EventLog
 from paceline.parallel.local import local, local_slice
 from paceline.testing.processes import run_processes
 from paceline.topology.layout import Layout
 from paceline.training import Run
-from paceline.training.building import build_model
+from paceline.training.building import build_model, check_inputs
 from paceline.training.training import Training, start_training
 
 FAMILIES: list[str] = []
@@ -135,3 +136,14 @@ def test_ranks_start_from_the_values_of_the_whole_model(tmp_path: Path, layout: 
         assert "since ranks construct different ones, of which rank 0's is taken" in result.value["by rank"][2]
         assert result.value["found"][0] == []
         assert ("since it is run to find how it can be split" in result.value["found"][2]) == ("pipeline" in layout)
+
+
+def test_a_model_that_does_not_take_the_inputs_of_a_sample_is_refused_before_it_is_tried() -> None:
+    tokens = {"words": torch.zeros(1, 4, dtype=torch.int64)}
+    run = make_run(build, {"tensor": 2})
+    for inputs in (tokens["words"], (tokens["words"],), {"tokens": tokens["words"]}):
+        check_inputs(run, Net(), inputs)
+    refused = r"forward of Net missing a required argument: 'tokens', and the inputs are \{words: int64\[1, 4\]\}"
+    with pytest.raises(SettingsError, match=refused):
+        check_inputs(run, Net(), tokens)
+    check_inputs(run.model_copy(update={"layout": Layout(sharded=2)}), Net(), tokens)  # is not run before

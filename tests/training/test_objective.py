@@ -14,6 +14,7 @@ from paceline.data.masked_text import NOT_ASKED
 from paceline.data.order import Interval
 from paceline.replica import Replica
 from paceline.training import MaskedLM, Objective
+from paceline.training.objective import FunctionLoss
 
 NUM_TOKENS, VOCABULARY = 6, 7
 # What each of four samples is asked for: nothing, one token, four, and all six.
@@ -120,3 +121,36 @@ def test_the_showcase_blots_out_and_fills_in() -> None:
     assert MaskedLM().showcase(module, OneText()) == "h▯dd▯n\n▸\nhoddon"
     assert module.training
     assert MaskedLM().showcase(module, OneText(num_classes=1000)) is None, "of tokens that are no bytes"
+
+
+def by_name(model, batch):
+    return model(x=batch.data["points"]).mean()
+
+
+def by_place(model, batch):
+    return model(batch.data["points"], 3).mean()
+
+
+def mixed(model, batch):
+    return model(batch.data["points"], y=3).mean()
+
+
+def of_parts(model, batch):
+    return model.head(batch.data["points"]).mean()
+
+
+def of_output(output, batch):
+    return output.mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (by_name, {"x": "points"}),
+        (by_place, ("points", 3)),
+        *((function, {"points": "points"}) for function in (mixed, of_parts, of_output)),
+    ],
+)
+def test_the_inputs_of_a_model_are_what_its_loss_gives_to_it(function, expected):
+    batch = Batch({"points": "points", "label": None}, 1, Interval(0, 1))
+    assert FunctionLoss(path=function).inputs_of(batch) == expected

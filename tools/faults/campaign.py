@@ -1,10 +1,10 @@
 """The fault campaign: trainings of real processes whose workers are hit, each judged against one that was not.
 
-    python tools/faults/campaign.py --num_runs 300 --json docs/benchmarks/faults.json
+    python tools/faults/campaign.py --num_runs 300 --markdown table.md
 
-A run is drawn from a seed: a rule, ranks, phases and kinds of faults. Of every_step with virtual workers the final weights
-must be those of the undisturbed run, bit for bit; of the other rules each sample must count once, and the loss must be
-that of the undisturbed run within a margin.
+A run is drawn from a seed: a rule, ranks, phases and kinds of faults. Of every_step with virtual workers the final
+weights must be those of the undisturbed run, bit for bit; of the other rules each sample must count once, and the loss
+must be that of the undisturbed run within a margin.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.monitor.events import Evaluated, Restarted, RunFinished, StepFinished, WorkersChanged
@@ -236,7 +235,8 @@ def _finish(process: subprocess.Popen[bytes]) -> int:
 def _resize(scenario: Scenario, run: Path) -> None:
     for number, size in enumerate(scenario.sizes):
         _wait_for_step(run, 6 + 7 * number)
-        subprocess.run([sys.executable, "-m", "paceline", "scale", str(run), str(size)], check=True, capture_output=True)
+        command = [sys.executable, "-m", "paceline", "scale", str(run), str(size)]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def _wait_for_step(run: Path, step: int) -> None:
@@ -272,13 +272,14 @@ def tabulate(outcomes: Sequence[Outcome]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     key = lambda outcome: (outcome.scenario.name, outcome.scenario.rule)  # noqa: E731
-    for (name, rule), group in itertools.groupby(sorted(outcomes, key=key), key):
+    for (fault, rule), group in itertools.groupby(sorted(outcomes, key=key), key):
         found = list(group)
         pauses = [pause for one in found for pause in one.pauses_s]
         shown = f"{median(pauses):.2f} s | {max(pauses):.2f} s" if pauses else " | "
-        counts = (len(found), *(sum(getattr(one, n) for one in found) for n in ("num_struck", "num_restarts", "num_again")))
+        sums = (sum(getattr(one, name) for one in found) for name in ("num_struck", "num_restarts", "num_again"))
+        counts = (len(found), *sums)
         failed = sum(bool(one.problems) for one in found)
-        lines.append(f"| {name} | {rule} | {' | '.join(map(str, counts))} | {shown} | {failed} |")
+        lines.append(f"| {fault} | {rule} | {' | '.join(map(str, counts))} | {shown} | {failed} |")
     return "\n".join(lines)
 
 

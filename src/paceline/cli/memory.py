@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 def memory(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or your own: file.py:function.")],
-    workers: Annotated[int, typer.Option(help="Number of workers: data times sharded times expert ranks.", min=1)] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Workers: data times sharded times expert ranks. [default: 2, or the layout's]", min=1),
+    ] = None,
 ) -> None:
     """Estimate the memory that each rank of a run needs; nothing is allocated.
 
@@ -24,6 +27,7 @@ def memory(
     from paceline.training.memory_fit import estimate
 
     run = make_run(recipe, parse_pairs(context.args))
+    workers = workers or run.layout.default_workers
     splits = check_workers(run, workers)
     num_ranks = workers * run.layout.ranks_of_worker
     device = guess_device(num_ranks)

@@ -94,8 +94,7 @@ def prepare_new(
     recipe = absolute_recipe(recipe)
     run = make_run(recipe, overrides)
     if num_workers is None:
-        layout = run.layout
-        num_workers = 2 if layout.is_plain and layout.data is None else (layout.data or 1) * layout.workers_of_replica
+        num_workers = run.layout.default_workers
     if run.num_threads is None:
         cores = len(os.sched_getaffinity(0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers * run.layout.ranks_of_worker))

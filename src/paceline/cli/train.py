@@ -19,7 +19,10 @@ def train(
         typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Workers on this machine, one process each if no layout has more. [default: 2]")
+        int | None,
+        typer.Option(
+            help="Workers on this machine, one process each if no layout has more. [default: 2, or the layout's]"
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the run; new without --go_on. [default: runs/RECIPE-n]")

@@ -137,6 +137,7 @@ class CodecSetting(Family):
     """Settings of a codec, or of how one is chosen while training runs."""
 
     family = "codec"
+    setting = "sync.codec"
 
 
 class Codec(CodecSetting):

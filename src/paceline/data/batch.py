@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm.streams import keep_for_stream, send_to, wait_in_queue
@@ -100,6 +101,25 @@ class Batch:
             f"a batch must be a pair (inputs, targets) or a mapping with {LABELS[0]!r} to have targets, but got "
             f"{describe(self.data)}; give a loss of your own, which takes what it needs of batch.data"
         )
+
+    @property
+    def next_labels(self) -> Tensor:
+        """Label of the token after each, x_BT, for logits of all tokens; -100 after the last.
+
+        These are the targets of a pair, and the ``labels`` of a mapping, one token later. In a loss they are right in
+        every layout: where ranks have parts of sequences, the label after a part's last token is elsewhere.
+
+        Raises:
+            DataError: The data has no labels of tokens.
+        """
+        if isinstance(self.data, Mapping) and isinstance(cut := self.data.get(NEXT_LABELS), Tensor):
+            return cut
+        labels = self.targets
+        if not isinstance(labels, Tensor) or labels.dim() < 2:
+            raise DataError(
+                f"labels of next tokens must be of tokens, but targets are {describe(labels)}; give a loss of your own"
+            )
+        return labels if _is_pair(self.data) else F.pad(labels[:, 1:], (0, 1), value=-100)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`; the host goes on while it is copied there."""

@@ -20,6 +20,7 @@ class Optimizer(Family):
     """Settings of an update rule. A `Run` also takes a function that returns a torch optimizer."""
 
     family = "optimizer"
+    setting = "optimizer"
 
     scaling: Scaling = "none"
     """Rule by which the learning rate follows the global batch: not at all, in proportion, or by the square root."""

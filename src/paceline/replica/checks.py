@@ -86,6 +86,7 @@ def check_replica(
     check_placement(parameters, shard.group)
     check_optimizer(optimizer, module)
     check_layout(shard.layout, rule)
+    check_embeddings(module, shard, rule)
     check_landing(
         landing,
         precision=precision,
@@ -180,6 +181,21 @@ def check_layout(layout: Layout, rule: Rule) -> None:
         reason = f"sync {rule.name} along {axis}, whose ranks must sum every gradient; take every_step"
     if reason:
         raise SettingsError(f"the layout must go with the other settings, but got {reason}")
+
+
+def check_embeddings(module: nn.Module, shard: ModelShard, rule: Rule) -> None:
+    """Refuse embeddings that change their weights in forward, where ranks that look up other tokens must stay equal."""
+    layout = shard.layout
+    shares = layout.shards_parameters or layout.expert > 1
+    if not shares and (shard.statistics_group.size == 1 or not rule.keeps_replicas_equal):
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise SettingsError(
+                f"an embedding must have no max_norm on several ranks, since each would shorten in forward only the "
+                f"rows that it looks up itself, but {name or 'the module'} has max_norm {part.max_norm:g}; shorten "
+                "what is looked up in the model's forward: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+            )
 
 
 def refuse_backward(

@@ -67,6 +67,7 @@ class Rule(Family):
     """Settings of a synchronisation method."""
 
     family = "sync"
+    setting = "sync"
 
     max_bandwidth: BytesPerSecond | None = None
     """Largest mean speed at which each worker sends over the network between CPUs, such as 50mbit; None: no limit."""

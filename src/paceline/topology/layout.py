@@ -68,6 +68,11 @@ class Layout(Settings):
         return self.sharded * self.expert
 
     @property
+    def default_workers(self) -> int:
+        """Number of workers where none is given: as many as the layout needs, or two if it has no axis."""
+        return 2 if self.is_plain and self.data is None else (self.data or 1) * self.workers_of_replica
+
+    @property
     def shards_optimizer(self) -> bool:
         """Whether ranks with complete parameters share the optimizer's state."""
         return self.sharded > 1 and self.zero_stage == 1

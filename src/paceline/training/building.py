@@ -1,5 +1,7 @@
 """The model of a run, built whole on every rank or, where a layout shares it, without memory until it is cut."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,8 +9,9 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.data import Batch, Interval, Splits
-from paceline.data.batch import list_tensors
+from paceline.data.batch import describe, list_tensors
 from paceline.data.datasets import SEEDING
+from paceline.errors import SettingsError
 from paceline.parallel.deferred import Construction, UndeferrableError, defer
 from paceline.parallel.parallelize import needs_values
 from paceline.parallel.pipeline.costs import estimate
@@ -48,9 +51,24 @@ def build_shared(run: Run, splits: Splits, group: Group, model: Model) -> tuple[
     return module, construction, ""
 
 
-def read_sample(splits: Splits, device: torch.device) -> Any:
-    """Return the model's inputs for one sample."""
-    return Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device).inputs
+def read_sample(run: Run, splits: Splits, device: torch.device) -> Any:
+    """Return the model's inputs for one sample, as the run's loss gives them to it."""
+    return run.loss.inputs_of(Batch(splits.train.read_first(), 1, Interval(0, 1)).to(device))
+
+
+def check_inputs(run: Run, module: nn.Module, inputs: Any) -> None:
+    """Raise `SettingsError` if a model that the run's layout tries before training cannot be called with its inputs."""
+    if not needs_values(module, run.layout, run.pipeline):
+        return
+    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+    by_place = [] if by_name else inputs if isinstance(inputs, tuple | list) else [inputs]
+    try:
+        inspect.signature(module.forward).bind(*by_place, **by_name)
+    except TypeError as error:
+        raise SettingsError(
+            f"a model must take the inputs of a sample, but forward of {type(module).__name__} {error}, and the inputs "
+            f"are {describe(inputs)}; name them in the data set, or a collate_fn, as forward names its arguments"
+        ) from error
 
 
 def _try_to_defer(
@@ -74,7 +92,7 @@ def _try_to_defer(
 
 def _check_layers(run: Run, module: nn.Module, splits: Splits) -> None:
     """Raise `UndeferrableError` if layers whose costs a pipeline estimates do not run without contents."""
-    sample = tuple(tensor.to("meta") for tensor in list_tensors(read_sample(splits, torch.device("cpu"))))
+    sample = tuple(tensor.to("meta") for tensor in list_tensors(read_sample(run, splits, torch.device("cpu"))))
     try:
         estimate(module, list_layers(module, run.pipeline.sequence), sample)
     except Exception as error:

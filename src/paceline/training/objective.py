@@ -1,7 +1,7 @@
 """The training loss of a run, with its weight, and metrics beside it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -10,7 +10,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from paceline.data.base import Source
-from paceline.data.batch import NEXT_LABELS, Batch, call, describe
+from paceline.data.batch import Batch, call, describe
 from paceline.data.masked_text import NOT_ASKED, NUM_SPECIAL_TOKENS
 from paceline.errors import SettingsError
 from paceline.functions import Function
@@ -33,6 +33,10 @@ class Objective(Family):
     def loss_of_output(self, output: Any, batch: Batch) -> Loss:
         """Return the loss of a model's output for a batch."""
         return self.loss(lambda *_, **__: output, batch)
+
+    def inputs_of(self, batch: Batch) -> Any:
+        """Return what the model is called with for a batch."""
+        return batch.inputs
 
     def showcase(self, module: nn.Module, held_out: Source) -> str | None:
         """Return a text that demonstrates the trained module, or None."""
@@ -91,6 +95,18 @@ class FunctionLoss(OnBatch, Objective):
         # The sample is borrowed, and the function cannot know that it does not count.
         return Loss(made.mean, 0.0, {name: total * 0 for name, total in made.totals.items()})
 
+    def inputs_of(self, batch: Batch) -> Any:
+        """Return the arguments of the function's first call of the model, or those that a model gets by default."""
+        if not self.takes_model:
+            return batch.inputs
+        try:
+            self.call(_call_of_model, batch)
+        except _ModelCalledError as called:
+            return called.inputs or batch.inputs
+        except Exception:  # of a function that does more than call the model, such as to use its attributes
+            return batch.inputs
+        return batch.inputs
+
     def _refuse(self, made: Any) -> NoReturn:
         advice = "take the mean"
         if made is None or (isinstance(made, tuple) and None in made[:1]):
@@ -105,6 +121,18 @@ class FunctionLoss(OnBatch, Objective):
             f"{self.path} must return a loss: a 0-dim tensor that is a mean over samples, a pair (mean, weight), "
             f"or a paceline.Loss, but got {describe(made)}; {advice}"
         )
+
+
+class _ModelCalledError(Exception):
+    """Call of the model, with all inputs by position or all by name; none where they are mixed."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the model is called")
+        self.inputs: Any = () if args and kwargs else args or kwargs
+
+
+def _call_of_model(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _ModelCalledError(args, kwargs)
 
 
 @register("next_token")
@@ -124,16 +152,10 @@ class NextToken(Objective):
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> Loss:
         """Return the mean over tokens, weighted by tokens."""
-        next_labels = batch.data.get(NEXT_LABELS) if isinstance(batch.data, Mapping) else None
-        is_shifted = isinstance(batch.data, Mapping) and next_labels is None
-        targets = batch.targets[..., 1:] if is_shifted else batch.targets
-        targets = targets if next_labels is None else next_labels
         # In host memory, so that the host does not wait for a GPU.
         counted = batch.on_host
-        asked = counted.targets[..., 1:] if is_shifted else counted.targets
-        num_tokens = counted.count((asked if next_labels is None else counted.data[NEXT_LABELS]) != NOT_ASKED)
-        logits = _logits(call(model, batch.inputs))
-        logits = logits[..., :-1, :] if is_shifted else logits
+        num_tokens = counted.count(counted.next_labels != NOT_ASKED)
+        logits, targets = _logits(call(model, batch.inputs)), batch.next_labels
         total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=NOT_ASKED, reduction="sum")
         return Loss(total / max(num_tokens, 1.0), num_tokens)
 

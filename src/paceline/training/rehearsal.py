@@ -41,7 +41,6 @@ from paceline.replica.attributes import find_attribute
 from paceline.replica.checks import Precision
 from paceline.replica.optimizer_step import autocast
 from paceline.training.model import Model, resize, size_of
-from paceline.training.objective import NextToken
 from paceline.training.run import Run
 
 T = TypeVar("T")
@@ -203,11 +202,6 @@ def check_shards(run: Run, splits: Splits) -> None:
     """
     if run.layout.is_plain:
         return
-    if run.layout.context > 1 and isinstance(run.loss, NextToken) and isinstance(splits.train.read_first(), Mapping):
-        raise SettingsError(
-            "samples for loss next_token with a context axis, whose ranks have parts of a sequence, must be pairs "
-            "(tokens, next tokens), but got a mapping; shift labels in the data set"
-        )
     with contextlib.suppress(RehearsalError):  # its ranks will tell
         check_model(outline(run.model, splits), run.layout, tensor_plan=run.tensor_plan, pipeline=run.pipeline)
     if run.layout.context > 1 and splits.train.spec.input_shape:

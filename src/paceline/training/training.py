@@ -14,14 +14,15 @@ from paceline.monitor.events import CheckpointSkipped
 from paceline.monitor.log import EventLog
 from paceline.parallel.deferred import Construction
 from paceline.parallel.mixture_of_experts import list_mixtures
-from paceline.parallel.parallelize import parallelize
+from paceline.parallel.parallelize import find_shard, parallelize
 from paceline.replica.checks import Precision
 from paceline.sync.synchroniser import Delays
 from paceline.training.best import BestSoFar
-from paceline.training.building import build_shared, read_sample
+from paceline.training.building import build_shared, check_inputs, read_sample
 from paceline.training.compiling import NO_COMPILER, compile_blocks
 from paceline.training.evaluate import Evaluation, check_samples
 from paceline.training.initial import load_slices
+from paceline.training.loss_trial import check_loss
 from paceline.training.model import Model, ModelSize, resize
 from paceline.training.rehearsal import save_activations, save_optimizer
 from paceline.training.run import Run
@@ -162,6 +163,8 @@ def prepare(
         group: The workers, or all ranks of the layout.
         construction: Construction of a module without memory.
     """
+    sample = read_sample(run, splits, group.device)
+    check_inputs(run, module, sample)
     save_activations(run, module, splits, max(1, group.size // run.layout.ranks_of_worker), group.device)
     module = parallelize(
         module,
@@ -170,10 +173,11 @@ def prepare(
         tensor_plan=run.tensor_plan,
         pipeline=run.pipeline,
         sharded_codec=run.sharded_codec,
-        sample=read_sample(splits, group.device),
+        sample=sample,
         construction=construction,
         gather_dtype=choose_gather_dtype(run.precision, group.device),
     )
+    check_loss(run, splits, find_shard(module, group))
     if run.compiler != NO_COMPILER:
         compile_blocks(module, run.compiler)
     return module, save_optimizer(run, run.optimizer.build(module))
