@@ -160,7 +160,7 @@ def check_model(coordinator, max_examples):
     """Run the model with a class of coordinators.
 
     Raises:
-        AssertionError: It breaks a rule.
+        AssertionError: The protocol breaks a rule.
     """
     machine = type("Machine", (Membership,), {"coordinator": coordinator})
     run_state_machine_as_test(

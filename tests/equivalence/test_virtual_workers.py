@@ -21,7 +21,7 @@ from paceline.testing import run_processes
 NUM_VIRTUAL = 12
 NUM_STEPS = 6
 NUM_SAMPLES = 110
-"""With global batches of 36, an epoch's last has two samples: ten of the virtual workers have none of it."""
+"""Samples of an epoch: of global batches of 36 the last has two, so that ten virtual workers have none of it."""
 
 
 SEEDING = threading.Lock()

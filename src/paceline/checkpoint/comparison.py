@@ -17,7 +17,7 @@ class TensorDifference:
 
     name: str
     reason: str
-    """What differs: values, shape, dtype, or in which of both it is missing."""
+    """Kind of the difference: values, shape, dtype, or the one of both in which it is missing."""
     num_elements: int = 0
     """Elements that differ."""
     share: float = 0.0

@@ -57,11 +57,10 @@ def train(
     `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
     `--help` after a recipe's name lists them. Under torchrun the same command trains on many machines.
 
-    For a job that may be submitted again give `--out DIRECTORY --go_on`: the same command then starts the run, resumes
-    it, or reports that it is finished. Other options change the run from there on, as with --resume.
+    For a job that may be submitted again give `--out DIRECTORY --go_on`: it starts the run, or resumes it. Other options
+    change the run from there on, as with --resume.
 
-    Exit codes: 0 finished, 2 bad input, refused with a message, 75 stopped by a signal with a checkpoint saved (resume
-    with --go_on or --resume), 1 failed.
+    Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 1 failed.
     """
     from paceline.cli.overrides import parse_pairs
 

@@ -34,7 +34,7 @@ class Verdict:
     words: str
     """Each of them, with the reason."""
     is_gone: bool
-    """Whether they have ended, rather than hang."""
+    """Whether the ranks have ended, rather than hang."""
 
     def to_error(self, where: str) -> CommunicationError:
         """Return the error of the operation `where` this rank waited."""

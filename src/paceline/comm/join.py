@@ -126,7 +126,7 @@ def open_store(timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
     """Return the store by which the workers of this start find each other: their launcher's, or torchrun's.
 
     Raises:
-        RuntimeError: It cannot be reached.
+        RuntimeError: The store cannot be reached.
     """
     access = ControlAccess.from_environment(os.environ)
     # Where a worker of ours starts torchrun, its workers inherit the access to a launcher that is not theirs.

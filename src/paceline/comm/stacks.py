@@ -82,7 +82,7 @@ def ask_for_line(pid: int, path: str, *, is_reading: bool) -> str:
     Args:
         pid: The process.
         path: File that it writes its stacks to.
-        is_reading: Whether it waits for data, which other threads of it read.
+        is_reading: Whether the rank waits for data, which other threads of it read.
     """
     with contextlib.suppress(OSError):
         if not path or not _takes_signal(pid):

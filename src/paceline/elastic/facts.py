@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 End: TypeAlias = Literal["done", "killed", "gave_up", "failed"]
-"""How a process ended: the run is over for it; a signal or code of others ended it; it cannot go on without its peers;
+"""End of a process: the run is over for it; a signal or code of others ended it; it cannot go on without its peers;
 or it met an error that it would meet again."""
 
 
@@ -46,7 +46,7 @@ class Voted:
     is_whole: bool = True
     """Whether the state is that after `step` updates; if not, an update was broken off in the middle."""
     lost: str = ""
-    """How it lost its peers; empty if it has stopped at a step boundary, as asked."""
+    """Way in which it lost its peers; empty if it has stopped at a step boundary, as asked."""
 
 
 @dataclass(frozen=True)

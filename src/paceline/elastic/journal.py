@@ -34,7 +34,7 @@ class Journal:
         """Write a fact, and return once it is on disk.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The journal cannot be written.
         """
         self._append({"unix_s": round(time.time(), 3), "fact": type(fact).__name__, **asdict(fact)})
 

@@ -41,7 +41,7 @@ class Member(ABC):
         Args:
             step: Number of updates of this worker's state.
             is_whole: Whether its state is that after `step` updates, and not broken off in the middle of another.
-            reason: How it noticed, in words.
+            reason: Error by which it noticed, in words.
         """
 
     @abstractmethod
@@ -84,11 +84,11 @@ class Status:
     step: int = -1
     is_whole: bool = True
     reason: str = ""
-    """How it lost its peers."""
+    """Way in which the worker lost its peers."""
     obstacle: str = ""
     """Reason why it could not go on in another group."""
     is_leaving: bool = False
-    """Whether it asks to leave."""
+    """Whether the worker asks to leave."""
 
 
 class StoreMember(Member):

@@ -58,20 +58,20 @@ class Worker:
     slot: int
     is_ready: bool = False
     is_leaving: bool = False
-    """Whether it leaves at the next boundary."""
+    """Whether the worker leaves at the next boundary."""
     is_doomed: bool = False
-    """Whether it is being killed; nothing that it says counts any more."""
+    """Whether the worker is being killed; nothing that it says counts any more."""
     is_evicted: bool = False
-    """Whether it is not wanted any more: it ends by itself, since a view without it was announced, or is killed."""
+    """Whether the worker is not wanted any more: it ends by itself, since a view without it was announced, or is killed."""
     vote: Voted | None = None
-    """Its vote in the present epoch."""
+    """Vote of the worker in the present epoch."""
 
 
 class Coordinator:
     """Decides who trains together; see the module.
 
     Args:
-        settings: Its settings.
+        settings: Settings of the run.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -96,7 +96,7 @@ class Coordinator:
         self._is_asked = False
         """Whether the epoch's workers were asked to stop at a boundary."""
         self._lost: dict[str, str] = {}
-        """How workers of the present epoch were lost, by name."""
+        """Ways in which workers of the present epoch were lost, by name."""
         self._furthest = -1
         self._num_failures = 0
         """Number of failures since the run has got further."""

@@ -84,12 +84,12 @@ class Supervisor:
     Args:
         coordinator: Coordinator, at its beginning.
         store: Store that the workers connect to.
-        workforce: Their processes.
+        workforce: Processes of the workers.
         journal: Journal of the coordinator.
         judge: Function that says what the end of all processes means; it is given the epoch of their log.
         tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
         read_requests: Function that returns what people have asked for since it was called last.
-        patience: How long workers may stand still.
+        patience: Times for which workers may stand still.
         clock: Clock of seconds.
     """
 

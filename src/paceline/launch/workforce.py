@@ -48,7 +48,7 @@ class LocalWorkforce(Workforce):
         self._running: dict[str, BaseProcess] = {}
         self._slots: dict[str, int] = {}
         self.ended = Ended()
-        """How processes of the present start of all have ended, by slot, unless they were replaced."""
+        """Ends of processes of the present start of all, by slot, but for those that were replaced."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
         """Fork it."""

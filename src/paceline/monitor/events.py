@@ -190,7 +190,7 @@ class AnomalyFound(Event):
     limit: Float | None = None
     """Value above which it counts as a spike."""
     reaction: str
-    """What was done: report for nothing but this event; skip, roll_back or stop."""
+    """Reaction to it: report for nothing but this event; skip, roll_back or stop."""
     message: str = ""
     """Ranks and places where it was found, if they are known."""
 

@@ -39,7 +39,7 @@ def heal(
     Args:
         everybody: Hashes by rank; see `find_difference`.
         group: The ranks.
-        targets: What the hashes are of: tensors, or numbers as a dictionary and a key.
+        targets: Hashed values: tensors, or numbers as a dictionary and a key.
     """
     (common, count), *_ = Counter(tuple(hashes.items()) for hashes in everybody).most_common()
     if 2 * count <= len(everybody):
@@ -86,7 +86,7 @@ class GradientComparison:
         """Compare the gradients of `step`, if it is due; every rank calls it.
 
         Raises:
-            DivergenceError: They differ, and are not healed; the update was not made.
+            DivergenceError: Replicas differ, and are not healed; the update was not made.
         """
         if step % self._interval:
             return

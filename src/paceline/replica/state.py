@@ -162,7 +162,7 @@ def restore(
         prefix: Prefix under which the replica was captured.
         hyper_parameters: Whether to load the optimizer's hyper-parameters too, as a torch schedule has left them; else
             the present ones stay.
-        is_live: Whether it is what rank 0 holds itself, so that a new replica has its model already.
+        is_live: Whether the state is what rank 0 holds itself, so that a new replica has its model already.
         kept: State that this rank has kept because it is at the same step: the rest is as it should be.
 
     Raises:

@@ -17,7 +17,7 @@ from paceline.sync.rule import Rule
 from paceline.topology.layout import Layout
 
 Reaction = Literal["ignore", "report", "skip", "roll_back", "stop"]
-"""What is done about an anomaly: nothing; an event in the log; that, and the update is skipped, on all workers; or
+"""Reaction to an anomaly: nothing; an event in the log; that, and the update is skipped, on all workers; or
 training goes back to its last checkpoint, and skips the updates from the one before the anomaly on; or the run ends."""
 
 _LEAST_VALUES = 20

@@ -56,7 +56,7 @@ class ControlServer:
         token: Secret of the run; by default a new one.
         ssl_context: TLS of the server's side; without it whoever can read the network can read messages, though not
             change them.
-        limits: What it bears from strangers.
+        limits: Limits on strangers.
 
     Attributes:
         access: Address and token for clients.

@@ -20,7 +20,7 @@ _METADATA = {
 """Functions that read no values of a tensor, or return tensors."""
 
 _sources: Any = WeakTensorKeyDictionary()
-"""What each tensor that holds no values, or was computed from such, is missing."""
+"""Names of what is missing, of each tensor that holds no values or was computed from such."""
 
 
 class Tracking(TorchFunctionMode):
