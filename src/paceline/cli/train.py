@@ -36,9 +36,7 @@ def train(
             help="Start the run in --out, or resume it if it exists; for cluster jobs that may be submitted again.",
         ),
     ] = False,
-    max_restarts: Annotated[
-        int, typer.Option(help="Losses of workers, with or without a restart, without progress before giving up.")
-    ] = 3,
+    max_restarts: Annotated[int, typer.Option(help="Losses of workers without progress before giving up.")] = 3,
     min_workers: Annotated[
         int | None,
         typer.Option(
@@ -54,11 +52,11 @@ def train(
     """Train a model, with checkpoints, a log and a report.
 
     Every setting of the recipe can be overridden by its dotted path, such as
-    `--num_steps 500 --optimizer.learning_rate 3e-4 --model.width 128 --data.path my/texts`;
-    `--help` after a recipe's name lists them. Under torchrun the same command trains on many machines.
+    `--num_steps 500 --model.width 128 --data.path my/texts`; `--help` after a recipe's name lists them.
+    Under torchrun the same command trains on many machines.
 
-    For a job that may be submitted again give `--out DIRECTORY --go_on`: it starts the run, or resumes it. Other options
-    change the run from there on, as with --resume.
+    For a job that may be submitted again give `--out DIRECTORY --go_on`: it starts the run, or resumes it. Other
+    options change the run from there on, as with --resume.
 
     Exit codes: 0 finished, 2 bad input, 75 stopped by a signal with a checkpoint saved, 1 failed.
     """

@@ -62,7 +62,7 @@ class Worker:
     is_doomed: bool = False
     """Whether the worker is being killed; nothing that it says counts any more."""
     is_evicted: bool = False
-    """Whether the worker is not wanted any more: it ends by itself, since a view without it was announced, or is killed."""
+    """Whether the worker is unwanted: it ends by itself, since a view without it was announced, or is killed."""
     vote: Voted | None = None
     """Vote of the worker in the present epoch."""
 
