@@ -136,7 +136,7 @@ def test_the_command_places_workers_on_hosts(monkeypatch, tmp_path):
             ["codecs", "--hosts", "4", "--bandwidth", "1gbit"],
             "--workers.num_hosts must be the path of a setting.*--num_elements",
         ),
-        (["nothing"], "known: buckets, codec_choice, codecs, collectives"),
+        (["nothing"], "known: buckets, checkpoints, codec_choice, codecs, collectives"),
     ],
     ids=["no bandwidth", "no hosts", "no number", "one host", "no workers", "no benchmark"],
 )

@@ -145,6 +145,7 @@ def count_resources():
 
 
 def allocate_and_drop(group):
+    gc.collect()  # groups that were closed before
     before = count_resources()
     tensors = [group.allocate(LARGE, torch.float32) for _ in range(3)]
     view = tensors[0][10:20]

@@ -19,11 +19,11 @@ from paceline.elastic.facts import (
     StopAsked,
     Voted,
 )
-from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.protocol import Coordinator, MembershipSettings
 
 
 def begin(target, **settings):
-    coordinator = Coordinator(Settings(target, **settings))
+    coordinator = Coordinator(MembershipSettings(target, **settings))
     started = [action.name for action in coordinator.begin()]
     for name in started:
         actions = coordinator.handle(Ready(name))
@@ -31,7 +31,7 @@ def begin(target, **settings):
 
 
 def test_all_begin_together_once_they_are_there():
-    coordinator = Coordinator(Settings(2, first_epoch=5))
+    coordinator = Coordinator(MembershipSettings(2, first_epoch=5))
     assert coordinator.begin() == [StartWorker("w0", 0), StartWorker("w1", 1)]
     assert coordinator.handle(Ready("w1")) == []
     (announce,) = coordinator.handle(Ready("w0"))
@@ -141,8 +141,22 @@ def test_a_worker_that_leaves_alone_gives_its_state_to_another_one_first():
     assert announce.view.names == ("w1",)
 
 
+def test_who_was_left_out_does_not_join_again():
+    coordinator, _ = begin(2)
+    assert coordinator.handle(Scaled(1)) == [AskForBoundary(0)]
+    coordinator.handle(Voted("w0", 0, 3))
+    announce, *_ = coordinator.handle(Voted("w1", 0, 3))
+    assert announce.view.names == ("w0",)
+    (started,) = coordinator.handle(Scaled(2))
+    assert isinstance(started, StartWorker)
+    assert coordinator.handle(Ready("w1")) == [], "what it said before it was left out came late"
+    assert coordinator.handle(Ready(started.name)) == [AskForBoundary(1)]
+    announce, *_ = coordinator.handle(Voted("w0", 1, 5))
+    assert announce.view.names == ("w0", started.name)
+
+
 def test_workers_that_must_stay_the_same_start_again_together():
-    coordinator = Coordinator(Settings(2))
+    coordinator = Coordinator(MembershipSettings(2))
     coordinator.begin()
     coordinator.handle(Ready("w0", "the model is split"))
     coordinator.handle(Ready("w1", "the model is split"))

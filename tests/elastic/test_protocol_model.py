@@ -26,7 +26,7 @@ from paceline.elastic.facts import (
     Silent,
     StartWorker,
 )
-from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.protocol import Coordinator, MembershipSettings
 
 numbers = st.integers(0, 5)
 
@@ -42,7 +42,7 @@ class Membership(RuleBasedStateMachine):
         first_epoch=st.sampled_from([0, 3]),
     )
     def begin(self, size, **chosen):
-        self.world = World(Settings(target=size, **chosen), self.coordinator)
+        self.world = World(MembershipSettings(target=size, **chosen), self.coordinator)
 
     def pick(self, number, names=None):
         names = sorted(self.world.processes) if names is None else names
@@ -246,14 +246,6 @@ MUTANTS = {
     "the first is not rank 0": (
         "names = [first, *staying]",
         "names = [*staying, first]",
-    ),
-    "an evicted worker joins again": (
-        "worker.is_evicted or worker.is_doomed or worker.is_leaving",
-        "worker.is_doomed or worker.is_leaving",
-    ),
-    "evicted workers are not marked": (
-        "            self.workers[name].is_evicted = True\n        self._begin",
-        "            pass\n        self._begin",
     ),
     "too many are taken in": (
         "[: size - len(names)]",

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from paceline.elastic import Evicted, StoreMember
 from paceline.elastic.facts import LeaveAsked, Scaled
 from paceline.elastic.journal import Journal, read_journal
-from paceline.elastic.protocol import Coordinator, Settings
-from paceline.elastic.supervisor import Patience, Supervisor, Verdict, Workforce
+from paceline.elastic.protocol import Coordinator, MembershipSettings
+from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor, Workforce
 from paceline.errors import CommunicationError
 
 
@@ -73,7 +73,7 @@ def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=
             store,
             workforce,
             journal,
-            judge=lambda epoch: Verdict(is_final, 0, "as the log says"),
+            judge=lambda epoch: EndVerdict(is_final, 0, "as the log says"),
             tell_restart=lambda epoch, reason: None,
             read_requests=read_requests,
             patience=patience,
@@ -100,7 +100,7 @@ def test_survivors_go_on_with_the_most_advanced_state_and_a_new_worker(tmp_path)
                     time.sleep(0.01)
                 member.at_boundary(7)
 
-    supervisor, workforce = supervise(tmp_path, Settings(3), script)
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(3), script)
     assert [view.step for view in views[1].values()] == [6] * views[1][0].size
     assert views[1][0].names[:2] == ("w2", "w0")
     assert views[1][0].previous[:2] == (2, 0)
@@ -127,7 +127,7 @@ def test_workers_join_and_leave_as_asked(tmp_path):
             member.at_boundary(view.epoch + 1)
 
     requests = [(0, Scaled(3)), (1, Scaled(2)), (1, LeaveAsked("w1"))]
-    _, workforce = supervise(tmp_path, Settings(2), script, requests=requests)
+    _, workforce = supervise(tmp_path, MembershipSettings(2), script, requests=requests)
     assert (sizes[0], sizes[1], sizes[max(sizes)]) == (("w0", "w1"), ("w0", "w1", "w2"), ("w0", "w2"))
     assert (workforce.num_restarts, workforce.killed) == (0, [])
 
@@ -143,7 +143,7 @@ def test_a_worker_that_does_not_vote_and_gives_no_sign_of_life_is_killed(tmp_pat
             member.next_view(20)
         return "done"
 
-    supervisor, workforce = supervise(tmp_path, Settings(2), script, patience=Patience(vote_s=0.6))
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(vote_s=0.6))
     assert workforce.killed[0] == "w1"
     assert "w1 stands still: no sign of life for" in supervisor.coordinator.view.reason
 
@@ -158,17 +158,17 @@ def test_where_nobody_can_go_on_all_start_again_until_it_is_in_vain(tmp_path, ob
             member.report_loss(view.step, is_whole=True, reason="gone")
             member.next_view(20)
 
-    supervisor, workforce = supervise(tmp_path, Settings(2, max_restarts=2), script, obstacle=obstacle)
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2, max_restarts=2), script, obstacle=obstacle)
     assert workforce.num_restarts == 3
     assert supervisor.gave_up == "gave up after 2 restarts without progress: as the log says"
-    _, workforce = supervise(tmp_path, Settings(2), script, obstacle=obstacle, is_final=True)
+    _, workforce = supervise(tmp_path, MembershipSettings(2), script, obstacle=obstacle, is_final=True)
     assert workforce.num_restarts == 1
 
 
 def test_a_line_of_the_journal_that_was_cut_off_never_happened(tmp_path):
     path = tmp_path / "journal"
     assert read_journal(path) is None
-    with Journal(path, Settings(2)) as journal:
+    with Journal(path, MembershipSettings(2)) as journal:
         journal.append(Scaled(4))
         journal.append(Scaled(3))
     whole = path.read_bytes()

@@ -5,8 +5,7 @@ import signal
 import sys
 import time
 
-import torch.distributed as dist
-
+from paceline.comm.control import ControlAccess
 from paceline.launch import workforce
 from paceline.launch.workforce import LocalWorkforce
 
@@ -26,12 +25,11 @@ def act(directory, epoch, name):
 
 def open_workforce(tmp_path):
     (tmp_path / "workers").mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return LocalWorkforce(act, tmp_path, 7, store.port), store
+    return LocalWorkforce(act, tmp_path, 7, ControlAccess("127.0.0.1", 1, bytes(32)))
 
 
 def test_how_each_ended_is_told_once(tmp_path):
-    force, _store = open_workforce(tmp_path)
+    force = open_workforce(tmp_path)
     for slot in range(7):
         force.start(f"w{slot}", slot, epoch=4)
     found = []
@@ -52,7 +50,7 @@ def test_how_each_ended_is_told_once(tmp_path):
 
 def test_who_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(workforce, "GRACE_S", 0.2)
-    force, _store = open_workforce(tmp_path)
+    force = open_workforce(tmp_path)
     force.start("frozen", 0, epoch=0)
     while not (tmp_path / "frozen").exists():
         time.sleep(0.01)

@@ -92,6 +92,7 @@ def test_there_is_a_class_for_every_kind() -> None:
         "stopped_early",
         "unused_parameters",
         "warned",
+        "workers_changed",
     ]
 
 

@@ -11,7 +11,7 @@ def test_every_public_name_is_there() -> None:
     assert paceline.monitor.__all__ == sorted(paceline.monitor.__all__, key=lambda name: (name[0].islower(), name))
     for name in paceline.monitor.__all__:
         assert getattr(paceline.monitor, name).__module__.startswith("paceline.monitor.")
-    with pytest.raises(AttributeError, match="has no attribute 'LiveVeiw'; it has: BatchChanged"):
+    with pytest.raises(AttributeError, match="has no attribute 'LiveVeiw'; it has: AnomalyFound"):
         _ = paceline.monitor.LiveVeiw
 
 

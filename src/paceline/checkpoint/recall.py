@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldPart:
     """What is left of one rank's files of one copy, and the rank of now that reads them."""
 
     reader: int
@@ -47,10 +47,10 @@ def recall(
     least = group.gather_documents(newer_than, name="step of the checkpoint")[0]
     mine = [list(found) for found in _look(folder, group, least)]
     everybody = group.gather_documents(mine, name="state in memory")
-    copies: dict[str, dict[int, _Held]] = {}
+    copies: dict[str, dict[int, _HeldPart]] = {}
     for reader, found in enumerate(everybody):
         for slot, has_part, parity, index in found:
-            held = _Held(reader, slot, has_part, parity, index)
+            held = _HeldPart(reader, slot, has_part, parity, index)
             if group.rank == 0 and not (has_part and all(parity)):
                 on_damaged(folder / slot, "it does not match its digest")
             key = json.dumps([index["step"], index["num_ranks"], index["digests"]])
@@ -111,7 +111,7 @@ def _read(path: Path, start: int, num_bytes: int) -> Bytes:
     return content
 
 
-def _collect(folder: Path, copy: Mapping[int, _Held], group: Group) -> list[Bytes]:
+def _collect(folder: Path, copy: Mapping[int, _HeldPart], group: Group) -> list[Bytes]:
     """Return, on rank 0, the parts of all ranks of a copy; nothing elsewhere. Every rank calls it.
 
     Raises:
@@ -138,7 +138,7 @@ def _collect(folder: Path, copy: Mapping[int, _Held], group: Group) -> list[Byte
     return [parts[rank][:length] for rank, length in enumerate(about["lengths"])] if group.rank == 0 else []
 
 
-def _choose(copy: Mapping[int, _Held], team: Sequence[int], stripes: Stripes) -> list[tuple[int, int]]:
+def _choose(copy: Mapping[int, _HeldPart], team: Sequence[int], stripes: Stripes) -> list[tuple[int, int]]:
     """Return the parity blocks, by stripe and number, that restore what a team has lost.
 
     Raises:
@@ -188,7 +188,7 @@ def _restore(
             parts[data[block]].reshape(num_data, block_bytes)[block] = content
 
 
-def _move(folder: Path, held: _Held, name: str, start: int, num_bytes: int, group: Group) -> Bytes | None:
+def _move(folder: Path, held: _HeldPart, name: str, start: int, num_bytes: int, group: Group) -> Bytes | None:
     """Return bytes of a file on rank 0, and None elsewhere."""
     content = _read(folder / held.slot / name, start, num_bytes) if group.rank == held.reader else None
     if group.rank not in (0, held.reader) or held.reader == 0:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from paceline.elastic.facts import Fact
-from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.errors import storing
 
 JOURNAL = Path("workers", "membership.jsonl")
@@ -24,7 +24,7 @@ class Journal:
         StorageError: The file cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: MembershipSettings) -> None:
         self._path = path
         with storing(path):
             self._file = path.open("w", encoding="utf-8")
@@ -61,7 +61,7 @@ def read_journal(path: Path) -> Coordinator | None:
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     if not lines:
         return None
-    coordinator = Coordinator(Settings(**json.loads(lines[0])))
+    coordinator = Coordinator(MembershipSettings(**json.loads(lines[0])))
     coordinator.begin()
     for line in lines[1:]:
         document = json.loads(line)

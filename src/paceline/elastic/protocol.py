@@ -36,8 +36,8 @@ from paceline.elastic.facts import (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a coordinator."""
+class MembershipSettings:
+    """MembershipSettings of a coordinator."""
 
     target: int
     """Number of workers wanted; it may be changed (`Scaled`)."""
@@ -71,10 +71,10 @@ class Coordinator:
     """Decides who trains together; see the module.
 
     Args:
-        settings: Settings of the run.
+        settings: MembershipSettings of the run.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MembershipSettings) -> None:
         self.settings = settings
         self.target = settings.target
         self.epoch = settings.first_epoch - 1

@@ -69,7 +69,7 @@ class Workforce(ABC):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EndVerdict:
     """What the log says of how all processes ended."""
 
     is_final: bool
@@ -100,7 +100,7 @@ class Supervisor:
         workforce: Workforce,
         journal: Journal,
         *,
-        judge: Callable[[int], Verdict],
+        judge: Callable[[int], EndVerdict],
         tell_restart: Callable[[int, str], None],
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
         patience: Patience | None = None,

@@ -12,9 +12,9 @@ import torch
 import paceline.errors
 from paceline.comm.control import ControlAccess, ControlServer, ControlStore
 from paceline.elastic.journal import JOURNAL, Journal
-from paceline.elastic.protocol import Coordinator, Settings
+from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import Supervisor, Verdict
+from paceline.elastic.supervisor import EndVerdict, Supervisor
 from paceline.errors import storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import ACCESS_FILE, Ended
@@ -76,7 +76,7 @@ def launch(
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
-        settings = Settings(
+        settings = MembershipSettings(
             num_processes,
             min_workers=min_workers,
             num_spares=num_spares,
@@ -88,7 +88,7 @@ def launch(
     return code
 
 
-def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRequest) -> ExitCode:
+def _supervise(directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest) -> ExitCode:
     with ControlServer() as server:
         server.access.save(directory / "workers" / ACCESS_FILE)
         try:
@@ -98,13 +98,13 @@ def _supervise(directory: Path, log_path: Path, settings: Settings, stop: StopRe
 
 
 def _supervise_workers(
-    directory: Path, log_path: Path, settings: Settings, stop: StopRequest, access: ControlAccess
+    directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess
 ) -> ExitCode:
     store = ControlStore(access)
     workforce = LocalWorkforce(work_for_launcher, directory, settings.target, access)
     outcomes: list[_Outcome] = []
 
-    def judge(epoch: int) -> Verdict:
+    def judge(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
         outcomes.append(outcome := _judge(records, workforce.ended, stop.number != 0, directory / "workers"))
         workforce.begin_again()
@@ -112,7 +112,7 @@ def _supervise_workers(
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
             _tell(directory, log_path, epoch, failed)
         is_final = outcome.code is not ExitCode.PEERS_LOST or bool(outcome.mismatch)
-        return Verdict(is_final, outcome.last_step, outcome.reason)
+        return EndVerdict(is_final, outcome.last_step, outcome.reason)
 
     requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
     with Journal(directory / JOURNAL, settings) as journal:

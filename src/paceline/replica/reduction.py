@@ -273,11 +273,9 @@ class GradientReduction:
             self.gradients.arm(divisor, step, loss_scale)
 
     def end_backward(self, *, last: bool = True, collect: bool = False) -> None:
-        """Launch what the last backward of a step has left; keep what another one made for a virtual worker.
+        """Launch what the `last` backward of a step has left; keep what another one made for a virtual worker.
 
-        Args:
-            last: Whether this was the last.
-            collect: Whether gradients were computed without hooks, as in pipeline stages.
+        Gradients that were computed without hooks, as in pipeline stages, are to be collected first.
         """
         if self.virtual is not None:
             self.virtual.end_backward()
@@ -391,7 +389,8 @@ class GradientReduction:
         """Warn once of each parameter that no rank of the reduce group used in `step`; return the new ones."""
         new = [name for name in self.unused if name not in self._warned_unused]
         self._warned_unused.update(new)
-        warn_of_unused(new, step, "on any rank" if self.covers_all_workers else "here")
+        if new:
+            warn_of_unused(new, step, "on any rank" if self.covers_all_workers else "here")
         return new
 
     def flush(self) -> None:

@@ -80,11 +80,10 @@ class UnusedParametersWarning(UserWarning):
 
 
 def warn_of_unused(names: list[str], step: int, where: str) -> None:
-    """Warn of parameters without a gradient, if there are any; `where` says on which ranks."""
-    if names:
-        warnings.warn(
-            f"{len(names)} parameters had no gradient at step {step} {where} and stay as they are: "
-            f"{', '.join(names)}; freeze them with requires_grad=False if that is intended",
-            UnusedParametersWarning,
-            stacklevel=4,
-        )
+    """Warn of parameters without a gradient; `where` says on which ranks."""
+    warnings.warn(
+        f"{len(names)} parameters had no gradient at step {step} {where} and stay as they are: "
+        f"{', '.join(names)}; freeze them with requires_grad=False if that is intended",
+        UnusedParametersWarning,
+        stacklevel=4,
+    )

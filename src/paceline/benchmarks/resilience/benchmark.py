@@ -15,7 +15,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.benchmarks.base import Benchmark, BenchmarkRow
-from paceline.benchmarks.resilience.sides import SIDES, Side, Update, describe_environment
+from paceline.benchmarks.resilience.sides import SIDES, TrainingSide, Update, describe_environment
 from paceline.benchmarks.resilience.task import BATCH, INTERVAL, PARAMETERS, SECONDS, STEPS
 from paceline.errors import SettingsError
 from paceline.registry import register
@@ -128,7 +128,7 @@ class ResilienceBenchmark(Benchmark):
                 rows.append(BenchmarkRow(self.name, f"{name}: {every}", "goodput", "", share, 1.0, "no fault", share))
         return rows
 
-    def _open(self, name: str, directory: Path) -> Side:
+    def _open(self, name: str, directory: Path) -> TrainingSide:
         task = {
             SECONDS: self.seconds_per_sample,
             PARAMETERS: self.num_parameters,
@@ -179,7 +179,7 @@ class ResilienceBenchmark(Benchmark):
             finally:
                 side.stop()
 
-    def _hit(self, side: Side, victim: int) -> float:
+    def _hit(self, side: TrainingSide, victim: int) -> float:
         """Hit a worker, the next living one if that is gone, and return when."""
         workers = sorted(side.find_workers().items())
         if not workers:
@@ -189,7 +189,7 @@ class ResilienceBenchmark(Benchmark):
         os.kill(pid, _SIGNALS[self.fault])
         return hit_s
 
-    def _wait_until_whole(self, side: Side, after_s: float) -> float:
+    def _wait_until_whole(self, side: TrainingSide, after_s: float) -> float:
         """Wait for some updates of all workers after a time; return the present one."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s:

@@ -35,7 +35,7 @@ class Update:
     num_workers: int
 
 
-class Side(ABC):
+class TrainingSide(ABC):
     """A training under way, some of whose workers are killed.
 
     Args:
@@ -98,7 +98,7 @@ class Side(ABC):
         return process
 
 
-class PacelineSide(Side):
+class PacelineSide(TrainingSide):
     """`paceline train`, whose workers go on without the one that is lost."""
 
     options: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class TorchrunSide(PacelineSide):
         return {rank: pid for rank, pid in found.items() if pid != self._processes[0].pid}
 
 
-class TorchftSide(Side):
+class TorchftSide(TrainingSide):
     """torchft: a lighthouse, and workers each of which is started again at once when it is gone.
 
     Args:
@@ -219,7 +219,7 @@ path.with_suffix(".new").rename(path)
 threading.Event().wait()
 """
 
-SIDES: dict[str, type[Side]] = {
+SIDES: dict[str, type[TrainingSide]] = {
     "paceline": PacelineSide,
     "restart": RestartSide,
     "torchrun": TorchrunSide,

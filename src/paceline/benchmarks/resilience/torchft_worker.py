@@ -15,11 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from task import BATCH, STEPS, build, make_data  # type: ignore[import-not-found]  # beside this file
 
 
 def main(number: int, log: str, num_workers: int) -> None:
     """Train until the last update."""
+    from task import BATCH, STEPS, build, make_data  # type: ignore[import-not-found]  # beside this file
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
