@@ -237,6 +237,7 @@ def take_two(output, batch):
 EXAMPLES = {
     "function": {"path": f"{__name__}:take_two"},
     "edge_list": {"edges": [(0, 1), (1, 2)]},
+    "per_worker": {"samples": 4},
     "scripted": {"objective": "classification", "sample_s": (0.1,)},
 }
 """Fields of variants that cannot be made of defaults alone."""
