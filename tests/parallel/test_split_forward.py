@@ -39,6 +39,7 @@ class Attending(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("rising", torch.zeros(()))
         self.register_buffer("size", torch.ones(()))
+        self.register_buffer("angles", torch.randn(1, 32, WIDTH), persistent=False)
         self.number, self.strength = 0, 0.0
         for parameter in self.mix.parameters():
             nn.init.zeros_(parameter)
@@ -100,6 +101,8 @@ class Attending(nn.Module):
                 x = x + 0.5 * x.mean(1, keepdim=True) if self.training else x
             case "own positions":
                 x = x + self.table(torch.ones_like(tokens).cumsum(1))
+            case "table in a buffer":
+                x = x + self.angles[:, : tokens.shape[1]]
             case "pooled":
                 x = x.mean(1)
             case "in place":
@@ -140,7 +143,7 @@ REFUSED = {
     "own positions": r"a module must look up .* positions by the argument position_ids .* but table has another output",
     "pooled": r"but Attending has an output without a dim of tokens, \(2, 12\)",
 }
-ACCEPTED = ["plain", "wide values", "in place", "dropout", "noise", "counted"]
+ACCEPTED = ["table in a buffer", "plain", "wide values", "in place", "dropout", "noise", "counted"]
 
 
 def draw(num_tokens: int = NUM_TOKENS) -> Tensor:

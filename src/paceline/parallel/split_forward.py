@@ -62,9 +62,9 @@ class Uses:
 class _Mode(TorchFunctionMode):
     """Mode in which attention goes to `attend`, and whatever is made for as many tokens as there are to `place`."""
 
-    def __init__(self, num_tokens: int | None) -> None:
+    def __init__(self, module: nn.Module, num_tokens: int | None) -> None:
         super().__init__()
-        self.num_tokens = num_tokens
+        self._module, self.num_tokens = module, num_tokens
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         """Return an attention; arguments are those of torch's `scaled_dot_product_attention`."""
@@ -90,21 +90,25 @@ class _Mode(TorchFunctionMode):
         made = func(*args, **kwargs)
         if self.num_tokens and func is torch.arange and args in ((self.num_tokens,), (0, self.num_tokens)):
             return self.place(made, made, 0)
-        if self.num_tokens and func is Tensor.__getitem__ and isinstance(args[0], nn.Parameter | nn.Buffer):
+        if self.num_tokens and func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             for dim, one in enumerate(index):
-                if isinstance(one, slice) and one.stop == self.num_tokens and not one.start and one.step in (None, 1):
+                is_first = isinstance(one, slice) and one.stop == self.num_tokens and not one.start
+                if is_first and one.step in (None, 1) and self._is_table(args[0]):
                     return self.place(
                         made, args[0][tuple(slice(None) if i == dim else x for i, x in enumerate(index))], dim
                     )
         return made
 
+    def _is_table(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or any(tensor is buffer for buffer in self._module.buffers())
+
 
 class _Probe(_Mode):
     """Mode that notes how the modules of a model use their sequences."""
 
-    def __init__(self, num_tokens: int | None) -> None:
-        super().__init__(num_tokens)
+    def __init__(self, module: nn.Module, num_tokens: int | None) -> None:
+        super().__init__(module, num_tokens)
         self.uses: dict[str, Uses] = {}
         self.inside: list[str] = [""]
 
@@ -137,7 +141,7 @@ class _Split(_Mode):
     """Mode in which a module's forward has a part of each sequence."""
 
     def __init__(self, forward: "SplitForward", num_tokens: int | None) -> None:
-        super().__init__(num_tokens)
+        super().__init__(forward.module, num_tokens)
         self._forward = forward
         self.num_positions = 0
 
@@ -190,7 +194,7 @@ class SplitForward:
         self._name = name
         self._positions = positions
         self._shared = shared
-        self._original = module.forward
+        self.module, self._original = module, module.forward
         module.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -320,7 +324,7 @@ def split_forwards(module: nn.Module, sample: Any, size: int) -> None:
         torch.backends.mha.set_fastpath_enabled(False)  # it has its own attention, in evaluation only
     if names:
         sample = {**sample, **add_positions(names, None, tokens, sample)}
-    probe = _Probe(None if names else tokens.shape[1])
+    probe = _Probe(module, None if names else tokens.shape[1])
     with restored(module), torch.no_grad(), _names_of_calls(module, probe.inside), probe:
         call(module, map_tensors(torch.clone, sample))
     if not any(uses.kinds for uses in probe.uses.values()):
