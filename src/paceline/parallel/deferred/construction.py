@@ -113,7 +113,10 @@ def defer(build: Callable[[], nn.Module]) -> tuple[nn.Module, Construction]:
     gc.freeze()  # what was there before need not be looked through for tensors of the construction
     try:
         module = _build(recording, build)
-        construction = _check(recording, module)
+        try:
+            construction = _check(recording, module)
+        except (AssertionError, RuntimeError) as error:  # such as of a parameter whose `data` has values
+            raise explain(error) from error
         recording.settle()
         return module, construction
     except BaseException:
