@@ -7,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from paceline.comm.progress import PROGRESS
 from paceline.elastic import Evicted, StoreMember
 from paceline.elastic.facts import LeaveAsked, Scaled
 from paceline.elastic.journal import Journal, read_journal
@@ -57,7 +58,7 @@ class Threads(Workforce):
         self.ended = queue.Queue()
 
 
-def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False):
+def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, told=None):
     store = dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)
@@ -75,6 +76,7 @@ def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=
             journal,
             judge=lambda epoch: EndVerdict(is_final, 0, "as the log says"),
             tell_restart=lambda epoch, reason: None,
+            tell_standstill=(told if told is not None else []).append,
             read_requests=read_requests,
             patience=patience,
         )
@@ -146,6 +148,29 @@ def test_a_worker_that_does_not_vote_and_gives_no_sign_of_life_is_killed(tmp_pat
     supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(vote_s=0.6))
     assert workforce.killed[0] == "w1"
     assert "w1 stands still: no sign of life for" in supervisor.coordinator.view.reason
+
+
+@pytest.mark.parametrize("beats", [True, False], ids=["they beat", "they do not"])
+def test_people_are_told_where_workers_are_that_all_stand_still(tmp_path, beats):
+    told_once = threading.Event()
+
+    def script(member):
+        PROGRESS.stamp(3, time.monotonic(), b"forward")
+        member.next_view(20)
+        if not beats:
+            member.close()
+        told_once.wait(20)
+        return "done"
+
+    class Told(list):
+        def append(self, words):
+            super().append(words)
+            told_once.set()
+
+    told = Told()
+    _, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(standstill_s=1.0), told=told)
+    assert told[0].startswith("no worker has made progress for 1 s: w0 is in phase forward of step 3; w1 is in")
+    assert not workforce.killed
 
 
 @pytest.mark.parametrize("obstacle", ["the model is split", ""])

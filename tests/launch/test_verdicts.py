@@ -9,7 +9,7 @@ from paceline.errors import StorageError
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.local import _judge, _tell
 from paceline.launch.processes import Ended
-from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished
+from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
 from paceline.monitor.reader import read_log, select
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
@@ -135,3 +135,32 @@ def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch
     assert failed.rank == -1
     reason = "rank 0: w1 stands still: no sign of life for"
     assert f"gave up after 0 restarts without progress: {reason}" in failed.event.message
+
+
+SLEEPING = (
+    FREEZING.replace(
+        """        if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGSTOP)
+""",
+        """        if self.calls == 2:
+            time.sleep(4)
+        self.calls += 1
+""",
+    )
+    .replace("import os, signal", "import time")
+    .replace("(torch.nn.Embedding):", "(torch.nn.Embedding):\n    calls = 0\n")
+)
+
+
+@pytest.mark.timeout(120)
+def test_a_warning_names_the_line_at_which_all_workers_stand_still(tmp_path, run_here):
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    where = ("--out", tmp_path / "run", "--hang_timeout_s", 1.5, "--memory.check", "false", "--num_steps", 3)
+    done = run_here("train", tmp_path / "sleeping.py", *where, "--data.max_bytes", 100_000, "--workers", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    warned = [one.event.message for one in select(read_log(tmp_path / "run" / "events.jsonl"), Warned)]
+    told = [words for words in warned if words.startswith("no worker has made progress for ")]
+    line = 1 + SLEEPING.splitlines().index("            time.sleep(4)")
+    assert f"sleeping.py:{line} in forward" in told[0]
+    assert "w0 is in phase forward of step" in told[0]
+    assert "w1 is in phase forward of step" in told[0]

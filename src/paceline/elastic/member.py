@@ -19,6 +19,7 @@ from paceline.comm.control import store_of_epoch
 from paceline.comm.group import Group, note_joined
 from paceline.comm.join import Transport, open_group
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.progress import PROGRESS
 from paceline.comm.threads import start_thread
 from paceline.elastic.facts import View
 from paceline.errors import CommunicationError, PacelineError
@@ -89,6 +90,10 @@ class Status:
     """Reason why it could not go on in another group."""
     is_leaving: bool = False
     """Whether the worker asks to leave."""
+    still_s: float = 0.0
+    """Time since its training loop entered the present phase."""
+    place: str = ""
+    """Phase and step that it is in, in words; empty before the first."""
 
 
 class StoreMember(Member):
@@ -216,7 +221,10 @@ class StoreMember(Member):
             before = self._status
             now = replace(before, beat=before.beat + 1, is_leaving=self._is_leaving, **changes)  # type: ignore[arg-type]
             self._status = now
-            self._store.set(f"status/{self.name}", json.dumps(asdict(now)))
+            position = PROGRESS.read()
+            place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
+            said = replace(now, still_s=time.monotonic() - position.since_s, place=place)
+            self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
             if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)
 

@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from torch.distributed import PrefixStore, Store
@@ -34,6 +34,8 @@ from paceline.elastic.protocol import Coordinator
 
 _IDLE_S, _BUSY_S, _LOOK_S = 0.05, 0.005, 0.5
 """Longest times between two looks at the mail while nothing happens, at the mail while workers change, and at beats."""
+_START_FACTOR = 5
+"""Factor of the longest standstill before the first step, where models are built and data are fetched."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Patience:
     """Time without a beat, where the others wait for its vote."""
     stuck_s: float = 300.0
     """Time without a vote, where the others wait for it, though it beats."""
+    standstill_s: float = 60.0
+    """Time without progress of any worker after which people are told, first, where each is; nobody is killed."""
 
 
 class Workforce(ABC):
@@ -62,6 +66,10 @@ class Workforce(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait until a process has ended; return the names of those that have, and how, also in words."""
+
+    def locate(self, name: str) -> str:
+        """Return process and line of code of a worker in words; empty if they cannot be seen from here."""
+        return ""
 
     @abstractmethod
     def end_all(self) -> None:
@@ -88,6 +96,7 @@ class Supervisor:
         journal: Journal of the coordinator.
         judge: Function that says what the end of all processes means; it is given the epoch of their log.
         tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
+        tell_standstill: Function that is told, in words, where workers are that have all stood still for long.
         read_requests: Function that returns what people have asked for since it was called last.
         patience: Times for which workers may stand still.
         clock: Clock of seconds.
@@ -102,6 +111,7 @@ class Supervisor:
         *,
         judge: Callable[[int], EndVerdict],
         tell_restart: Callable[[int, str], None],
+        tell_standstill: Callable[[str], None] = lambda _: None,
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -112,11 +122,15 @@ class Supervisor:
         self._workforce = workforce
         self._journal = journal
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
-        self._patience = patience or Patience()
+        self._tell_standstill = tell_standstill
         self._clock = clock
+        self._patience = patience or Patience()
         self._num_mails = 0
         self._beats: dict[str, tuple[int, float]] = {}
         """Number of the last beat of each worker, and the time at which it was seen."""
+        self._said: dict[str, Status] = {}
+        """What each worker said last."""
+        self._standstill_s = self._patience.standstill_s
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
         self._looked_s = clock()
@@ -213,7 +227,7 @@ class Supervisor:
             if self._store.check([f"status/{name}"]):
                 status = Status(**json.loads(self._store.get(f"status/{name}")))
                 if status.beat > self._beats.get(name, (-1, 0.0))[0]:
-                    self._beats[name] = (status.beat, now_s)
+                    self._beats[name], self._said[name] = (status.beat, now_s), status
                     self._take(name, status)
 
     def _take(self, name: str, status: Status) -> None:
@@ -234,6 +248,7 @@ class Supervisor:
         now_s, patience = self._clock(), self._patience
         silent = {name: now_s - seen_s for name, (beat, seen_s) in self._beats.items() if beat >= 0}
         newest_s = min(silent.values(), default=0.0)
+        self._watch_all(silent)
         for name, worker in list(self.coordinator.workers.items()):
             silent_s = silent.get(name)
             if worker.is_doomed or silent_s is None:
@@ -246,3 +261,21 @@ class Supervisor:
                     self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
                 elif waited_s > patience.stuck_s:
                     self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
+
+    def _watch_all(self, silent: Mapping[str, float]) -> None:
+        """Tell people if no worker gets on: each may wait for the others, so that none of them is judged.
+
+        They are told again after four times as long.
+
+        Args:
+            silent: Time since the last beat of each worker.
+        """
+        said = {name: self._said[name] for name in self.coordinator.members if name in self._said and name in silent}
+        still_s = min([status.still_s + silent[name] for name, status in said.items()], default=0.0)
+        limit_s = self._standstill_s * (_START_FACTOR if not all(status.place for status in said.values()) else 1)
+        if said and len(said) == len(self.coordinator.members) and still_s >= limit_s:
+            self._standstill_s *= 4
+            places = (
+                f"{name} {one.place or 'has not begun'}{self._workforce.locate(name)}" for name, one in said.items()
+            )
+            self._tell_standstill(f"no worker has made progress for {still_s:.0f} s: {'; '.join(places)}")

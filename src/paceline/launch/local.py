@@ -14,14 +14,14 @@ from paceline.comm.control import ControlAccess, ControlServer, ControlStore
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import EndVerdict, Supervisor
+from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
 from paceline.errors import storing
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import ACCESS_FILE, Ended
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
-from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
+from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished, Warned
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
@@ -114,6 +114,9 @@ def _supervise_workers(
         is_final = outcome.code is not ExitCode.PEERS_LOST or bool(outcome.mismatch)
         return EndVerdict(is_final, outcome.last_step, outcome.reason)
 
+    def tell_standstill(words: str) -> None:
+        _tell(directory, log_path, supervisor.coordinator.epoch, Warned(message=words))
+
     requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
     with Journal(directory / JOURNAL, settings) as journal:
         supervisor = Supervisor(
@@ -125,7 +128,9 @@ def _supervise_workers(
             tell_restart=lambda epoch, reason: _tell(
                 directory, log_path, epoch, Restarted(attempt=epoch, reason=reason)
             ),
+            tell_standstill=tell_standstill,
             read_requests=requests.read,
+            patience=Patience(standstill_s=RunFile.load(directory).run.get("hang_timeout_s") or Patience.standstill_s),
         )
 
         def stop_all(number: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.control import ControlAccess
+from paceline.comm.stacks import ask_for_line
 from paceline.elastic.facts import End
 from paceline.elastic.supervisor import Workforce
 from paceline.launch.exit_codes import ExitCode
@@ -66,6 +67,12 @@ class LocalWorkforce(Workforce):
         if name in self._running:
             self.ended.ended_here.add(self._slots[name])
             self._running[name].kill()
+
+    def locate(self, name: str) -> str:
+        """Ask it for its stacks, which lie beside its output then."""
+        path, process = self._directory / "workers" / f"rank{self._slots[name]}.stack", self._running[name]
+        line = ask_for_line(process.pid or 0, str(path), is_reading=False)
+        return f" (pid {process.pid}), at {line}; stacks are in {path}" if line else f" (pid {process.pid})"
 
     def wait(self, timeout_s: float) -> list[tuple[str, End, str]]:
         """Wait for any of them."""
