@@ -78,15 +78,15 @@ class Membership(RuleBasedStateMachine):
         if name := self.pick(number):
             self.world.look(name)
 
-    @rule()
-    def all_get_on(self):
+    @rule(hears_of_deaths=st.booleans())
+    def all_get_on(self, hears_of_deaths):
         if not self.world.end:
-            self.world._do_everything(NUM_STEPS - 1)
+            self.world._do_everything(NUM_STEPS - 1, hears_of_deaths=hears_of_deaths)
 
-    @rule(num_rounds=st.integers(1, 6))
-    def all_get_on_for_a_while(self, num_rounds):
+    @rule(num_rounds=st.integers(1, 6), hears_of_deaths=st.booleans())
+    def all_get_on_for_a_while(self, num_rounds, hears_of_deaths):
         for _ in range(num_rounds):
-            self.all_get_on()
+            self.all_get_on(hears_of_deaths)
 
     @rule(number=numbers, wrongly=st.booleans())
     def notice(self, number, wrongly):
@@ -246,6 +246,14 @@ MUTANTS = {
     "the first is not rank 0": (
         "names = [first, *staying]",
         "names = [*staying, first]",
+    ),
+    "an evicted worker joins again": (
+        "worker.is_evicted or worker.is_doomed or worker.is_leaving",
+        "worker.is_doomed or worker.is_leaving",
+    ),
+    "evicted workers are not marked": (
+        "            self.workers[name].is_evicted = True\n        self._begin",
+        "            pass\n        self._begin",
     ),
     "too many are taken in": (
         "[: size - len(names)]",

@@ -220,6 +220,7 @@ class Coordinator:
         if self.view is None:
             self.epoch += 1  # what its workers logged counts as an epoch
         self.workers, self.view, self.is_restarting, self._is_ending = {}, None, False, False
+        self._num_stillborn = 0  # restarts have a limit of their own
         self._begin_epoch()
         if self._count_failure(fact.step) or self._is_stopping:
             self.is_over = True
