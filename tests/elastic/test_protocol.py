@@ -81,6 +81,9 @@ def test_losses_without_progress_end_the_run():
     assert coordinator.handle(AllEnded(4, "they lost each other")) == [
         GiveUp("gave up after 2 restarts without progress: they lost each other")
     ]
+    assert coordinator.list_outstanding() == [
+        GiveUp("gave up after 2 restarts without progress: they lost each other")
+    ], "who reads the journal must hear it too"
 
 
 def test_progress_begins_the_count_again():
