@@ -1,4 +1,5 @@
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.checkpoint.manifest import Chunk
 from paceline.errors import CheckpointError, SettingsError, StorageError
 
 
@@ -43,6 +45,16 @@ def test_saved_says_what_was_made(tmp_path):
     assert on_disk - (saved.path / "manifest.json").stat().st_size == saved.num_bytes
     assert saved.duration_s > 0
     assert_complete(Checkpoint.open(saved.path))
+
+
+@pytest.mark.parametrize("incremental", [0, 1])
+def test_records_of_chunks_are_kept_only_for_what_will_share_them(tmp_path, incremental):
+    before = {id(one) for one in gc.get_objects() if type(one) is Chunk}
+    store = CheckpointStore(tmp_path, incremental=incremental)
+    save(store, 1)
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is Chunk and id(one) not in before]
+    assert bool(kept) == bool(incremental)
 
 
 def test_an_empty_or_absent_store_has_none(tmp_path):

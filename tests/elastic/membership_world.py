@@ -106,7 +106,8 @@ class World:
                     assert slot not in {p.slot for p in self.processes.values() if not self._is_doomed(p.name)}
                     self.processes[name] = Process(name, slot)
                     self.say(name)
-            case Kill(name=name):
+            case Kill(name=name, reason=reason):
+                assert name not in self.left or reason.endswith(" still"), "who was left out ends by itself"
                 self.die(name, "killed")
             case Announce(view=view):
                 if view.epoch not in self.views:
@@ -291,11 +292,11 @@ class World:
             and len(self.processes) == coordinator.target + self.settings.num_spares
         )
 
-    def _do_everything(self, last_step=NUM_STEPS):
+    def _do_everything(self, last_step=NUM_STEPS, *, hears_of_deaths=True):
         for process in list(self.processes.values()):
             if process.is_frozen:
                 self.feed(Silent(process.name, "it stands still"))
-        while self.local and self.coordinator is not None:
+        while self.local and self.coordinator is not None and hears_of_deaths:
             self.feed(self.local.pop(0))
         for name in list(self.processes):
             self.say(name)

@@ -81,6 +81,9 @@ def test_losses_without_progress_end_the_run():
     assert coordinator.handle(AllEnded(4, "they lost each other")) == [
         GiveUp("gave up after 2 restarts without progress: they lost each other")
     ]
+    assert coordinator.list_outstanding() == [
+        GiveUp("gave up after 2 restarts without progress: they lost each other")
+    ], "who reads the journal must hear it too"
 
 
 def test_progress_begins_the_count_again():
@@ -102,6 +105,16 @@ def test_replacements_that_end_at_once_are_not_started_for_ever():
     assert num_started == 3
     assert coordinator.members == ["w0"]
     assert coordinator.handle(Scaled(3)) == [StartWorker("w1.5", 1), StartWorker("w2", 2)], "a person tries again"
+
+
+def test_replacements_that_ended_at_once_are_forgotten_when_all_start_again():
+    coordinator, _ = begin(2, max_restarts=1)
+    coordinator.handle(Voted("w0", 0, 1, lost="gone"))
+    actions = coordinator.handle(Died("w1", "killed", "w1 was killed"))
+    while started := [action for action in actions if isinstance(action, StartWorker)]:
+        actions = coordinator.handle(Died(started[0].name, "failed", "no GPU"))
+    assert coordinator.handle(Died("w0", "failed", "w0 failed")) == [RestartAll("w0 failed")]
+    assert coordinator.handle(AllEnded(2, "w0 failed")) == [StartWorker("w0.2", 0), StartWorker("w1.4", 1)]
 
 
 def test_a_run_that_ends_while_a_worker_waits_to_join():

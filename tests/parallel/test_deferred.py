@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -200,6 +202,19 @@ def test_code_may_keep_and_set_the_generators_state() -> None:
     construction.finish(module, torch.device("cpu"))
     for name, tensor in whole.named_parameters():
         assert torch.equal(module.get_parameter(name), tensor), name
+
+
+def test_a_construction_is_freed_with_the_last_who_holds_it() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        module, construction = defer(lambda: nn.Linear(4, 4))
+        recording = weakref.ref(construction._recording)
+        assert recording() is not None
+        del module, construction
+        assert recording() is None, "what was recorded must not wait for a garbage collection"
+    finally:
+        gc.enable()
 
 
 def test_slices_are_made_in_their_own_memory() -> None:

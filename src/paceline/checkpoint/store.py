@@ -188,7 +188,8 @@ class CheckpointStore:
         self, path: Path, start_s: float, is_coordinator: bool, *, is_shared: bool, is_best: bool
     ) -> SavedCheckpoint:
         """Remove surplus checkpoints, now that there is a new one, which the next may share files with."""
-        self._newest = checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path)
+        self._newest = checkpoint if self.incremental else None  # the records of its chunks take about 1 KB each
         self._num_since_full = self._num_since_full + 1 if is_shared else 0
         if is_coordinator:
             if is_best:

@@ -89,6 +89,8 @@ class Coordinator:
         """Whether all processes are being ended."""
         self.is_over = False
         """Whether nothing more will be done."""
+        self._last: GiveUp | Finished | None = None
+        """The last action, which says how the run ended."""
         self._is_stopping = False
         """Whether all workers were asked to stop, so that nobody is started or taken in."""
         self._is_ending = False
@@ -160,7 +162,7 @@ class Coordinator:
         Workers that were to be started, and were not, are told of as dead.
         """
         if self.is_over:
-            return []
+            return [self._last] if self._last else []
         if self.is_restarting:
             return [RestartAll("the launcher was lost while it ended the workers")]
         actions: list[Action] = [
@@ -220,11 +222,17 @@ class Coordinator:
         if self.view is None:
             self.epoch += 1  # what its workers logged counts as an epoch
         self.workers, self.view, self.is_restarting, self._is_ending = {}, None, False, False
+        self._num_stillborn = 0  # restarts have a limit of their own
         self._begin_epoch()
         if self._count_failure(fact.step) or self._is_stopping:
-            self.is_over = True
-            return [GiveUp(f"gave up after {self.settings.max_restarts} restarts without progress: {fact.reason}")]
+            return self._end(
+                GiveUp(f"gave up after {self.settings.max_restarts} restarts without progress: {fact.reason}")
+            )
         return []
+
+    def _end(self, action: GiveUp | Finished) -> list[Action]:
+        self.is_over, self._last = True, action
+        return [action]
 
     def _begin_epoch(self) -> None:
         self._lost, self._is_asked = {}, False
@@ -242,8 +250,7 @@ class Coordinator:
         if self.is_over or self.is_restarting:
             return []
         if not self.workers and (self._is_ending or self._is_stopping):
-            self.is_over = True
-            return [Finished()]
+            return self._end(Finished())
         actions: list[Action] = []
         joiners = self._list_joiners()
         if self.view is None:
