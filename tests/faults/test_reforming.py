@@ -284,8 +284,16 @@ def test_over_the_network_too(tmp_path):
         {"name": "local_sgd", "period": 3, "codec": {"name": "one_bit", "dense_below": 0}},
         {"name": "every_step", "codec": {"name": "one_bit", "dense_below": 0}, "codec_of": "gradient"},
         {"name": "every_step", "codec": {"name": "power_sgd", "dense_below": 0}, "codec_of": "gradient"},
+        {"name": "streaming_diloco", "period": 4, "num_fragments": 2},
+        {"name": "hierarchical_local_sgd", "period": 4, "host_size": 1},
+        {"name": "adaptive_local_sgd", "period": 3},
+        {"name": "scaffold", "period": 3},
+        {"name": "easgd", "period": 3},
+        {"name": "dpsgd"},
+        {"name": "choco_sgd"},
+        {"name": "push_sum"},
     ],
-    ids=["local_sgd", "diloco", "local_sgd one_bit", "one_bit", "power_sgd"],
+    ids=lambda sync: sync["name"] + (" with " + sync["codec"]["name"] if "codec" in sync else ""),
 )
 def test_rules_with_a_state_go_on(tmp_path, sync):
     found = run_killed(tmp_path / "killed", "reduce", "w1", sync=sync, optimizer=0.9, hash_interval=0)
@@ -296,7 +304,8 @@ def test_rules_with_a_state_go_on(tmp_path, sync):
     (ended,) = select(records, RunFinished)
     assert ended.step == NUM_STEPS
     assert ended.event.held_out_loss < 1.2
-    assert bool(changed.event.lost) == ("codec" in sync)
+    assert ("residuals" in changed.event.lost) == ("codec" in sync)
+    assert ("w1" in changed.event.lost) == (sync["name"] != "every_step")
 
 
 def samples_of(folder, step, names):

@@ -14,13 +14,18 @@ import torch.distributed as dist
 from scripted_member import Epoch, ScriptedMember
 from test_reforming import NUM_STEPS, make_run
 
+from paceline.checkpoint import Checkpoint
 from paceline.comm import LocalGroup
+from paceline.compression import OneBit
 from paceline.elastic.member import Evicted
 from paceline.errors import CommunicationError
-from paceline.monitor.events import RunFinished, StepFinished, WorkersChanged
+from paceline.monitor.events import CodecChanged, RunFinished, StepFinished, WorkersChanged
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
-from paceline.optim import SGD
+from paceline.optim import SGD, AdamW
+from paceline.replica.codec_chooser import CodecChooser
+from paceline.replica.gradients import Gradients
+from paceline.replica.landing import BucketLanding
 from paceline.replica.worker_state import WorkerState
 from paceline.sync.adaptive_local_sgd import MeasuredSyncSchedule
 from paceline.sync.gossip import GossipMessages
@@ -32,7 +37,7 @@ LOST_STEP = 5
 """Number of updates before the one in which a worker is lost."""
 
 
-class Lost(Exception):
+class LostError(Exception):
     """A worker is gone."""
 
 
@@ -47,6 +52,12 @@ class ThreadMember(ScriptedMember):
             if view.epoch not in self.rooms:
                 self.rooms[view.epoch] = LocalGroup.create(view.size, timeout_s=20.0, epoch=view.epoch)
         return self.rooms[view.epoch][view.rank]
+
+
+def copy_of(optimizer):
+    """Return copies of an optimizer's state, by the number of the parameter and key."""
+    states = enumerate(optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    return {f"{number} {key}": torch.as_tensor(value).clone() for number, s in states for key, value in s.items()}
 
 
 def snapshot(state):
@@ -75,9 +86,8 @@ def run_threads(folder, monkeypatch, sync, epochs, lose=nullcontext, dying="", *
         before = snapshot(self)
         words = real(self, optimizer, is_new=is_new)
         name = threading.current_thread().name
-        buffers = {key: value.clone() for s in optimizer.state.values() for key, value in s.items()}
         seen[self._shard.group.epoch, name] = SimpleNamespace(
-            before=before, after=snapshot(self), is_new=is_new, words=words, optimizer=buffers
+            before=before, after=snapshot(self), is_new=is_new, words=words, optimizer=copy_of(optimizer)
         )
         return words
 
@@ -90,7 +100,7 @@ def run_threads(folder, monkeypatch, sync, epochs, lose=nullcontext, dying="", *
         try:
             with EventLog(folder / "events.jsonl", run="r", rank=number) as log:
                 train(run, folder, LocalGroup(), log, recipe="test", member=member)
-        except (Evicted, Lost):
+        except (Evicted, LostError):
             pass
         except BaseException as error:
             errors.append(error)
@@ -115,7 +125,7 @@ def lose_in(owner, method, is_there):
 
         def run(*arguments, **options):
             if threading.current_thread().name == dying and is_there(*arguments):
-                raise Lost
+                raise LostError
             return real(*arguments, **options)
 
         monkeypatch.setattr(owner, method, run)
@@ -237,7 +247,7 @@ def test_a_broken_pull_is_made_again_by_those_who_are_left(tmp_path, monkeypatch
             if number == LOST_STEP and self._group.epoch == 0:
                 moved[threading.current_thread().name] = {n: t.double().clone() for n, t in differences.items()}
                 if threading.current_thread().name == dying:
-                    raise Lost
+                    raise LostError
             return real(self, weight, total, number, differences)
 
         monkeypatch.setattr(OuterParameters, "send", send)
@@ -351,7 +361,7 @@ def test_who_is_behind_keeps_its_own_model_where_workers_step_alone(tmp_path, mo
             if name != "w0":
                 w0_is_through.wait(20)
             if name == "w1":
-                raise Lost
+                raise LostError
             if name == "w2":
                 raise CommunicationError("a cable was pulled")
         if session.replica.group.epoch == 0 and step == LOST_STEP + 1 and name == "w0":
@@ -378,3 +388,81 @@ def test_the_last_worker_needs_no_exchange(tmp_path, monkeypatch):
 def test_periods_after_the_synchronous_steps_are_counted_from_their_end():
     schedule = SyncSchedule(4, 10)
     assert [schedule.last_before(number) for number in (3, 10, 13, 14, 17)] == [3, 10, 10, 14, 14]
+
+
+@pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("phase", ["before", "carried", "after"])
+def test_codec_auto_goes_on_with_its_choice(tmp_path, monkeypatch, phase, learning_rate):
+    """A worker is lost before the codec changes, in the first step with another codec, or after it."""
+    optimizer = SGD(learning_rate=0.05) if learning_rate == 0.05 else AdamW(learning_rate=0.01)
+
+    def decide(self):
+        if not self._queue and self.codec.name == "none":
+            self._reason, self._before = "the test says so", self.codec.name
+            self._queue = [self._open.with_codec(OneBit(dense_below=0), "gradient")]
+
+    monkeypatch.setattr(CodecChooser, "_decide", decide)
+    changes = []
+    real_next = CodecChooser.take_next
+
+    def take_next(self, step):
+        rule = real_next(self, step)
+        if rule is not None:
+            changes.append(step)
+        return rule
+
+    monkeypatch.setattr(CodecChooser, "take_next", take_next)
+    lost_at = {"before": 3, "carried": 6, "after": 8}[phase]
+    lose = lose_in(loop, "train_step", lambda session, batch, step: step == lost_at)
+    sync = {"name": "every_step", "codec": {"name": "auto"}}
+    seen, records = run_threads(tmp_path, monkeypatch, sync, WITHOUT_W1, lose, "w1", optimizer=optimizer, num_steps=16)
+    changed = changed_in(records, 3, 16)
+    stayed = [seen[1, name] for name in ("w0", "w2", "w3")]
+    assert not any(one.is_new for one in stayed)
+    for one in stayed:
+        assert_equal(one.after.parameters, stayed[0].after.parameters, atol=0)
+    chosen = select(records, CodecChanged)
+    assert [record.event.codec for record in chosen] == ["one_bit"]
+    assert {"before": 9, "carried": 6, "after": 6}[phase] == chosen[0].step
+    assert ("residuals" in changed.event.lost) == (chosen[0].step < changed.step)
+    final = max((tmp_path / "checkpoints").glob("step-*"))
+    assert Checkpoint.open(final).read_document()["replica"]["states"][0]["codec"] == "one_bit"
+
+
+CODED = {"sync": {"name": "every_step", "codec": {"name": "top_k", "density": 0.2, "dense_below": 0}}}
+TORN = {
+    "arrival, sgd": {"landing": "arrival", "clip_norm": None},
+    "arrival, adamw": {"landing": "arrival", "clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
+    "coded by bucket": CODED | {"clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
+    "coded whole": CODED | {"clip_norm": 0.5, "optimizer": AdamW(learning_rate=0.01)},
+}
+
+
+@pytest.mark.parametrize("changes", TORN.values(), ids=TORN)
+@pytest.mark.parametrize("lost_step", [0, LOST_STEP])
+def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, changes, lost_step):
+    began, torn, real, real_drop = {}, [], loop.train_step, BucketLanding.drop
+
+    def train_step(session, batch, step):
+        if step == lost_step and session.replica.group.epoch == 0:
+            model = {name: p.detach().clone() for name, p in session.replica.module.named_parameters()}
+            began[threading.current_thread().name] = model, copy_of(session.replica.optimizer)
+        return real(session, batch, step)
+
+    def drop(self):
+        torn.append(self.is_torn)
+        return real_drop(self)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(BucketLanding, "drop", drop)
+    lose = lose_in(Gradients, "_launch", lambda own, bucket: own._step == lost_step and bucket.index == 1)
+    settings = {"sync": {"name": "every_step"}, "keeps_step_copies": True} | changes
+    seen, records = run_threads(tmp_path, monkeypatch, settings.pop("sync"), WITHOUT_W1, lose, "w1", **settings)
+    changed = changed_in(records)
+    assert changed.step == lost_step
+    assert any(torn), "some had begun to apply it"
+    for name in ("w0", "w2", "w3"):
+        assert not seen[1, name].is_new
+        model, optimizer = began[name]
+        assert_equal(seen[1, name].before.parameters, model, atol=0)
+        assert_equal(seen[1, name].optimizer, optimizer, atol=0)

@@ -37,7 +37,6 @@ from paceline.training.objective import Classification
 from paceline.training.rates import Rates
 from paceline.training.reforming import can_reform
 
-
 SYNCS = [EveryStep(), EveryStep(codec=TopK()), EveryStep(codec=AutoCodec()), LocalSGD(), DiLoCo(), StreamingDiLoCo()]
 SYNCS += [Scaffold(), EASGD(), HierarchicalLocalSGD(), AdaptiveLocalSGD(), DPSGD(), ChocoSGD(), PushSum()]
 

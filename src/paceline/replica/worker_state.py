@@ -124,6 +124,12 @@ class WorkerState:
         """
         self._reduction.judge = self._optimizer_step.judge = judge
 
+    def keep_step_copies(self) -> None:
+        """Copy what a step changes before its end, so that it can be dropped then too; not in the step under way."""
+        self._reduction.keeps_step_copies = True
+        if self._reduction.landing is not None:
+            self._reduction.landing.keep_copies()
+
     def compare_gradients_with(self, compare: Callable[[int], None]) -> None:
         """Let `compare` see each step's gradients, in the parameters, once they are summed over all workers."""
         self._reduction.compare = compare

@@ -77,7 +77,7 @@ class Abandoned(Enum):
     TORN = "torn"
     """Changed in part."""
     DUE = "due"
-    """Whole but for its exchange: nothing has changed since the optimizer's step, and the exchange can be made again."""
+    """Whole but for its exchange, which can be made again: nothing has changed since the optimizer's step."""
     DONE = "done"
     """Whole: what was abandoned belongs to later updates, or can be left out."""
 

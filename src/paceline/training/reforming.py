@@ -183,6 +183,8 @@ def _open(
         if not is_live:
             training.saved_step = training.step
         session.replica.state.buffers = BufferCopies(training.module)
+        if training.run.keeps_step_copies:
+            session.replica.state.keep_step_copies()
         if is_live:
             _log_change(session, view, kept, claims, time.perf_counter() - began_s)
         yield session
