@@ -70,6 +70,12 @@ class EASGD(PeriodicRule):
         """Always false: the centre pulls at all workers alike."""
         return False
 
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with the largest elasticity that so many workers can have, if its own is larger."""
+        if self.elasticity is None or self.elasticity * num_workers <= 1:
+            return self
+        return self.model_copy(update={"elasticity": 1 / num_workers})
+
     def traffic(self, shapes: Sequence[Size], num_workers: int) -> tuple[Traffic, ...]:
         """One all-reduce a period; with `asynchronous` a message each way."""
         if not self.asynchronous:
