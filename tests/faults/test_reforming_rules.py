@@ -278,7 +278,7 @@ def test_easgd_goes_on_from_its_centre(tmp_path, monkeypatch):
 
 def test_an_elasticity_that_is_too_large_for_more_workers_is_bounded(tmp_path, monkeypatch):
     sync = {"name": "easgd", "period": 2, "elasticity": 0.4}
-    seen, records = run_threads(tmp_path, monkeypatch, sync, [[["w0", "w1"]], [["w0", "w1", "w2"], 3]], num_steps=25)
+    _, records = run_threads(tmp_path, monkeypatch, sync, [[["w0", "w1"]], [["w0", "w1", "w2"], 3]], num_steps=25)
     changed = changed_in(records, 3, 25)
     assert "elasticity=0.333" in changed.event.repaired
 

@@ -48,10 +48,6 @@ def can_reform(run: Run) -> str:
         return f"sync {run.sync.name} has a state that only all its workers together know"
     if run.growth.steps:
         return "the model grows while it trains"
-    if run.peer_memory.interval:
-        return "copies in the memory of peers are divided among these workers"
-    if run.batch_policy.name != "fixed":
-        return f"with batch_policy {run.batch_policy.name} the global batch is another with other workers"
     if run.fixed_shares is not None:
         return "shares are given for this number of workers"
     return ""
@@ -130,6 +126,7 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
             try:
                 group = member.open_group(view, device, run.timeout_s, "auto")
                 group.leave_losses_to_supervisor()
+                training.run = run.fit_workers(view.size)
                 with _open(training, group, view, member, kept, requests, began_s) as session:
                     has_ended = run_steps(session)
                     if session.is_changing:
@@ -171,9 +168,10 @@ def _open(
         raise CommunicationError("rank 0 of the new group must hold a whole state, but it has lost it; vote again")
     is_equal = training.run.sync.keeps_replicas_equal and kept.is_whole
     group.membership.has_equal_models = bool(claims) and is_equal and all(c == claims[0] for c in claims)
-    state: SavedState | None = None
-    if group.rank == 0:
-        state = kept.state if is_live else find_start(training)
+    state: SavedState | None = kept.state if is_live else None
+    if not is_live:
+        found = find_start(training) if group.rank == 0 else None
+        state = training.run.peer_memory.recall(training.directory, group, found, training.log)
     training.is_loading = not is_in_step
     opened = open_session(
         training, group, None, state, member=member, is_live=is_live, kept=kept.replica if is_in_step else None

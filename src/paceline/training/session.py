@@ -57,7 +57,7 @@ class Session:
     load_balancer: LoadBalancer
     save_interval: SaveInterval
     peer_memory: PeerMemory | None
-    """This rank's copies in the memory of peers; None if the run keeps none."""
+    """This rank's copies in the memory of peers; None if the run keeps none, or workers are too few."""
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
@@ -257,8 +257,15 @@ def _make_session(
     )
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
     peer_memory = run.peer_memory.open(training.directory, replica.shard.world)
-    if peer_memory is not None:
-        make_teams(replica.shard.world.size, run.peer_memory.num_data, run.peer_memory.num_parity)  # before a step
+    repaired = "" if sync == run.sync else f"sync {sync.name} goes on as {sync}, which {group.size} workers can run"
+    if peer_memory is not None:  # before a step
+        try:
+            make_teams(replica.shard.world.size, run.peer_memory.num_data, run.peer_memory.num_parity)
+        except SettingsError as error:
+            if not is_live:
+                raise
+            peer_memory.forget()
+            peer_memory, repaired = None, "; ".join(filter(None, (repaired, f"no copies in peers' memory: {error}")))
     failures_per_day = run.failures_per_day or 1.0
     if run.checkpoint_interval == "auto" and run.failures_per_day is None and group.rank == 0:
         failures_per_day = estimate_failures_per_day(training.log.path)  # rank 0 chooses
@@ -275,7 +282,7 @@ def _make_session(
         probe,
         guard,
         resources,
-        repaired="" if sync == run.sync else f"sync {sync.name} goes on as {sync}, which {group.size} workers can run",
+        repaired=repaired,
     )
 
 
