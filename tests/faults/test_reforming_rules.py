@@ -392,6 +392,35 @@ def test_the_last_worker_needs_no_exchange(tmp_path, monkeypatch):
     assert seen[1, "w0"].after.num_updates == LOST_STEP + 1
 
 
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"name": "local_sgd", "period": 3},
+        {"name": "diloco", "period": 3},
+        {"name": "streaming_diloco", "period": 4},
+        {"name": "adaptive_local_sgd", "period": 3},
+        {"name": "hierarchical_local_sgd", "period": 3, "host_size": 1},
+        {"name": "scaffold", "period": 3},
+        {"name": "easgd", "period": 3},
+        {"name": "dpsgd"},
+        {"name": "choco_sgd"},
+        {"name": "push_sum"},
+        {"name": "adaptive_mixing", "interval": 3},
+    ],
+    ids=lambda sync: sync["name"],
+)
+def test_who_was_alone_takes_up_the_rule_again(tmp_path, monkeypatch, sync):
+    epochs = [[["w0", "w1"]], [["w0"]], [["w0", "w2"], 8]]
+    seen, records = run_threads(tmp_path, monkeypatch, sync, epochs, in_a_step, "w1", num_steps=16)
+    changed = select(records, WorkersChanged)
+    assert [record.event.num_workers for record in changed] == [1, 2]
+    (ended,) = select(records, RunFinished)
+    assert ended.step == 16
+    assert not seen[1, "w0"].is_new
+    assert not seen[2, "w0"].is_new
+    assert_equal(seen[2, "w2"].after.parameters, seen[2, "w0"].after.parameters)
+
+
 def test_periods_after_the_synchronous_steps_are_counted_from_their_end():
     schedule = SyncSchedule(4, 10)
     assert [schedule.last_before(number) for number in (3, 10, 13, 14, 17)] == [3, 10, 10, 14, 14]

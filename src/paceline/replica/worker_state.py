@@ -270,7 +270,8 @@ class WorkerState:
         if self._stop_votes is not None:
             self._stop_votes.weight_since_sync = own["weight_since_sync"]
         if self._synchroniser is not None:
-            self._synchroniser.load_document(own["sync_document"])
+            if own["sync_document"]:  # a worker that was alone had no rule
+                self._synchroniser.load_document(own["sync_document"])
             self.load_sync_state([own["sync"] if other == rank else {} for other in range(size)], own["shared"])
         if self.average is not None:
             self.average.load(own["ema"])
