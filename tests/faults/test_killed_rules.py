@@ -92,6 +92,35 @@ def test_others_go_on_without_a_killed_worker(tmp_path, sync, settings, wait_for
     assert evaluated[-1] < evaluated[0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"landing": "arrival", "clip_norm": "none", "keeps_step_copies": "true"},
+        {"sync.codec": "top_k", "sync.codec.dense_below": 0, "keeps_step_copies": "true"},
+        {"batch_policy": "per_worker", "batch_policy.samples": 4},
+        {"peer_memory.interval": 3, "checkpoint_interval": 0},
+    ],
+    ids=["arrival", "coded steps", "per worker", "peer memory"],
+)
+def test_settings_that_go_on_without_a_killed_worker(tmp_path, settings, wait_for_step):
+    killed = tmp_path / "killed"
+    process = start(killed, 60, **settings)
+    for step in (12, 30):
+        wait_for_step(killed, step, process)
+        kill(killed, 1)
+    code, output = finish(process)
+    assert code == 0, output
+    records = read_log(killed / "events.jsonl")
+    assert not select(records, Restarted)
+    assert select(records, WorkersChanged)[0].event.num_workers == 2
+    told = [record.step for record in select(records, StepFinished)]
+    assert told == sorted(set(told)), "no update is made twice"
+    (ended,) = select(records, RunFinished)
+    assert ended.step == 60
+
+
 @pytest.mark.timeout(200)
 def test_at_their_own_pace_a_killed_worker_loses_no_sample(tmp_path, wait_for_step):
     killed = tmp_path / "killed"

@@ -137,17 +137,16 @@ class AdaptiveSynchroniser(Synchroniser):
         return "; ".join(filter(None, (words, "workers mix on the first graph until the next choice")))
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return the chosen edges, and of how many workers they are."""
-        if self._edges is None:
-            return {}
-        return {"edges": torch.tensor(sorted(self._edges)), "num_workers": torch.tensor(self._context.group.size)}
+        """Return the chosen edges."""
+        return {} if self._edges is None else {"edges": torch.tensor(sorted(self._edges))}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Load the edges, if the number of workers is the same."""
         self._mixing.load_state(saved, shared)
-        num_workers = int(shared.get("num_workers", len(saved)))
-        if len(saved) == num_workers == self._context.group.size and "edges" in shared:
-            self._choose([(int(a), int(b)) for a, b in shared["edges"].tolist()])
+        size = self._context.group.size
+        edges = [(int(a), int(b)) for a, b in shared["edges"].tolist()] if "edges" in shared else []
+        if len(saved) == size and edges and max(map(max, edges)) < size:  # of workers of whom none is lost
+            self._choose(edges)
 
     def close(self) -> None:
         """Close the connections."""
