@@ -1,167 +1,30 @@
-"""Rules whose workers differ: one is lost, or joins, and what the workers conserve is what their own sums say.
+"""Rules whose workers differ: one is lost, or joins, and what the workers conserve is what their own sums say."""
 
-Workers are threads, so that a test sees the state of each of them just before and after they go on together.
-"""
-
-import copy
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from scripted_member import Epoch, ScriptedMember
-from test_reforming import NUM_STEPS, make_run
+from reforming_threads import (
+    LOST_STEP,
+    WITHOUT_W1,
+    LostError,
+    assert_equal,
+    changed_in,
+    in_a_step,
+    in_an_exchange,
+    lose_in,
+    mean_of,
+    run_threads,
+)
 
-from paceline.checkpoint import Checkpoint
-from paceline.comm import LocalGroup
-from paceline.compression import OneBit
-from paceline.elastic.member import Evicted
 from paceline.errors import CommunicationError
-from paceline.monitor.events import CodecChanged, RunFinished, StepFinished, WorkersChanged
-from paceline.monitor.log import EventLog
-from paceline.monitor.reader import read_log, select
-from paceline.optim import SGD, AdamW
-from paceline.replica.codec_chooser import CodecChooser
-from paceline.replica.gradients import Gradients
-from paceline.replica.landing import BucketLanding
-from paceline.replica.worker_state import WorkerState
+from paceline.monitor.events import RunFinished, WorkersChanged
+from paceline.monitor.reader import select
 from paceline.sync.adaptive_local_sgd import MeasuredSyncSchedule
 from paceline.sync.gossip import GossipMessages
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.periodic import SyncSchedule
-from paceline.training import loop, train
-
-LOST_STEP = 5
-"""Number of updates before the one in which a worker is lost."""
-
-
-class LostError(Exception):
-    """A worker is gone."""
-
-
-class ThreadMember(ScriptedMember):
-    """The membership of a thread."""
-
-    rooms: dict
-    lock = threading.Lock()
-
-    def open_group(self, view, device, timeout_s, transport):
-        with self.lock:
-            if view.epoch not in self.rooms:
-                self.rooms[view.epoch] = LocalGroup.create(view.size, timeout_s=20.0, epoch=view.epoch)
-        return self.rooms[view.epoch][view.rank]
-
-
-def copy_of(optimizer):
-    """Return copies of an optimizer's state, by the number of the parameter and key."""
-    states = enumerate(optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
-    return {f"{number} {key}": torch.as_tensor(value).clone() for number, s in states for key, value in s.items()}
-
-
-def snapshot(state):
-    """Return copies of a worker's parameters and of its rule's state."""
-    sync = state._synchroniser
-    own, shared = (sync.state(), sync.shared_state()) if sync is not None else ({}, {})
-    return SimpleNamespace(
-        parameters={name: p.detach().clone() for name, p in state._parameters.items()},
-        own={name: t.clone() for name, t in own.items()},
-        shared={name: t.clone() for name, t in shared.items()},
-        document=copy.deepcopy(state.document()["sync_document"]),
-        is_due=state.is_exchange_due,
-        num_updates=state.num_updates,
-    )
-
-
-def run_threads(folder, monkeypatch, sync, epochs, lose=nullcontext, dying="", **changes):
-    """Train as threads, in which the `dying` worker is lost; return each worker before and after it went on."""
-    member_type = type("Member", (ThreadMember,), {"rooms": {}})
-    store, seen, errors = dist.HashStore(), {}, []
-    settings = {"optimizer": SGD(learning_rate=0.05, momentum=0.9), "sync": sync, "hash_interval": 0, "ema": None}
-    run = make_run(**(settings | {"evaluate_interval": 0, "checkpoint_interval": 0} | changes))
-    real = WorkerState.settle
-
-    def settle(self, optimizer, *, is_new):
-        before = snapshot(self)
-        words = real(self, optimizer, is_new=is_new)
-        name = threading.current_thread().name
-        seen[self._shard.group.epoch, name] = SimpleNamespace(
-            before=before, after=snapshot(self), is_new=is_new, words=words, optimizer=copy_of(optimizer)
-        )
-        return words
-
-    monkeypatch.setattr(WorkerState, "settle", settle)
-    if dying:
-        lose(monkeypatch, dying)
-
-    def work(name, number):
-        member = member_type(store, name, [Epoch(*epoch) for epoch in epochs])
-        try:
-            with EventLog(folder / "events.jsonl", run="r", rank=number) as log:
-                train(run, folder, LocalGroup(), log, recipe="test", member=member)
-        except (Evicted, LostError):
-            pass
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    names = sorted({name for epoch in epochs for name in epoch[0]})
-    threads = [threading.Thread(target=work, args=(name, n), name=name, daemon=True) for n, name in enumerate(names)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
-    assert not errors, errors
-    assert not any(thread.is_alive() for thread in threads)
-    return seen, read_log(folder / "events.jsonl")
-
-
-def lose_in(owner, method, is_there):
-    """Return a function that lets a worker be lost in a method, where `is_there(*arguments)`."""
-
-    def lose(monkeypatch, dying):
-        real = getattr(owner, method)
-
-        def run(*arguments, **options):
-            if threading.current_thread().name == dying and is_there(*arguments):
-                raise LostError
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, method, run)
-
-    return lose
-
-
-in_a_step = lose_in(loop, "train_step", lambda session, batch, step: step == LOST_STEP)
-in_an_exchange = lose_in(OuterParameters, "send", lambda own, weight, total, number, *_: number == LOST_STEP)
-WITHOUT_W1 = [[["w0", "w1", "w2", "w3"]], [["w0", "w2", "w3"]]]
-
-
-def mean_of(workers, weights=None):
-    weights = weights or [1.0] * len(workers)
-    return {
-        name: sum(weight * one[name].double() for weight, one in zip(weights, workers, strict=True)) / sum(weights)
-        for name in workers[0]
-    }
-
-
-def assert_equal(found, expected, atol=1e-6):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=0, atol=atol, msg=name)
-
-
-def changed_in(records, num_workers=3, num_steps=NUM_STEPS):
-    (changed,) = select(records, WorkersChanged)
-    assert changed.event.num_workers == num_workers
-    (ended,) = select(records, RunFinished)
-    assert ended.step == num_steps
-    assert ended.event.held_out_loss < 1.3
-    steps = [record.step for record in select(records, StepFinished)]
-    assert len(set(steps)) == len(steps), "no update counts twice"
-    return changed
-
+from paceline.training import loop
 
 GOSSIP = {
     "dpsgd": {"name": "dpsgd"},
@@ -424,81 +287,3 @@ def test_who_was_alone_takes_up_the_rule_again(tmp_path, monkeypatch, sync):
 def test_periods_after_the_synchronous_steps_are_counted_from_their_end():
     schedule = SyncSchedule(4, 10)
     assert [schedule.last_before(number) for number in (3, 10, 13, 14, 17)] == [3, 10, 10, 14, 14]
-
-
-@pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("phase", ["before", "carried", "after"])
-def test_codec_auto_goes_on_with_its_choice(tmp_path, monkeypatch, phase, learning_rate):
-    """A worker is lost before the codec changes, in the first step with another codec, or after it."""
-    optimizer = SGD(learning_rate=0.05) if learning_rate == 0.05 else AdamW(learning_rate=0.01)
-
-    def decide(self):
-        if not self._queue and self.codec.name == "none":
-            self._reason, self._before = "the test says so", self.codec.name
-            self._queue = [self._open.with_codec(OneBit(dense_below=0), "gradient")]
-
-    monkeypatch.setattr(CodecChooser, "_decide", decide)
-    changes = []
-    real_next = CodecChooser.take_next
-
-    def take_next(self, step):
-        rule = real_next(self, step)
-        if rule is not None:
-            changes.append(step)
-        return rule
-
-    monkeypatch.setattr(CodecChooser, "take_next", take_next)
-    lost_at = {"before": 3, "carried": 6, "after": 8}[phase]
-    lose = lose_in(loop, "train_step", lambda session, batch, step: step == lost_at)
-    sync = {"name": "every_step", "codec": {"name": "auto"}}
-    seen, records = run_threads(tmp_path, monkeypatch, sync, WITHOUT_W1, lose, "w1", optimizer=optimizer, num_steps=16)
-    changed = changed_in(records, 3, 16)
-    stayed = [seen[1, name] for name in ("w0", "w2", "w3")]
-    assert not any(one.is_new for one in stayed)
-    for one in stayed:
-        assert_equal(one.after.parameters, stayed[0].after.parameters, atol=0)
-    chosen = select(records, CodecChanged)
-    assert [record.event.codec for record in chosen] == ["one_bit"]
-    assert {"before": 9, "carried": 6, "after": 6}[phase] == chosen[0].step
-    assert ("residuals" in changed.event.lost) == (chosen[0].step < changed.step)
-    final = max((tmp_path / "checkpoints").glob("step-*"))
-    assert Checkpoint.open(final).read_document()["replica"]["states"][0]["codec"] == "one_bit"
-
-
-CODED = {"sync": {"name": "every_step", "codec": {"name": "top_k", "density": 0.2, "dense_below": 0}}}
-TORN = {
-    "arrival, sgd": {"landing": "arrival", "clip_norm": None},
-    "arrival, adamw": {"landing": "arrival", "clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
-    "coded by bucket": CODED | {"clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
-    "coded whole": CODED | {"clip_norm": 0.5, "optimizer": AdamW(learning_rate=0.01)},
-}
-
-
-@pytest.mark.parametrize("changes", TORN.values(), ids=TORN)
-@pytest.mark.parametrize("lost_step", [0, LOST_STEP])
-def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, changes, lost_step):
-    began, torn, real, real_drop = {}, [], loop.train_step, BucketLanding.drop
-
-    def train_step(session, batch, step):
-        if step == lost_step and session.replica.group.epoch == 0:
-            model = {name: p.detach().clone() for name, p in session.replica.module.named_parameters()}
-            began[threading.current_thread().name] = model, copy_of(session.replica.optimizer)
-        return real(session, batch, step)
-
-    def drop(self):
-        torn.append(self.is_torn)
-        return real_drop(self)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(BucketLanding, "drop", drop)
-    lose = lose_in(Gradients, "_launch", lambda own, bucket: own._step == lost_step and bucket.index == 1)
-    settings = {"sync": {"name": "every_step"}, "keeps_step_copies": True} | changes
-    seen, records = run_threads(tmp_path, monkeypatch, settings.pop("sync"), WITHOUT_W1, lose, "w1", **settings)
-    changed = changed_in(records)
-    assert changed.step == lost_step
-    assert any(torn), "some had begun to apply it"
-    for name in ("w0", "w2", "w3"):
-        assert not seen[1, name].is_new
-        model, optimizer = began[name]
-        assert_equal(seen[1, name].before.parameters, model, atol=0)
-        assert_equal(seen[1, name].optimizer, optimizer, atol=0)
