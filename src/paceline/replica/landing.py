@@ -32,10 +32,16 @@ class StepCopies:
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._states: dict[Tensor, dict[str, Any]] = {}
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """Copy what a step of these parameters may change; memory of former copies is used again."""
+    def note(self, parameters: Iterable[Tensor], *, with_values: bool = True) -> None:
+        """Copy what a step of these parameters may change; memory of former copies is used again.
+
+        Args:
+            parameters: The parameters.
+            with_values: Whether they change themselves, and not the optimizer's state alone.
+        """
         for parameter in parameters:
-            held = {"": parameter.detach(), **self._optimizer.state.get(parameter, {})}
+            values = {"": parameter.detach()} if with_values else {}
+            held = values | self._optimizer.state.get(parameter, {})
             self._states[parameter] = {
                 key: self._copy(parameter, key, value) if isinstance(value, Tensor) else value
                 for key, value in held.items()
@@ -49,7 +55,8 @@ class StepCopies:
     def restore(self) -> None:
         """Restore what was copied."""
         for parameter, copied in self._states.items():
-            parameter.copy_(copied.pop(""))
+            if "" in copied:
+                parameter.copy_(copied.pop(""))
             state = self._optimizer.state[parameter]
             for key in state.keys() - copied.keys():
                 del state[key]
