@@ -17,7 +17,15 @@ from test_killed_runs import (
 )
 
 from paceline.checkpoint import Checkpoint
-from paceline.monitor.events import Evaluated, Preempted, Restarted, RunFinished, StalenessMeasured
+from paceline.monitor.events import (
+    Evaluated,
+    Preempted,
+    Restarted,
+    RunFinished,
+    StalenessMeasured,
+    StepFinished,
+    WorkersChanged,
+)
 from paceline.monitor.reader import read_log, select
 
 
@@ -36,6 +44,81 @@ def test_a_killed_worker_changes_no_bit(tmp_path, run_here, wait_for_step):
     losses, tensors = run_straight(run_here, tmp_path / "straight", 30, **settings)
     assert losses_of(killed) == losses
     assert tensors_of(killed, 30) == tensors
+
+
+def _slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow, id=values[0])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("sync", "settings"),
+    [
+        pytest.param("scaffold", {"sync.period": 4}, id="scaffold"),
+        pytest.param("dpsgd", {}, id="dpsgd"),
+        _slowly("streaming_diloco", {"sync.period": 6, "sync.num_fragments": 3}),
+        _slowly("hierarchical_local_sgd", {"sync.period": 4, "sync.host_size": 2}),
+        _slowly("adaptive_local_sgd", {"sync.period": 4}),
+        _slowly("easgd", {"sync.period": 4}),
+        _slowly("choco_sgd", {"sync.codec": "top_k", "sync.codec.dense_below": 0}),
+        _slowly("push_sum", {}),
+        _slowly("adaptive_mixing", {"sync.interval": 5}),
+        _slowly("local_sgd", {"sync.period": 4}),
+        _slowly("diloco", {"sync.period": 4}),
+        _slowly("post_local_sgd", {"sync.period": 4, "sync.synchronous_steps": 8}),
+    ],
+)
+def test_others_go_on_without_a_killed_worker(tmp_path, sync, settings, wait_for_step):
+    killed = tmp_path / "killed"
+    process = start(killed, 60, sync=sync, evaluate_interval=20, **settings)
+    wait_for_step(killed, 14, process)
+    assert kill(killed, 1)
+    code, output = finish(process)
+    assert code == 0, output
+    records = read_log(killed / "events.jsonl")
+    assert not select(records, Restarted)
+    first, *_ = select(records, WorkersChanged)
+    assert first.event.num_workers == 2
+    assert first.step >= 13, "at most the step under way is made again"
+    is_together = first.step % int(settings.get("sync.period", 1000)) == 0
+    assert "w1" in first.event.lost or is_together, "what a worker learns alone is lost with it"
+    told = [record.step for record in select(records, StepFinished)]
+    assert told == sorted(set(told)), "no update is made twice"
+    (ended,) = select(records, RunFinished)
+    assert ended.step == 60
+    last = max((killed / "checkpoints").glob("step-*"))
+    assert Checkpoint.open(last).read_document()["loader"]["low_water"] == 60 * 12, "no sample is left out"
+    evaluated = [record.event.loss for record in select(records, Evaluated)]
+    assert evaluated[-1] < evaluated[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"landing": "arrival", "clip_norm": "none", "keeps_step_copies": "true"},
+        {"sync.codec": "top_k", "sync.codec.dense_below": 0, "keeps_step_copies": "true"},
+        {"batch_policy": "per_worker", "batch_policy.samples": 4},
+        {"peer_memory.interval": 3, "checkpoint_interval": 0},
+    ],
+    ids=["arrival", "coded steps", "per worker", "peer memory"],
+)
+def test_settings_that_go_on_without_a_killed_worker(tmp_path, settings, wait_for_step):
+    killed = tmp_path / "killed"
+    process = start(killed, 60, **settings)
+    for step in (12, 30):
+        wait_for_step(killed, step, process)
+        kill(killed, 1)
+    code, output = finish(process)
+    assert code == 0, output
+    records = read_log(killed / "events.jsonl")
+    assert not select(records, Restarted)
+    assert select(records, WorkersChanged)[0].event.num_workers == 2
+    told = [record.step for record in select(records, StepFinished)]
+    assert told == sorted(set(told)), "no update is made twice"
+    (ended,) = select(records, RunFinished)
+    assert ended.step == 60
 
 
 @pytest.mark.timeout(200)

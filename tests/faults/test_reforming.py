@@ -17,7 +17,7 @@ from paceline.comm import LocalGroup
 from paceline.data import Data, Source, Spec, Splits
 from paceline.elastic.member import Evicted
 from paceline.errors import CommunicationError
-from paceline.monitor.events import ConsensusMeasured, RunFinished, StepFinished, WorkersChanged
+from paceline.monitor.events import ConsensusMeasured, RunFinished, StateCopied, StepFinished, WorkersChanged
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
 from paceline.optim import SGD, AdamW
@@ -257,13 +257,34 @@ def test_survivors_of_a_step_go_on_as_a_resume_would(tmp_path, phase, dying):
         {"num_micro_batches": 2, "optimizer": 0.9, "clip_norm": 0.5},
         {"precision": "fp16"},
         {"bucket_bytes": None},
+        {"batch_policy": {"name": "per_worker", "samples": 4}, "optimizer": 0.9},
     ],
-    ids=["accumulation", "fp16", "chosen buckets"],
+    ids=["accumulation", "fp16", "chosen buckets", "per worker"],
 )
 def test_other_settings_too(tmp_path, changes):
     run_killed(tmp_path / "killed", "reduce", "w1", **changes)
     (changed,) = select(read_log(tmp_path / "killed" / "events.jsonl"), WorkersChanged)
     expected = train_with_resume(tmp_path, changed.step, (3, 2), changes)
+    for name, tensor in weights_of(tmp_path / "killed").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("num_data", [1, 2])
+def test_copies_in_the_memory_of_peers_go_on(tmp_path, num_data):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    copies = {"interval": 2, "num_data": num_data, "folder": str(memory)}
+    run_killed(tmp_path / "killed", "backward", "w1", peer_memory=copies, checkpoint_interval=0)
+    records = read_log(tmp_path / "killed" / "events.jsonl")
+    (changed,) = select(records, WorkersChanged)
+    steps = [record.step for record in select(records, StateCopied)]
+    if num_data == 1:
+        assert steps == [2, 4, 6, 8]
+    else:  # two that are left cannot protect two with a third
+        assert steps == [2, 4]
+        assert "no copies in peers' memory" in changed.event.repaired
+    assert list(memory.iterdir()) == [], "the end frees it"
+    expected = train_with_resume(tmp_path, changed.step, (3, 2), {})
     for name, tensor in weights_of(tmp_path / "killed").items():
         assert torch.equal(tensor, expected[name]), name
 
@@ -284,8 +305,16 @@ def test_over_the_network_too(tmp_path):
         {"name": "local_sgd", "period": 3, "codec": {"name": "one_bit", "dense_below": 0}},
         {"name": "every_step", "codec": {"name": "one_bit", "dense_below": 0}, "codec_of": "gradient"},
         {"name": "every_step", "codec": {"name": "power_sgd", "dense_below": 0}, "codec_of": "gradient"},
+        {"name": "streaming_diloco", "period": 4, "num_fragments": 2},
+        {"name": "hierarchical_local_sgd", "period": 4, "host_size": 1},
+        {"name": "adaptive_local_sgd", "period": 3},
+        {"name": "scaffold", "period": 3},
+        {"name": "easgd", "period": 3},
+        {"name": "dpsgd"},
+        {"name": "choco_sgd"},
+        {"name": "push_sum"},
     ],
-    ids=["local_sgd", "diloco", "local_sgd one_bit", "one_bit", "power_sgd"],
+    ids=lambda sync: sync["name"] + (" with " + sync["codec"]["name"] if "codec" in sync else ""),
 )
 def test_rules_with_a_state_go_on(tmp_path, sync):
     found = run_killed(tmp_path / "killed", "reduce", "w1", sync=sync, optimizer=0.9, hash_interval=0)
@@ -296,7 +325,8 @@ def test_rules_with_a_state_go_on(tmp_path, sync):
     (ended,) = select(records, RunFinished)
     assert ended.step == NUM_STEPS
     assert ended.event.held_out_loss < 1.2
-    assert bool(changed.event.lost) == ("codec" in sync)
+    assert ("residuals" in changed.event.lost) == ("codec" in sync)
+    assert ("w1" in changed.event.lost) == (sync["name"] != "every_step")
 
 
 def samples_of(folder, step, names):

@@ -15,7 +15,21 @@ from paceline.optim import SGD
 from paceline.replica import Replica
 from paceline.replica.worker_state import BufferCopies
 from paceline.schedules import FunctionSchedule
-from paceline.sync import ASGD, DiLoCo, EveryStep, LocalSGD, Scaffold, StreamingDiLoCo
+from paceline.sync import (
+    ASGD,
+    DPSGD,
+    EASGD,
+    AdaptiveLocalSGD,
+    ChocoSGD,
+    DiLoCo,
+    EveryStep,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    ParameterServer,
+    PushSum,
+    Scaffold,
+    StreamingDiLoCo,
+)
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.reducers import DenseReducer
 from paceline.training.evaluate import evaluate
@@ -23,8 +37,11 @@ from paceline.training.objective import Classification
 from paceline.training.rates import Rates
 from paceline.training.reforming import can_reform
 
+SYNCS = [EveryStep(), EveryStep(codec=TopK()), EveryStep(codec=AutoCodec()), LocalSGD(), DiLoCo(), StreamingDiLoCo()]
+SYNCS += [Scaffold(), EASGD(), HierarchicalLocalSGD(), AdaptiveLocalSGD(), DPSGD(), ChocoSGD(), PushSum()]
 
-@pytest.mark.parametrize("sync", [EveryStep(), EveryStep(codec=TopK()), LocalSGD(), DiLoCo()])
+
+@pytest.mark.parametrize("sync", SYNCS, ids=lambda sync: sync.name)
 def test_these_rules_go_on(sync):
     assert not can_reform(make_run(sync=sync))
 
@@ -33,9 +50,8 @@ def test_these_rules_go_on(sync):
     ("changes", "reason"),
     [
         ({"sync": ASGD()}, "own pace"),
-        ({"sync": Scaffold()}, "sync scaffold has a state"),
-        ({"sync": StreamingDiLoCo()}, "sync streaming_diloco has a state"),
-        ({"sync": EveryStep(codec=AutoCodec())}, "sync every_step has a state"),
+        ({"sync": EASGD(asynchronous=True)}, "own pace"),
+        ({"sync": ParameterServer()}, "sync parameter_server has a state"),
         ({"layout": {"sharded": 2}}, "share a model"),
         ({"shares": [1.0, 2.0]}, "shares are given"),
     ],

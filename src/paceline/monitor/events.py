@@ -444,6 +444,8 @@ class WorkersChanged(Event):
     """Time on rank 0 from the end of the step before to the beginning of the next."""
     lost: str = ""
     """Words on what is lost with workers that have gone, such as residuals of a codec; empty if nothing is."""
+    repaired: str = ""
+    """Words on what was changed in the state of the rule, so that it fits the present workers; empty if nothing was."""
 
 
 @event("failed")

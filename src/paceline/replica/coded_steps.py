@@ -175,11 +175,15 @@ class StepCoding(BucketLanding):
         times = [gradients.time(bucket) for bucket in gradients.buckets]
         gradients.reset()
         self.is_torn = False
+        if self._copies is not None:
+            self._copies.forget()
         return times
 
     def _begin(self) -> None:
         """Do what a step needs once: before the first launch, which without `is_eager` comes after backward."""
         self._is_begun = self.is_torn = True  # the optimizer's state takes the step before parameters do
+        if self._copies is not None:
+            self._copies.note(self._parameters.values(), with_values=False)  # they change at the end, all at once
         groups = self._optimizer.param_groups
         self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         if self.is_eager:

@@ -1,6 +1,6 @@
 """Landing bucket by bucket: the optimizer steps with each bucket as it arrives, while others are in transit."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.errors import SettingsError
-from paceline.optim.torch_rules import BY_ELEMENT, updates_by_element
+from paceline.optim.torch_rules import BY_ELEMENT, is_known, updates_by_element
 from paceline.replica.buckets import Bucket
 from paceline.replica.gradients import Gradients
 from paceline.replica.step_result import BucketTimes
@@ -18,6 +18,62 @@ from paceline.topology.layout import Layout
 
 Landing = Literal["update", "arrival", "next_forward"]
 """Moment at which the optimizer applies a bucket: with all others, at its arrival, or just before its next use."""
+
+
+class StepCopies:
+    """Copies of parameters and of the optimizer's state of them, as they were before the step under way.
+
+    Args:
+        optimizer: Optimizer, whose state is all that its steps change beside parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._states: dict[Tensor, dict[str, Any]] = {}
+
+    def note(self, parameters: Iterable[Tensor], *, with_values: bool = True) -> None:
+        """Copy what a step of these parameters may change; memory of former copies is used again.
+
+        Args:
+            parameters: The parameters.
+            with_values: Whether they change themselves, and not the optimizer's state alone.
+        """
+        for parameter in parameters:
+            values = {"": parameter.detach()} if with_values else {}
+            held = values | self._optimizer.state.get(parameter, {})
+            self._states[parameter] = {
+                key: self._copy(parameter, key, value) if isinstance(value, Tensor) else value
+                for key, value in held.items()
+            }
+
+    def forget(self) -> None:
+        """Forget the step, which has ended."""
+        self._states = {}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore what was copied."""
+        for parameter, copied in self._states.items():
+            if "" in copied:
+                parameter.copy_(copied.pop(""))
+            state = self._optimizer.state[parameter]
+            for key in state.keys() - copied.keys():
+                del state[key]
+            for key, value in copied.items():
+                if isinstance(value, Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value
+            if not state:
+                del self._optimizer.state[parameter]
+        self.forget()
+
+    def _copy(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        copied = self._copies.get((id(parameter), key))
+        if copied is None or copied.shape != value.shape or copied.dtype != value.dtype:
+            copied = self._copies[id(parameter), key] = torch.empty_like(value)
+        return copied.copy_(value)
 
 
 class BucketLanding:
@@ -52,6 +108,15 @@ class BucketLanding:
         self._settings: list[dict[str, Any]] = []
         self._divisor = 1.0
         self._step = 0
+        self._copies: StepCopies | None = None
+
+    def keep_copies(self) -> None:
+        """Keep copies of what a step changes, so that one can be dropped that some buckets have been applied in.
+
+        Not where steps are counted before they are applied, nor of an optimizer whose state may be elsewhere too.
+        """
+        if not self.delay and is_known(self._optimizer):
+            self._copies = StepCopies(self._optimizer)
 
     @property
     def wire_bytes(self) -> int:
@@ -111,9 +176,13 @@ class BucketLanding:
         self._divisor, self._step = divisor, step
         self.is_torn = self.delay > 0  # the step counts as done already
 
-    def drop(self) -> None:
-        """Forget the step under way, whose peers are lost."""
+    def drop(self) -> bool:
+        """Forget the step under way, whose peers are lost, and return whether it is applied in part."""
         self._pending = []
+        if self.is_torn and self._copies is not None:
+            self._copies.restore()
+            self.is_torn = False
+        return self.is_torn
 
     def flush(self) -> set[str]:
         """Apply the remaining buckets, and return their parameters."""
@@ -137,6 +206,8 @@ class BucketLanding:
         self._unused += self.gradients.receive(bucket, self._divisor)
         self.gradients.check_finite([bucket], self._step, may_skip=False)
         self.is_torn = True
+        if self._copies is not None:
+            self._copies.note(slot.parameter for slot in bucket.slots)
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         for group, settings in zip(groups, self._settings, strict=True):
@@ -151,6 +222,8 @@ class BucketLanding:
             self.gradients.reducer.commit(self._unused)
             self.unused, self._unused = self._unused, []
             self.is_torn = False
+            if self._copies is not None:
+                self._copies.forget()
 
 
 def check_landing(

@@ -112,16 +112,16 @@ def capture_alone(replica: Replica) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def digest(tensors: Mapping[str, Tensor], replica: Replica) -> str:
-    """Return a digest of what is the same on all workers at one step; empty if the rule lets their parameters differ.
+    """Return a digest of what is the same on all workers at one step: if the rule lets them differ, its common state.
 
     Args:
         tensors: Tensors of `capture_alone`.
         replica: The captured replica.
     """
-    if not replica.sync.keeps_replicas_equal:
-        return ""
-    kinds = {f"model/{name}" for name, _ in replica.module.named_parameters()}
-    if replica.state.keeps_optimizers_equal:
+    kinds = {name for name in tensors if name.startswith("rank0/shared/")}
+    if replica.sync.keeps_replicas_equal:
+        kinds = {f"model/{name}" for name, _ in replica.module.named_parameters()}
+    if replica.sync.keeps_replicas_equal and replica.state.keeps_optimizers_equal:
         kinds |= {name for name in tensors if name.startswith("optimizer/")}
     hashes = [f"{name} {hash_tensor(tensors[name]):x}" for name in sorted(kinds)]
     return hashlib.blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()

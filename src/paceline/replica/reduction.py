@@ -96,6 +96,7 @@ class GradientReduction:
         self.gradients: Gradients | None = None
         """Gradients in buckets; None if this worker is alone: its gradients stay where autograd puts them."""
         self.landing: BucketLanding | None = None
+        self.keeps_step_copies = False
         """Landing of gradients otherwise than at the update; None for the update."""
         self._in_common = self._start_common()
         """Gradients of what ranks that share experts have in common, which they sum before; None without such ranks."""
@@ -193,6 +194,8 @@ class GradientReduction:
         reducer = starting.start_reducer(self.reduce_group, self._seed, step=step)
         if self.landing is not None:
             self.landing.load_state_dict(landed)
+            if self.keeps_step_copies:
+                self.landing.keep_copies()
         if self.chooser is not None:
             reducer.timed = []
         if self._carried is not None:
@@ -317,9 +320,7 @@ class GradientReduction:
 
     def drop_step(self) -> bool:
         """Forget a step whose peers are lost, without waiting for them; return whether it is half applied."""
-        is_torn = self.landing is not None and self.landing.is_torn
-        if self.landing is not None:
-            self.landing.drop()
+        is_torn = self.landing is not None and self.landing.drop()
         if self.gradients is not None:
             self.gradients.reducer.roll_back()
         if self.virtual is not None:

@@ -18,6 +18,7 @@ from paceline.parallel.local import local
 from paceline.parallel.model_shard import ModelShard
 from paceline.replica.codec_chooser import CodecChange
 from paceline.replica.distance import ConsensusDistance
+from paceline.replica.optimizer_mean import average_states
 from paceline.replica.optimizer_step import OptimizerStep
 from paceline.replica.parameter_average import ParameterAverage
 from paceline.replica.reduction import GradientReduction
@@ -25,7 +26,7 @@ from paceline.replica.step_scalars import StopVotes
 from paceline.sync.every_step import EveryStep
 from paceline.sync.idle import find_idleness
 from paceline.sync.rule import Rule
-from paceline.sync.synchroniser import Delays, HandedOver, LocalStep, Synchroniser
+from paceline.sync.synchroniser import Abandoned, Delays, HandedOver, LocalStep, Synchroniser
 
 _LEAST_UPDATES = 10
 """Number of updates from which on a rule that never acted is warned of: fewer are a trial."""
@@ -123,6 +124,12 @@ class WorkerState:
         """
         self._reduction.judge = self._optimizer_step.judge = judge
 
+    def keep_step_copies(self) -> None:
+        """Copy what a step changes before its end, so that it can be dropped then too; not in the step under way."""
+        self._reduction.keeps_step_copies = True
+        if self._reduction.landing is not None:
+            self._reduction.landing.keep_copies()
+
     def compare_gradients_with(self, compare: Callable[[int], None]) -> None:
         """Let `compare` see each step's gradients, in the parameters, once they are summed over all workers."""
         self._reduction.compare = compare
@@ -161,29 +168,83 @@ class WorkerState:
         What is left is the state after `num_updates` updates, unless it `is_torn`; or after the next one too, but for
         its exchange, if that `is_exchange_due`.
         """
-        can_repeat = self._synchroniser.abandon() if self._synchroniser is not None else False
-        self.is_exchange_due = self.is_torn and can_repeat
-        self.is_torn = self._reduction.drop_step() or (self.is_torn and not can_repeat)
+        outcome = self._synchroniser.abandon() if self._synchroniser is not None else Abandoned.TORN
+        has_begun, is_half_reduced = self.is_torn, self._reduction.drop_step()
+        self.is_exchange_due = has_begun and outcome is Abandoned.DUE
+        self.is_torn = is_half_reduced or (has_begun and outcome is Abandoned.TORN)
         if self.is_exchange_due:
             return  # samples and statistics of that step count
+        if has_begun and not self.is_torn:
+            self._end_exchange()
+            return
         if self._stop_votes is not None:
             self._stop_votes.roll_back()
         if self.buffers is not None:
             self.buffers.restore()
 
     def make_exchange(self) -> None:
-        """Make the exchange that `is_exchange_due` among the present workers, and count its update; all call it."""
-        assert self._synchroniser is not None
+        """Make the exchange that `is_exchange_due` among the present workers, and count its update; all call it.
+
+        A worker that is alone, without the rule, has nothing to exchange.
+        """
         votes, group = self._stop_votes, self._shard.group
         weight = float(votes.weight_since_sync) if votes is not None else 0.0
         total = torch.tensor([weight], dtype=torch.float64, device=group.device)
         group.all_reduce(total, name="weight of the exchange").wait()
-        self._synchroniser.after_update(LocalStep(self.num_updates, weight, float(total)))
-        if votes is not None:
-            votes.weight_since_sync = 0.0
+        if self._synchroniser is not None:
+            self._synchroniser.after_update(LocalStep(self.num_updates, weight, float(total)))
+        self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        """Count the update whose exchange has been made or left out."""
+        is_synced = self._synchroniser is None or self._synchroniser.is_sync_step(self.num_updates)
+        if self._stop_votes is not None and is_synced:
+            self._stop_votes.weight_since_sync = 0.0
         if self.average is not None:
             self.average.update()
         self.num_updates, self.is_exchange_due = self.num_updates + 1, False
+        if self.buffers is not None:
+            self.buffers.note()
+
+    def settle(self, optimizer: torch.optim.Optimizer, *, is_new: bool) -> str:
+        """Make what workers have in common fit the present ones, and make an exchange that is due; all call it.
+
+        Args:
+            optimizer: Optimizer of this worker.
+            is_new: Whether this worker was sent the first one's state.
+
+        Returns:
+            Words on what was changed; empty if nothing was.
+        """
+        words = [self._synchroniser.repair(is_new=is_new)] if self._synchroniser is not None else []
+        if self.is_exchange_due:
+            self.make_exchange()
+        if self._rule.meets_on_change and self._synchroniser is not None:
+            self._meet(self._synchroniser, optimizer)
+            words.append("all workers have met: parameters and the optimizer's state are their mean")
+        return "; ".join(filter(None, words))
+
+    @torch.no_grad()
+    def _meet(self, sync: Synchroniser, optimizer: torch.optim.Optimizer) -> None:
+        """Take the workers' mean of parameters, and of the optimizer's state, and begin a period."""
+        with sync.consensus():
+            mean = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        average_states(optimizer, dict(self._parameters), self._shard.group)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(mean[name])
+        sync.load_state([], {})
+        if self._stop_votes is not None:
+            self._stop_votes.weight_since_sync = 0.0
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether workers make the present step without all others."""
+        return not self._reduction.covers_all_workers
+
+    def last_exchange(self) -> int:
+        """Return the number of updates after which all of this worker's progress was exchanged last."""
+        sync = self._synchroniser
+        return sync.last_exchange(self.num_updates) if sync is not None else self.num_updates
 
     def own_state(self) -> dict[str, Any]:
         """Return what only this worker knows, for any other number of workers; nothing is exchanged.
@@ -209,7 +270,8 @@ class WorkerState:
         if self._stop_votes is not None:
             self._stop_votes.weight_since_sync = own["weight_since_sync"]
         if self._synchroniser is not None:
-            self._synchroniser.load_document(own["sync_document"])
+            if own["sync_document"]:  # a worker that was alone had no rule
+                self._synchroniser.load_document(own["sync_document"])
             self.load_sync_state([own["sync"] if other == rank else {} for other in range(size)], own["shared"])
         if self.average is not None:
             self.average.load(own["ema"])

@@ -92,6 +92,14 @@ class MeasuredSyncSchedule(SyncSchedule):
         self._next = number + self.period
         self._began_s = self._clock()
 
+    def last_before(self, number: int) -> int:
+        """Return the beginning of the present period."""
+        return min(number, max(self._next - self.period + 1, 0))
+
+    def skip(self, number: int) -> None:
+        """Begin a period as long as the one before."""
+        self._next, self._began_s = number + self.period, self._clock()
+
     def state(self) -> dict[str, Tensor]:
         """Return the period and the step that ends it."""
         return {"sync_schedule": torch.tensor([self.period, self._next])}

@@ -14,7 +14,7 @@ from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import DPSGDSynchroniser, check_keeps_mean
 from paceline.sync.gossip import FlatParameters, GossipRule, MixingRow
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graph_choice import choose_edges
 from paceline.topology.graphs import CompleteGraph, Edges, Floats, Graph, mix_over
 
@@ -124,6 +124,18 @@ class AdaptiveSynchroniser(Synchroniser):
         with self._mixing.consensus():
             yield
 
+    def abandon(self) -> Abandoned:
+        """Drop the swap, and a choice that was under way."""
+        self._before = None
+        return self._mixing.abandon()
+
+    def repair(self, *, is_new: bool) -> str:
+        """Mix on the first graph until the next choice: links are to other workers now."""
+        self._edges = None
+        self._use(self._rule.graph.mixing_matrix(self._context.group.size))
+        words = self._mixing.repair(is_new=is_new)
+        return "; ".join(filter(None, (words, "workers mix on the first graph until the next choice")))
+
     def shared_state(self) -> dict[str, Tensor]:
         """Return the chosen edges."""
         return {} if self._edges is None else {"edges": torch.tensor(sorted(self._edges))}
@@ -131,8 +143,10 @@ class AdaptiveSynchroniser(Synchroniser):
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Load the edges, if the number of workers is the same."""
         self._mixing.load_state(saved, shared)
-        if len(saved) == self._context.group.size and "edges" in shared:
-            self._choose([(int(a), int(b)) for a, b in shared["edges"].tolist()])
+        size = self._context.group.size
+        edges = [(int(a), int(b)) for a, b in shared["edges"].tolist()] if "edges" in shared else []
+        if len(saved) == size and edges and max(map(max, edges)) < size:  # of workers of whom none is lost
+            self._choose(edges)
 
     def close(self) -> None:
         """Close the connections."""

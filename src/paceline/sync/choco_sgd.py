@@ -16,7 +16,7 @@ from paceline.errors import NonFiniteError, SettingsError
 from paceline.registry import register
 from paceline.sync.dpsgd import check_keeps_mean
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Floats
 
 
@@ -128,6 +128,16 @@ class ChocoSynchroniser(Synchroniser):
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
 
+    def abandon(self) -> Abandoned:
+        """Drop the messages under way: neighbours get copies anew in `load_state`."""
+        self._swap.abandon()
+        self._sent_in = None
+        return Abandoned.DONE
+
+    def repair(self, *, is_new: bool) -> str:
+        """Let new workers begin at the mean of the others."""
+        return self._flat.begin_at_mean(self._context.group, self._flat.read(), is_new=is_new)
+
     def state(self) -> dict[str, Tensor]:
         """Return this worker's copy, which neighbours get from it again, and the start of its codec."""
         self._receive_copies()
@@ -138,8 +148,8 @@ class ChocoSynchroniser(Synchroniser):
         """Load them, and get copies from the neighbours; with another number of workers copies are the consensus."""
         self._receive_copies()
         self._flat.read(self._copies[self._rank])
-        if len(saved) == self._context.group.size:
-            mine = saved[self._rank]
+        mine = saved[self._rank] if len(saved) == self._context.group.size else {}
+        if mine:  # not if this worker was alone, without the rule
             self._copies[self._rank].copy_(mine["copy"])
             for name in self._shapes:
                 prefix = f"{self._codec.name}/{name}/"

@@ -65,11 +65,6 @@ class DiLoCo(LocalRule):
         is_given = self.outer_momentum_warmup is not None and "outer_momentum_warmup" in self.model_fields_set
         return OuterSGD(self.outer_learning_rate, self.outer_momentum, self.nesterov, warmup, keeps_warmup=is_given)
 
-    @property
-    def survives_loss(self) -> bool:
-        """Always true: as local_sgd, with the common outer parameters and momentum."""
-        return True
-
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return the synchroniser that takes the outer steps."""
         schedule = SyncSchedule(self.period, self.synchronous_steps)

@@ -9,7 +9,7 @@ from paceline.comm.group import Group
 from paceline.errors import SettingsError
 from paceline.registry import register
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import is_doubly_stochastic
 
 
@@ -83,6 +83,16 @@ class DPSGDSynchroniser(Synchroniser):
         """While active, parameters are the mean over workers."""
         with self._flat.averaged(self._context.group, self._flat.read()):
             yield
+
+    def abandon(self) -> Abandoned:
+        """Drop the swap: what was sent has changed nothing yet."""
+        self._swap.abandon()
+        self._row = None
+        return Abandoned.DONE
+
+    def repair(self, *, is_new: bool) -> str:
+        """Let new workers begin at the mean of the others."""
+        return self._flat.begin_at_mean(self._context.group, self._flat.read(), is_new=is_new)
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Drop the swap of the former parameters."""

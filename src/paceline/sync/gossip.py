@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import Self
 
 import torch
 from torch import Size, Tensor
 
 from paceline.comm.group import Group, Work
+from paceline.errors import SettingsError
 from paceline.sync.rule import Rule, Traffic
 from paceline.sync.synchroniser import Synchroniser, WorkerContext
 from paceline.topology.graphs import Floats, Graph, RingGraph
@@ -36,6 +38,19 @@ class GossipRule(Rule):
     def weighs_samples(self) -> bool:
         """Always false: the graph decides."""
         return False
+
+    @property
+    def survives_loss(self) -> bool:
+        """Always true: survivors keep their own models, and mix them on the graph of those that are left."""
+        return True
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule with a ring, if its own graph does not exist for that number of workers."""
+        try:
+            self.graph.mixing_matrix(num_workers)
+        except SettingsError:
+            return self.model_copy(update={"graph": RingGraph()})
+        return self
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return this worker alone, which steps by its own gradient."""
@@ -177,6 +192,30 @@ class FlatParameters:
                 for parameter, value in zip(self._parameters, own, strict=True):
                     parameter.copy_(value)
 
+    def begin_at_mean(self, group: Group, numerator: Tensor, weight: float = 1.0, *, is_new: bool) -> str:
+        """Fill the parameters of new workers with the mean of the others, so that they do not move it.
+
+        Args:
+            group: Group of all workers, each of which calls it.
+            numerator: This worker's numerator.
+            weight: This worker's weight.
+            is_new: Whether this worker is new.
+
+        Returns:
+            Words on what was done; empty if no worker is new.
+        """
+        if not any(group.gather_documents(is_new, name="new workers")):
+            return ""
+        group = group.on_cpu()
+        total = numerator.to(torch.promote_types(self.dtype, torch.float32), copy=True).mul_(not is_new)
+        weights = torch.tensor([0.0 if is_new else weight], dtype=torch.float64)
+        works = [group.all_reduce(total, name="mean of workers"), group.all_reduce(weights, name="weight of workers")]
+        for work in works:
+            work.wait()
+        if is_new:
+            self.write(total / float(weights))
+        return "new workers begin at the mean of the others"
+
 
 class GossipMessages:
     """Messages of one size to and from some workers, over separate connections.
@@ -216,6 +255,10 @@ class GossipMessages:
         self._works = []
         self._waited_s += time.perf_counter() - began_s
         return self._incoming
+
+    def abandon(self) -> None:
+        """Drop the messages under way, whose senders or receivers are lost."""
+        self._works = []
 
     def take_costs(self) -> tuple[float, int]:
         """Return the seconds waited and the bytes sent since the last call."""

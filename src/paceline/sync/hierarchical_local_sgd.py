@@ -30,6 +30,11 @@ class HierarchicalLocalSGD(AveragingRule):
     host_size: int | None = Field(default=None, ge=1)
     """Number of workers of a host, in the order of ranks; by default those on one machine."""
 
+    @property
+    def meets_on_change(self) -> bool:
+        """Always true: workers of a host must be equal, and may be of another host among other workers."""
+        return True
+
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return the workers of this worker's host."""
         if self.host_size is None:

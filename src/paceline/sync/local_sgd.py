@@ -22,11 +22,6 @@ class LocalSGD(LocalRule):
     the same workers take part in every period.
     """
 
-    @property
-    def survives_loss(self) -> bool:
-        """Always true: survivors keep their own parameters, and make again an exchange that was broken."""
-        return True
-
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser | None:
         """Return the synchroniser that averages; None for a worker alone."""
         if context.group.size == 1:

@@ -44,6 +44,7 @@ class OuterParameters:
         self._total_weight = 0.0
         self.is_sent = False
         """Whether sent differences have not been applied yet."""
+        self._has_arrived = False
 
     @property
     def wire_bytes(self) -> int:
@@ -55,15 +56,27 @@ class OuterParameters:
         """Mean difference of each block, once it has arrived."""
         return {block: view for bucket in self._buckets for block, view in bucket.blocks.items()}
 
-    def send(self, weight: float, total_weight: float, step: int) -> None:
-        """Start to exchange the differences, with this worker's `weight` in the `total_weight` of all."""
+    def send(
+        self, weight: float, total_weight: float, step: int, differences: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Start to exchange the differences, with this worker's `weight` in the `total_weight` of all.
+
+        Args:
+            weight: Weight of this worker.
+            total_weight: Weight of all workers.
+            step: Number of updates done before.
+            differences: Outer parameters less this worker's tensors, if they are not those of now.
+        """
         assert not self.is_sent
-        self.is_sent, self._total_weight = True, total_weight
+        self.is_sent, self._has_arrived, self._total_weight = True, False, total_weight
         for bucket in self._buckets:
             bucket.flags.fill_(1)
             bucket.findings = None
             for block, view in bucket.blocks.items():
-                torch.sub(self.tensors[block], self._values[block], out=view)
+                if differences is None:
+                    torch.sub(self.tensors[block], self._values[block], out=view)
+                else:
+                    view.copy_(differences[block])
             # A worker without samples counts as zeros, whatever its tensors are: NaN times 0 is NaN.
             bucket.numerators.mul_(weight) if weight else bucket.numerators.zero_()
             self._works.append(self._reducer.reduce(bucket, lambda: total_weight, step))
@@ -87,6 +100,7 @@ class OuterParameters:
             self._reducer.roll_back()
             self._refuse()
         self._reducer.commit(())
+        self._has_arrived = True
         return time.perf_counter() - began_s
 
     def apply(self, outer_update: OuterUpdate | None = None, mixing: float = 0.0) -> None:
@@ -115,10 +129,17 @@ class OuterParameters:
                 outer_update(block, self.tensors[block], mean)
         self.is_sent = False
 
-    def abandon(self) -> None:
-        """Drop differences that were sent to workers of which some are lost."""
+    def abandon(self) -> bool:
+        """Drop differences that were sent to workers of which some are lost, unless their mean has arrived.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self.is_sent or self._has_arrived:
+            return False
         self._works, self.is_sent = [], False
         self._reducer.roll_back()
+        return True
 
     @contextmanager
     def averaged(self, weight: float) -> Iterator[None]:
@@ -171,7 +192,7 @@ class OuterParameters:
         for block, mean in self.mean.items():
             if (arrived := state.get(f"{self._name} arrived/{block}")) is not None:
                 mean.copy_(arrived)
-                self.is_sent = True
+                self.is_sent = self._has_arrived = True
 
     def _refuse(self) -> None:
         mine = all(bool(value.isfinite().all()) for value in self._values.values())

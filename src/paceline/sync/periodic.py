@@ -22,7 +22,7 @@ from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.outer_sgd import OuterSGD
 from paceline.sync.reducer import GradientReducer
 from paceline.sync.rule import Rule, Traffic
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 class PeriodicRule(Rule):
@@ -49,6 +49,11 @@ class PeriodicRule(Rule):
     def keeps_replicas_equal(self) -> bool:
         """Always false: replicas are equal only after a sync step."""
         return False
+
+    @property
+    def survives_loss(self) -> bool:
+        """Always true: survivors keep their own parameters, and what all have in common is on each of them."""
+        return True
 
     def reduce_ranks(self, group: Group, step: int) -> Sequence[int]:
         """Return this worker alone, which steps by its own gradient."""
@@ -146,8 +151,15 @@ class SyncSchedule:
         """Return whether step `number` is a sync step; the same on every worker."""
         return number >= self.start and (number + 1 - self.start) % self.period == 0
 
+    def last_before(self, number: int) -> int:
+        """Return the number of updates after the last sync step before step `number`, or before the first period."""
+        return number - max(number - self.start, 0) % self.period
+
     def record(self, number: int, waited_s: float, group: Group) -> None:
         """Measure a sync step whose exchange took `waited_s`; every worker calls it."""
+
+    def skip(self, number: int) -> None:
+        """Go on from a sync step that could not be measured, since workers were lost."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the measured state: the same on all workers."""
@@ -176,8 +188,10 @@ class PeriodicSynchroniser(Synchroniser):
         self._hyperparameters = rule.start_hyperparameters(context, schedule.start)
         self._outer_parameters: OuterParameters | None = None
         self._weight = 0.0
-        self._is_exchanging = False
-        """Whether the exchange of a step has begun, and changed nothing yet."""
+        self._exchanged: int | None = None
+        """Sync step under way, once its exchange has begun."""
+        self._is_applied = False
+        """Whether parameters are those after it."""
 
     def is_sync_step(self, number: int) -> bool:
         """Return whether the schedule has a sync step there."""
@@ -202,16 +216,19 @@ class PeriodicSynchroniser(Synchroniser):
         if self._outer_parameters is None or not self.is_sync_step(step.number):
             return SyncResult()
         waited_s, wire_bytes = 0.0, 0
+        self._exchanged, self._is_applied = step.number, not step.total_weight
         if step.total_weight:
-            began_s, self._is_exchanging = time.perf_counter(), True
+            began_s = time.perf_counter()
             self._outer_parameters.send(step.weight, step.total_weight, step.number)
             self._outer_parameters.receive()
-            waited_s, self._is_exchanging = time.perf_counter() - began_s, False
+            waited_s = time.perf_counter() - began_s
             self._outer_parameters.apply(self._outer)
+            self._is_applied = True
             wire_bytes = self._outer_parameters.wire_bytes
             wire_bytes += pool_over_workers(self._context.module, self._context.group, step.weight)
         self._weight = 0.0
         self._schedule.record(step.number, waited_s, self._context.group)
+        self._exchanged, self._is_applied = None, False
         return SyncResult(waited_s, wire_bytes)
 
     @contextmanager
@@ -220,12 +237,25 @@ class PeriodicSynchroniser(Synchroniser):
         with self._outer_parameters.averaged(self._weight) if self._outer_parameters is not None else nullcontext():
             yield
 
-    def abandon(self) -> bool:
-        """Drop the exchange; parameters are then this worker's own, and the outer ones those of the period before."""
-        can_repeat, self._is_exchanging = self._is_exchanging, False
+    def abandon(self) -> Abandoned:
+        """Drop the exchange; parameters are then this worker's own, and the outer ones those of the period before.
+
+        If they are those after it already, only what is pooled or measured is left out.
+        """
         if self._outer_parameters is not None:
             self._outer_parameters.abandon()
-        return can_repeat
+        number, self._exchanged = self._exchanged, None
+        if number is None:
+            return Abandoned.TORN
+        if self._is_applied:
+            self._weight, self._is_applied = 0.0, False
+            self._schedule.skip(number)
+            return Abandoned.DONE
+        return Abandoned.DUE
+
+    def last_exchange(self, number: int) -> int:
+        """Return the end of the period before."""
+        return self._schedule.last_before(number)
 
     def shared_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, the outer optimizer's state, and the state of the schedule."""

@@ -8,7 +8,7 @@ from torch import Size, Tensor
 
 from paceline.registry import register
 from paceline.sync.gossip import FlatParameters, GossipMessages, GossipRule, MixingRow, MixingRows
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 from paceline.topology.graphs import Graph, OnePeerExponentialGraph
 
 _WEIGHT_BYTES = 8
@@ -96,6 +96,21 @@ class PushSumSynchroniser(Synchroniser):
         with self._flat.averaged(self._context.group, self._numerator, float(self._weight)):
             yield
 
+    def abandon(self) -> Abandoned:
+        """Drop the swap: a worker keeps its numerator and its weight until it mixes."""
+        self._swap.abandon()
+        self._row = None
+        return Abandoned.DONE
+
+    def repair(self, *, is_new: bool) -> str:
+        """Let new workers begin at the mean of the others, with weight 1."""
+        self._begin()
+        words = self._flat.begin_at_mean(self._context.group, self._numerator, float(self._weight), is_new=is_new)
+        if is_new:
+            self._has_begun = False
+            self._begin()
+        return words
+
     def state(self) -> dict[str, Tensor]:
         """Return numerator and weight."""
         self._begin()
@@ -106,8 +121,8 @@ class PushSumSynchroniser(Synchroniser):
         self._swap.finish()
         self._row, self._has_begun = None, False
         self._begin()
-        if len(saved) == self._context.group.size:
-            mine = saved[self._context.group.rank]
+        mine = saved[self._context.group.rank] if len(saved) == self._context.group.size else {}
+        if mine:  # not if this worker was alone, without the rule
             self._numerator.copy_(mine["numerator"])
             self._weight.copy_(mine["weight"])
 

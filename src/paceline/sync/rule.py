@@ -118,6 +118,15 @@ class Rule(Family):
         return False
 
     @property
+    def meets_on_change(self) -> bool:
+        """Whether workers take the mean of parameters and optimizers when others are lost or join."""
+        return False
+
+    def fit_workers(self, num_workers: int) -> Self:
+        """Return the rule as it goes on among another number of workers than it was started with."""
+        return self
+
+    @property
     def num_server_processes(self) -> int:
         """Number of processes that only serve: the last ranks of all, after the workers."""
         return 0

@@ -11,7 +11,7 @@ from paceline.registry import register
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.periodic import ErrorFeedback, PeriodicRule, PeriodicSynchroniser, SyncSchedule
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 @register("scaffold")
@@ -28,7 +28,8 @@ class Scaffold(PeriodicRule):
     parameters. Clipping bounds each worker's own gradient, before the correction, which is not clipped. With plain SGD
     c_i is that of the paper's option II, (x - y_i) / (steps * learning rate) - c + c_i; written as a mean of gradients
     it does not depend on the optimizer or its rate. Weights are those of one period, where the paper samples workers
-    that count equally; its outer learning rate is 1 here.
+    that count equally; its outer learning rate is 1 here. If workers are lost, c becomes the mean of those c_i that are
+    left, so that corrections still add up to 0.
     """
 
     @property
@@ -60,11 +61,15 @@ class ScaffoldSynchroniser(Synchroniser):
         self._feedback = ErrorFeedback(self._reducer, rule.codec, context, kind="feedback of variates")
         self._own = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
         """Control variates of this worker."""
+        self._own_weight = 0.0
+        """Weight of the samples that they are of."""
         self._sums = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
         """Sums of the gradients of the period, each times the weight of its samples."""
         self._common = OuterParameters("variates", self._sums, context.group, self._reducer)
         self._sum_weight = 0.0
         self._weight = 0.0
+        self._is_exchanging = False
+        """Whether the exchange of control variates has begun."""
 
     def is_sync_step(self, number: int) -> bool:
         """Return whether the step is the last of a period."""
@@ -97,16 +102,47 @@ class ScaffoldSynchroniser(Synchroniser):
         self._weight = 0.0
         if not step.total_weight:
             return result
+        self._renew_own(step.weight)
+        self._is_exchanging = True
         for name, total in self._sums.items():
-            total.copy_(total / self._sum_weight if self._sum_weight else self._own[name])
-            self._own[name].copy_(total)
+            total.copy_(self._own[name])
         self._common.send(step.weight, step.total_weight, step.number)
         waited_s = self._common.receive()
         self._common.apply()
-        for total in self._sums.values():
-            total.zero_()
-        self._sum_weight = 0.0
+        self._begin_period()
         return SyncResult(result.waited_s + waited_s, result.wire_bytes + self._common.wire_bytes)
+
+    def abandon(self) -> Abandoned:
+        """Drop the exchange; once parameters are exchanged, the common variates come from `repair`."""
+        outcome = self._averaging.abandon()
+        if self._is_exchanging:
+            self._common.abandon()
+            outcome = Abandoned.DONE
+        elif outcome is Abandoned.DONE:
+            self._renew_own(self._weight)
+        if outcome is Abandoned.DONE:
+            self._weight = 0.0
+            self._begin_period()
+        return outcome
+
+    def repair(self, *, is_new: bool) -> str:
+        """Make the common variates the mean of the workers' own ones, by weight, so that corrections add up to 0."""
+        weight = 0.0 if is_new else self._own_weight
+        total = torch.tensor([weight], dtype=torch.float64, device=self._context.group.device)
+        self._context.group.all_reduce(total, name="weight of variates").wait()
+        if not float(total):  # no period has ended
+            return ""
+        for name, common in self._common.tensors.items():
+            mean = (self._own[name] * (weight / float(total))).to(common.dtype)
+            self._context.group.all_reduce(mean, name=f"variates of {name}").wait()
+            common.copy_(mean)
+            if is_new:
+                self._own[name].copy_(mean)
+        return "the common control variate is the mean of the workers' own"
+
+    def last_exchange(self, number: int) -> int:
+        """Return the end of the period before."""
+        return self._averaging.last_exchange(number)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -120,8 +156,14 @@ class ScaffoldSynchroniser(Synchroniser):
 
     def state(self) -> dict[str, Tensor]:
         """Return this worker's control variates, the sums of the period, and the codecs' residuals."""
-        state = self._averaging.state() | self._feedback.state()
-        state |= {f"own/{name}": tensor for name, tensor in self._own.items()}
+        return self._averaging.state() | self._feedback.state() | self._variates()
+
+    def detached_state(self) -> dict[str, Tensor]:
+        """Return the same; of the residuals those that this worker holds, as a worker and for others."""
+        return self._averaging.detached_state() | self._feedback.state(is_detached=True) | self._variates()
+
+    def _variates(self) -> dict[str, Tensor]:
+        state = {f"own/{name}": tensor for name, tensor in self._own.items()}
         return state | {f"sum/{name}": tensor for name, tensor in self._sums.items()}
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
@@ -138,14 +180,32 @@ class ScaffoldSynchroniser(Synchroniser):
 
     def document(self) -> dict[str, Any]:
         """Return the weights of this worker's samples in the period."""
-        return {"averaging": self._averaging.document(), "weight": self._weight, "sum_weight": self._sum_weight}
+        return {
+            "averaging": self._averaging.document(),
+            "weight": self._weight,
+            "sum_weight": self._sum_weight,
+            "own_weight": self._own_weight,
+        }
 
     def load_document(self, document: Mapping[str, Any]) -> None:
         """Load them."""
         self._averaging.load_document(document["averaging"])
         self._weight, self._sum_weight = document["weight"], document["sum_weight"]
+        self._own_weight = document.get("own_weight", 1.0)
 
     def close(self) -> None:
         """Close connections and threads."""
         self._averaging.close()
         self._reducer.close()
+
+    def _renew_own(self, weight: float) -> None:
+        """Make this worker's variates the mean of its gradients in the period, if it had a sample in it."""
+        self._own_weight = weight
+        for name, total in self._sums.items():
+            if self._sum_weight:
+                self._own[name].copy_(total / self._sum_weight)
+
+    def _begin_period(self) -> None:
+        for total in self._sums.values():
+            total.zero_()
+        self._sum_weight, self._is_exchanging = 0.0, False

@@ -16,7 +16,7 @@ from paceline.sync.fragments import cut_into_fragments
 from paceline.sync.outer_parameters import OuterParameters
 from paceline.sync.periodic import ErrorFeedback, check_start
 from paceline.sync.rule import Traffic
-from paceline.sync.synchroniser import LocalStep, Synchroniser, SyncResult, WorkerContext
+from paceline.sync.synchroniser import Abandoned, LocalStep, Synchroniser, SyncResult, WorkerContext
 
 
 @register("streaming_diloco")
@@ -56,11 +56,6 @@ class StreamingDiLoCo(DiLoCo):
     def turns(self) -> list[int]:
         """Turn of each fragment, as steps into the period; the last one, at its end, is 0."""
         return [(place + 1) * self.period // self.num_fragments % self.period for place in range(self.num_fragments)]
-
-    @property
-    def survives_loss(self) -> bool:
-        """Always false: the mean of a fragment may be on its way while workers step on."""
-        return False
 
     def start_synchroniser(self, context: WorkerContext) -> Synchroniser:
         """Return the synchroniser that exchanges the fragments."""
@@ -111,6 +106,12 @@ class StreamingSynchroniser(Synchroniser):
         """Weight with which each fragment was sent last: its own parameters count by it until the mean is applied."""
         self._weight = 0.0
         """Weight of this worker's samples since the last turn of any."""
+        self._step: LocalStep | None = None
+        """Update whose exchanges are under way."""
+        self._is_counted = False
+        """Whether the weight of its samples is counted."""
+        self._broken: set[int] = set()
+        """Fragments that were sent to workers of which some are lost."""
 
     def is_sync_step(self, number: int) -> bool:
         """Return whether a fragment has its turn."""
@@ -129,16 +130,51 @@ class StreamingSynchroniser(Synchroniser):
         self._hyperparameters.restore()
         if not self._fragments:
             return SyncResult()
-        waited_s = self._apply_due(step.number)
-        self._weight = step.weight
-        if not self.is_sync_step(step.number):
-            return SyncResult(waited_s)
-        self._weight = 0.0
-        self._weights = [weight + step.weight for weight in self._weights]
-        self._total_weights = [weight + step.total_weight for weight in self._total_weights]
-        waited_s += sum(fragment.receive() for fragment in self._fragments)
-        wire_bytes = self._send_due(step.number)
-        return SyncResult(waited_s + self._apply_due(step.number), wire_bytes)
+        self._step, self._is_counted = step, False
+        waited_s, wire_bytes = self._apply_due(step.number), 0
+        self._count(step)
+        if self.is_sync_step(step.number):
+            waited_s += sum(fragment.receive() for fragment in self._fragments)
+            wire_bytes = self._send_due(step.number)
+            waited_s += self._apply_due(step.number)
+        self._step = None
+        return SyncResult(waited_s, wire_bytes)
+
+    def abandon(self) -> Abandoned:
+        """Drop the fragment on the wire, and remember it, or the one whose turn it was: `repair` sends it again."""
+        for place, fragment in enumerate(self._fragments):
+            if fragment.abandon():
+                self._weights[place] += self._sent_weights[place]
+                self._broken.add(place)
+        if self._step is None:
+            return Abandoned.TORN
+        if not self._is_counted:
+            self._count(self._step)
+        if self.is_sync_step(self._step.number):
+            place = self._rule.turns.index(self._turn(self._step.number))
+            if self._weights[place]:
+                self._broken.add(place)
+        self._step = None
+        return Abandoned.DONE
+
+    def repair(self, *, is_new: bool) -> str:
+        """Exchange the broken fragments at once, without the lost workers' part, and add up who counts by how much."""
+        everybody = self._context.group.gather_documents(sorted(self._broken), name="broken fragments")
+        self._broken = set()
+        places = sorted({place for theirs in everybody for place in theirs})
+        weights = [weight + self._weight for weight in self._weights]
+        for place, total_weight in enumerate(self._add_up(weights)):
+            if place in places and total_weight:
+                self._fragments[place].send(weights[place], total_weight, 0)
+                self._fragments[place].receive()
+                self._fragments[place].apply(self._outer, self._rule.mixing)
+                self._weights[place] = -self._weight  # which the next turn of any adds to all
+        self._total_weights = self._add_up(self._weights)
+        return f"fragments {', '.join(map(str, places))} were exchanged at once" if places else ""
+
+    def last_exchange(self, number: int) -> int:
+        """Return the beginning of the period that ends here: each fragment was exchanged in it."""
+        return max(number - self._rule.period, min(number, self._rule.synchronous_steps))
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -161,6 +197,12 @@ class StreamingSynchroniser(Synchroniser):
             fragment.receive()
         return self._feedback.state()
 
+    def detached_state(self) -> dict[str, Tensor]:
+        """Return the residuals that this worker holds, as a worker and for others."""
+        for fragment in self._fragments:
+            fragment.receive()
+        return self._feedback.state(is_detached=True)
+
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Continue the period, with the fragments that had been sent."""
         self._fragments = []
@@ -178,6 +220,7 @@ class StreamingSynchroniser(Synchroniser):
             "weights": self._weights,
             "total_weights": self._total_weights,
             "sent_weights": self._sent_weights,
+            "broken": sorted(self._broken),
         }
 
     def load_document(self, document: Mapping[str, Any]) -> None:
@@ -185,6 +228,7 @@ class StreamingSynchroniser(Synchroniser):
         self._weight = document["weight"]
         self._weights, self._total_weights = list(document["weights"]), list(document["total_weights"])
         self._sent_weights = list(document.get("sent_weights", self._sent_weights))
+        self._broken = set(document.get("broken", ()))
 
     def close(self) -> None:
         """Close connections and threads."""
@@ -201,6 +245,20 @@ class StreamingSynchroniser(Synchroniser):
             OuterParameters(f"fragment {place}", blocks, self._group, self._reducer)
             for place, blocks in enumerate(self._blocks)
         ]
+
+    def _count(self, step: LocalStep) -> None:
+        """Add the weight of the samples since the last turn of any fragment to those of all, if there is a turn."""
+        self._is_counted = True
+        self._weight = step.weight
+        if self.is_sync_step(step.number):
+            self._weight = 0.0
+            self._weights = [weight + step.weight for weight in self._weights]
+            self._total_weights = [weight + step.total_weight for weight in self._total_weights]
+
+    def _add_up(self, weights: Sequence[float]) -> list[float]:
+        total = torch.tensor(weights, dtype=torch.float64, device=self._context.group.device)
+        self._context.group.all_reduce(total, name="weights of fragments").wait()
+        return [float(weight) for weight in total]
 
     def _send_due(self, number: int) -> int:
         """Send the fragment whose turn it is, unless no worker had a sample, and return the bytes on the wire."""

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -68,6 +69,17 @@ class SyncResult:
     waited_s: float = 0.0
     wire_bytes: int = 0
     stop: bool = False
+
+
+class Abandoned(Enum):
+    """What an update is that had begun to change a worker when its exchange was abandoned."""
+
+    TORN = "torn"
+    """Changed in part."""
+    DUE = "due"
+    """Whole but for its exchange, which can be made again: nothing has changed since the optimizer's step."""
+    DONE = "done"
+    """Whole: what was abandoned belongs to later updates, or can be left out."""
 
 
 class SampleDispatcher(ABC):
@@ -172,13 +184,28 @@ class Synchroniser(ABC):
         """
         yield
 
-    def abandon(self) -> bool:
-        """Drop the exchange under way, whose peers are lost, without waiting for it.
+    def abandon(self) -> Abandoned:
+        """Drop what is under way, whose peers are lost, without waiting for it.
 
         Returns:
-            Whether it can be made again among other workers: nothing has changed since the optimizer's step.
+            What the update is, if it had begun to change this worker.
         """
-        return False
+        return Abandoned.TORN
+
+    def repair(self, *, is_new: bool) -> str:
+        """Make what workers have in common fit the present ones, after `load_state`; all of them call it.
+
+        Args:
+            is_new: Whether this worker was sent the first one's state, and has none of its own.
+
+        Returns:
+            Words on what was changed; empty if nothing was.
+        """
+        return ""
+
+    def last_exchange(self, number: int) -> int:
+        """Return the number of updates, at most `number`, after which all of this worker's progress was exchanged."""
+        return number
 
     def shared_state(self) -> dict[str, Tensor]:
         """Return the common state of all workers, as named tensors: it is saved once."""

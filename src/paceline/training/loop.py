@@ -394,7 +394,7 @@ def do_after_step(session: Session, *, stop: bool) -> bool:
     else:
         if session.saver is not None:
             log_saved(session, session.saver.finished())
-        if run.peer_memory.interval and step % run.peer_memory.interval == 0:
+        if session.peer_memory is not None and step % run.peer_memory.interval == 0:
             keep_in_memory(session)
     log_distance(session)
     return training.is_over or stop

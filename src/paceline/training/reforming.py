@@ -25,6 +25,7 @@ from paceline.monitor.log import EventLog
 from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
 from paceline.replica.optimizer_step import release_optimizer
 from paceline.replica.worker_state import BufferCopies
+from paceline.sync.gossip import GossipRule
 from paceline.training.run import Run
 from paceline.training.saving import capture_progress
 from paceline.training.session import Session, open_session
@@ -47,10 +48,6 @@ def can_reform(run: Run) -> str:
         return f"sync {run.sync.name} has a state that only all its workers together know"
     if run.growth.steps:
         return "the model grows while it trains"
-    if run.peer_memory.interval:
-        return "copies in the memory of peers are divided among these workers"
-    if run.batch_policy.name != "fixed":
-        return f"with batch_policy {run.batch_policy.name} the global batch is another with other workers"
     if run.fixed_shares is not None:
         return "shares are given for this number of workers"
     return ""
@@ -72,7 +69,9 @@ class _Kept:
         is_whole: Whether the state is whole; without it nothing else is.
         is_exchange_due: Whether the exchange of the last update is still to be made.
         digest: Digest of what is the same on all workers at that step.
-        num_workers: Number of workers of that session.
+        names: Workers of that session.
+        steps_alone: Whether its workers make the next step without each other.
+        exchanged: Number of updates after which all of this worker's progress was exchanged last.
         replica: State that stays with this worker.
         state: State for workers that have none, if this worker becomes rank 0.
         owes: Whether codecs hold back residuals.
@@ -82,7 +81,9 @@ class _Kept:
     is_whole: bool = False
     is_exchange_due: bool = False
     digest: str = ""
-    num_workers: int = 0
+    names: tuple[str, ...] = ()
+    steps_alone: bool = False
+    exchanged: int = 0
     replica: KeptReplica | None = None
     state: MemoryState | None = None
     owes: bool = False
@@ -90,7 +91,19 @@ class _Kept:
     @property
     def claim(self) -> list[Any]:
         """What tells, as JSON, whether two workers are at the same point."""
-        return [self.step, self.is_exchange_due, self.digest] if self.is_whole else []
+        return [self.step, self.is_exchange_due, self.digest, self.steps_alone] if self.is_whole else []
+
+
+def _goes_on(claim: list[Any], first: list[Any]) -> bool:
+    """Return whether a worker keeps its state, given its claim and rank 0's.
+
+    It does at the same step; and where workers step alone, if they have had no exchange in between: it leaves out the
+    steps that it is behind.
+    """
+    if not claim or claim[1:3] != first[1:3]:
+        return False
+    step, is_due, _, steps_alone = claim
+    return step == first[0] or (steps_alone and not is_due and step < first[0])
 
 
 def train_through_views(training: Training, member: Member, run_steps: RunSteps) -> bool:
@@ -113,17 +126,18 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
             try:
                 group = member.open_group(view, device, run.timeout_s, "auto")
                 group.leave_losses_to_supervisor()
+                training.run = run.fit_workers(view.size)
                 with _open(training, group, view, member, kept, requests, began_s) as session:
                     has_ended = run_steps(session)
                     if session.is_changing:
-                        began_s, kept = time.perf_counter(), _keep(session)
+                        began_s, kept = time.perf_counter(), _keep(session, view)
                 group.close()
                 if not session.is_changing:
                     return has_ended
                 member.at_boundary(training.step)
             except CommunicationError as error:
                 began_s = time.perf_counter() if session is not None else began_s
-                kept = _leave(training, session, group, kept, error)
+                kept = _leave(training, session, group, kept, error, view)
                 done = kept.step - kept.is_exchange_due  # who has made the exchange as well is ahead
                 member.report_loss(done, is_whole=kept.is_whole, reason=str(error))
             except BaseException as error:
@@ -149,13 +163,15 @@ def _open(
         group.membership.request_stop(requests.stop_requested_by)
     is_live = view.step >= 0
     claims = group.gather_documents(kept.claim, name="state in memory") if is_live else []
-    is_in_step = is_live and kept.is_whole and kept.claim == claims[0]
+    is_in_step = is_live and _goes_on(kept.claim, claims[0])
     if is_live and not claims[0]:
         raise CommunicationError("rank 0 of the new group must hold a whole state, but it has lost it; vote again")
-    group.membership.has_equal_models = bool(claims) and bool(kept.digest) and all(c == claims[0] for c in claims)
-    state: SavedState | None = None
-    if group.rank == 0:
-        state = kept.state if is_live else find_start(training)
+    is_equal = training.run.sync.keeps_replicas_equal and kept.is_whole
+    group.membership.has_equal_models = bool(claims) and is_equal and all(c == claims[0] for c in claims)
+    state: SavedState | None = kept.state if is_live else None
+    if not is_live:
+        found = find_start(training) if group.rank == 0 else None
+        state = training.run.peer_memory.recall(training.directory, group, found, training.log)
     training.is_loading = not is_in_step
     opened = open_session(
         training, group, None, state, member=member, is_live=is_live, kept=kept.replica if is_in_step else None
@@ -165,36 +181,62 @@ def _open(
         if not is_live:
             training.saved_step = training.step
         session.replica.state.buffers = BufferCopies(training.module)
+        if training.run.keeps_step_copies:
+            session.replica.state.keep_step_copies()
         if is_live:
             _log_change(session, view, kept, claims, time.perf_counter() - began_s)
         yield session
 
 
 def _log_change(session: Session, view: View, kept: _Kept, claims: list[list[Any]], duration_s: float) -> None:
-    num_gone = kept.num_workers - sum(previous is not None for previous in view.previous)
-    has_lost = num_gone > 0 and kept.owes
     session.log_event(
         WorkersChanged(
             num_workers=view.size,
             names=list(view.names),
             reason=view.reason,
-            num_sent=sum(claim != claims[0] for claim in claims),
+            num_sent=sum(not _goes_on(claim, claims[0]) for claim in claims),
             duration_s=duration_s,
-            lost=f"residuals of {num_gone} workers' codecs" if has_lost else "",
+            lost=_describe_lost(session, view, kept, claims),
+            repaired=session.repaired,
         )
     )
     for rank, claim in enumerate(claims):
-        if claim and claim != claims[0] and claim[:2] == claims[0][:2]:
+        if claim and claim[:2] == claims[0][:2] and not _goes_on(claim, claims[0]):
             session.log_event(
                 Warned(
-                    message=f"worker {view.names[rank]} was at the same step as the first, but its parameters or "
-                    "optimizer differed; it was sent those of the first"
+                    message=f"worker {view.names[rank]} was at the same step as the first, but what workers have in "
+                    "common differed; it was sent the first one's state"
                 )
             )
 
 
+def _describe_lost(session: Session, view: View, kept: _Kept, claims: list[list[Any]]) -> str:
+    """Return words on what is lost with workers that have gone, or that could not keep their own state."""
+    sync, words = session.training.run.sync, []
+    gone = [name for name in kept.names if name not in view.names]
+    replaced = [n for n, claim in zip(view.names, claims, strict=True) if claim and not _goes_on(claim, claims[0])]
+    if gone and kept.owes:
+        words.append(f"residuals of {len(gone)} workers' codecs")
+    if sync.keeps_replicas_equal:
+        return "; ".join(words)
+    names = ", ".join(gone + replaced)
+    if names and isinstance(sync, GossipRule):
+        words.append(f"the models of {names}, but for what others have mixed in")
+    elif names and kept.exchanged < kept.step:
+        words.append(f"what {names} learnt alone of the samples after step {kept.exchanged}")
+    for name, claim in zip(view.names, claims, strict=True):
+        if _goes_on(claim, claims[0]) and claim[0] < claims[0][0]:
+            words.append(f"the samples of {name} after step {claim[0]}, up to step {claims[0][0]}")
+    return "; ".join(words)
+
+
 def _leave(
-    training: Training, session: Session | None, group: Group | None, kept: _Kept, error: CommunicationError
+    training: Training,
+    session: Session | None,
+    group: Group | None,
+    kept: _Kept,
+    error: CommunicationError,
+    view: View,
 ) -> _Kept:
     """Close the group, whose other workers then leave it too, and return what this worker has left."""
     if group is not None:
@@ -204,12 +246,12 @@ def _leave(
         return kept if kept.replica is not None and not training.is_loading else _Kept(kept.step)
     session.replica.state.abandon_step()
     try:
-        return _keep(session)
+        return _keep(session, view)
     finally:
         session.replica.close()
 
 
-def _keep(session: Session) -> _Kept:
+def _keep(session: Session, view: View) -> _Kept:
     """Return what this worker has left of a session; nothing is exchanged."""
     training, replica, loader = session.training, session.replica, session.loader
     state = replica.state
@@ -232,7 +274,9 @@ def _keep(session: Session) -> _Kept:
         is_whole=True,
         is_exchange_due=state.is_exchange_due,
         digest=replica_digest,
-        num_workers=replica.group.size,
+        names=view.names,
+        steps_alone=state.steps_alone,
+        exchanged=state.last_exchange(),
         replica=kept,
         state=MemoryState(Path("memory"), document | progress | in_memory, tensors | more),
         owes=_holds_back(kept.own),

@@ -149,6 +149,10 @@ class Run(Settings):
     landing: Landing = "update"
     """Moment at which the optimizer applies gradients: at the update, each bucket at its arrival while others are still
     in transit, or in the next forward pass, just before each is needed."""
+    keeps_step_copies: bool = False
+    """Whether workers copy what a step changes before all of it is there (`landing` arrival, coded steps), so that it
+    can be dropped when others are lost in it: else all start again. A copy of the optimizer's state a step, with
+    `landing` arrival also of parameters."""
     timeline_interval: int = Field(default=20, ge=0)
     """Steps from one logged timeline to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)

@@ -28,6 +28,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.shared_saving import open_saver
 from paceline.replica.state import restore
 from paceline.sync.batch_statistics import pool_over_workers
+from paceline.sync.rule import Rule
 from paceline.sync.synchroniser import Delays
 from paceline.training.anomalies import AnomalyGuard
 from paceline.training.idle import list_idle
@@ -56,7 +57,7 @@ class Session:
     load_balancer: LoadBalancer
     save_interval: SaveInterval
     peer_memory: PeerMemory | None
-    """This rank's copies in the memory of peers; None if the run keeps none."""
+    """This rank's copies in the memory of peers; None if the run keeps none, or workers are too few."""
     noise: NoiseMeter | None
     """Meter of the gradient noise scale; None if it is not measured."""
     probe: MemoryProbe
@@ -80,6 +81,8 @@ class Session:
     """Number of steps before the session."""
     first_update: int = 0
     """Number of the replica's updates before the session."""
+    repaired: str = ""
+    """Words on what was changed so that it fits these workers."""
 
     @property
     def membership(self) -> Membership:
@@ -192,16 +195,17 @@ def open_session(
         is_live: Whether the state is that of rank 0 at its end of the session before, in memory.
         kept: State that this worker has kept from the session before, if it is at the same step as rank 0.
     """
-    session = _make_session(training, group, world, kept)
+    session = _make_session(training, group, world, kept, is_live=is_live)
     session.member = member
     watch_replica(session)
     try:
         resume(session, state, is_live=is_live, kept=kept)
         check_batch_norm_sizes(training.run, training.splits, session.loader)
         before, session.global_batch = session.global_batch, session.loader.global_batch
-        if session.replica.state.is_exchange_due:
-            session.replica.state.make_exchange()
-        if not is_live:
+        if is_live:
+            words = session.replica.state.settle(session.replica.optimizer, is_new=kept is None)
+            session.repaired = "; ".join(filter(None, (session.repaired, words)))
+        else:
             _log_start(session)
         if before not in (0, session.global_batch):  # other workers, or other settings, than before
             session.log_event(describe_batch(session))
@@ -219,9 +223,12 @@ def open_session(
         session.peer_memory.forget()
 
 
-def _make_session(training: Training, group: Group, world: Group | None, kept: KeptReplica | None) -> Session:
+def _make_session(
+    training: Training, group: Group, world: Group | None, kept: KeptReplica | None, *, is_live: bool
+) -> Session:
     run = training.run
-    replica = build_replica(training, group, world)
+    sync = run.sync.fit_workers(group.size) if is_live else run.sync
+    replica = build_replica(training, group, world, sync)
     if kept is not None:
         kept.put_back(training.module)
     loader = make_loader(
@@ -250,8 +257,15 @@ def _make_session(training: Training, group: Group, world: Group | None, kept: K
     )
     probe = MemoryProbe(replica.shard, is_together=not run.sync.is_asynchronous)
     peer_memory = run.peer_memory.open(training.directory, replica.shard.world)
-    if peer_memory is not None:
-        make_teams(replica.shard.world.size, run.peer_memory.num_data, run.peer_memory.num_parity)  # before a step
+    repaired = "" if sync == run.sync else f"sync {sync.name} goes on as {sync}, which {group.size} workers can run"
+    if peer_memory is not None:  # before a step
+        try:
+            make_teams(replica.shard.world.size, run.peer_memory.num_data, run.peer_memory.num_parity)
+        except SettingsError as error:
+            if not is_live:
+                raise
+            peer_memory.forget()
+            peer_memory, repaired = None, "; ".join(filter(None, (repaired, f"no copies in peers' memory: {error}")))
     failures_per_day = run.failures_per_day or 1.0
     if run.checkpoint_interval == "auto" and run.failures_per_day is None and group.rank == 0:
         failures_per_day = estimate_failures_per_day(training.log.path)  # rank 0 chooses
@@ -268,6 +282,7 @@ def _make_session(training: Training, group: Group, world: Group | None, kept: K
         probe,
         guard,
         resources,
+        repaired=repaired,
     )
 
 
@@ -284,8 +299,8 @@ def _find_saver(training: Training, shard: ModelShard) -> AsyncSaver | None:
     return training.saver
 
 
-def build_replica(training: Training, group: Group, world: Group | None = None) -> Replica:
-    """Return a new replica of the training's model, among the workers of `group`."""
+def build_replica(training: Training, group: Group, world: Group | None = None, sync: Rule | None = None) -> Replica:
+    """Return a new replica of the training's model, among the workers of `group`, with the run's rule or `sync`."""
     run = training.run
     # A norm is reported only if it is bounded.
     if run.num_virtual_workers is not None and group.device.type == "cuda":
@@ -296,7 +311,7 @@ def build_replica(training: Training, group: Group, world: Group | None = None) 
         training.module,
         training.optimizer,
         group=group,
-        sync=run.sync.fit_length(training.num_steps),
+        sync=(sync or run.sync).fit_length(training.num_steps),
         precision=run.precision,
         clip_norm=clip_norm,
         bucket_bytes=run.bucket_bytes,

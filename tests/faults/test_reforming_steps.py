@@ -1,0 +1,94 @@
+"""Steps of equal workers that are applied in parts, or whose codec changes: one worker is lost in them."""
+
+import threading
+
+import pytest
+from reforming_threads import LOST_STEP, WITHOUT_W1, assert_equal, changed_in, copy_of, lose_in, run_threads
+
+from paceline.checkpoint import Checkpoint
+from paceline.compression import OneBit
+from paceline.monitor.events import CodecChanged
+from paceline.monitor.reader import select
+from paceline.optim import SGD, AdamW
+from paceline.replica.codec_chooser import CodecChooser
+from paceline.replica.gradients import Gradients
+from paceline.replica.landing import BucketLanding
+from paceline.training import loop
+
+
+@pytest.mark.parametrize("learning_rate", [0.05, 0.01], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("phase", ["before", "carried", "after"])
+def test_codec_auto_goes_on_with_its_choice(tmp_path, monkeypatch, phase, learning_rate):
+    """A worker is lost before the codec changes, in the first step with another codec, or after it."""
+    optimizer = SGD(learning_rate=0.05) if learning_rate == 0.05 else AdamW(learning_rate=0.01)
+
+    def decide(self):
+        if not self._queue and self.codec.name == "none":
+            self._reason, self._before = "the test says so", self.codec.name
+            self._queue = [self._open.with_codec(OneBit(dense_below=0), "gradient")]
+
+    monkeypatch.setattr(CodecChooser, "_decide", decide)
+    changes = []
+    real_next = CodecChooser.take_next
+
+    def take_next(self, step):
+        rule = real_next(self, step)
+        if rule is not None:
+            changes.append(step)
+        return rule
+
+    monkeypatch.setattr(CodecChooser, "take_next", take_next)
+    lost_at = {"before": 3, "carried": 6, "after": 8}[phase]
+    lose = lose_in(loop, "train_step", lambda session, batch, step: step == lost_at)
+    sync = {"name": "every_step", "codec": {"name": "auto"}}
+    seen, records = run_threads(tmp_path, monkeypatch, sync, WITHOUT_W1, lose, "w1", optimizer=optimizer, num_steps=16)
+    changed = changed_in(records, 3, 16)
+    stayed = [seen[1, name] for name in ("w0", "w2", "w3")]
+    assert not any(one.is_new for one in stayed)
+    for one in stayed:
+        assert_equal(one.after.parameters, stayed[0].after.parameters, atol=0)
+    chosen = select(records, CodecChanged)
+    assert [record.event.codec for record in chosen] == ["one_bit"]
+    assert {"before": 9, "carried": 6, "after": 6}[phase] == chosen[0].step
+    assert ("residuals" in changed.event.lost) == (chosen[0].step < changed.step)
+    final = max((tmp_path / "checkpoints").glob("step-*"))
+    assert Checkpoint.open(final).read_document()["replica"]["states"][0]["codec"] == "one_bit"
+
+
+CODED = {"sync": {"name": "every_step", "codec": {"name": "top_k", "density": 0.2, "dense_below": 0}}}
+TORN = {
+    "arrival, sgd": {"landing": "arrival", "clip_norm": None},
+    "arrival, adamw": {"landing": "arrival", "clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
+    "coded by bucket": CODED | {"clip_norm": None, "optimizer": AdamW(learning_rate=0.01)},
+    "coded whole": CODED | {"clip_norm": 0.5, "optimizer": AdamW(learning_rate=0.01)},
+}
+
+
+@pytest.mark.parametrize("changes", TORN.values(), ids=TORN)
+@pytest.mark.parametrize("lost_step", [0, LOST_STEP])
+def test_copies_undo_what_a_broken_step_has_applied(tmp_path, monkeypatch, changes, lost_step):
+    began, torn, real, real_drop = {}, [], loop.train_step, BucketLanding.drop
+
+    def train_step(session, batch, step):
+        if step == lost_step and session.replica.group.epoch == 0:
+            model = {name: p.detach().clone() for name, p in session.replica.module.named_parameters()}
+            began[threading.current_thread().name] = model, copy_of(session.replica.optimizer)
+        return real(session, batch, step)
+
+    def drop(self):
+        torn.append(self.is_torn)
+        return real_drop(self)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(BucketLanding, "drop", drop)
+    lose = lose_in(Gradients, "_launch", lambda own, bucket: own._step == lost_step and bucket.index == 1)
+    settings = {"sync": {"name": "every_step"}, "keeps_step_copies": True} | changes
+    seen, records = run_threads(tmp_path, monkeypatch, settings.pop("sync"), WITHOUT_W1, lose, "w1", **settings)
+    changed = changed_in(records)
+    assert changed.step == lost_step
+    assert any(torn), "some had begun to apply it"
+    for name in ("w0", "w2", "w3"):
+        assert not seen[1, name].is_new
+        model, optimizer = began[name]
+        assert_equal(seen[1, name].before.parameters, model, atol=0)
+        assert_equal(seen[1, name].optimizer, optimizer, atol=0)
