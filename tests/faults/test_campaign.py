@@ -43,9 +43,10 @@ def test_every_rule_kind_and_phase_is_drawn(load):
 )
 def test_an_exchange_that_conserves_nothing_is_found(load, tmp_path, weight, mean, problem):
     judging, scenarios = load("judging"), load("scenarios")
-    puts = [{"weight": weight, "total": 4.0, "sum": 2.0 * weight}, {"weight": 2.0, "total": 4.0, "sum": 2.0}]
+    first = {"weight": weight, "total": 4.0, "sum": 2.0 * weight, "norm": 4.0}
+    puts = [first, {"weight": 2.0, "total": 4.0, "sum": 2.0, "norm": 2.0}]
     for number, put in enumerate(puts):
-        exchange = {"epoch": 0, "name": "parameters", "number": 1}
+        exchange = {"epoch": 0, "name": "parameters", "number": 1, "step": 3}
         lines = [exchange | put, exchange | {"mean": mean}]
         (tmp_path / f"exchanges-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcome = judging.Outcome(scenarios.Scenario(0, "kill", "local_sgd"))

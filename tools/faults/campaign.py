@@ -12,6 +12,7 @@ import dataclasses
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from paceline.comm.control import ControlAccess
 from paceline.elastic.requests import ask
 from paceline.errors import PacelineError
 
-_TIMEOUT_S = 90.0
+_TIMEOUT_S = 60.0
 _LAUNCHER_KILLED = -9
 _DISK_WORDS = ("disk full", "I/O error")
 
@@ -193,6 +194,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="Folder for the runs; a temporary one by default.")
     parser.add_argument("--tables", action="store_true", help="Only print the tables of the directory.")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what was started is ended
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=True)

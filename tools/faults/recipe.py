@@ -202,7 +202,7 @@ def _lose_messages(share: float) -> None:
 def _record_exchanges() -> None:
     """Write down what workers put into each exchange of outer parameters, and the mean that they get."""
     send, receive = OuterParameters.send, OuterParameters.receive
-    number = {}
+    numbers, steps = {}, {}
 
     def project(self: OuterParameters, tensors: dict[str, torch.Tensor]) -> float:
         torch_state = torch.Generator().manual_seed(0)
@@ -212,14 +212,15 @@ def _record_exchanges() -> None:
         )
 
     def write(self: OuterParameters, **values: Any) -> None:
-        line = {"epoch": self._group.epoch, "name": self._name, "number": number[id(self)], **values}
+        place = {"epoch": self._group.epoch, "name": self._name, "number": numbers[id(self)], "step": steps[id(self)]}
         with open(FOLDER / f"exchanges-{os.getpid()}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(place | values) + "\n")
 
     def sent(self: OuterParameters, weight: float, total_weight: float, step: int) -> None:
-        number[id(self)] = number.get(id(self), 0) + 1
+        numbers[id(self)], steps[id(self)] = numbers.get(id(self), 0) + 1, step
         difference = {name: self.tensors[name] - self._values[name] for name in self.tensors}
-        write(self, step=step, weight=weight, total=total_weight, sum=weight * project(self, difference))
+        norm = sum(float(tensor.double().square().sum()) for tensor in difference.values()) ** 0.5
+        write(self, weight=weight, total=total_weight, sum=weight * project(self, difference), norm=weight * norm)
         send(self, weight, total_weight, step)
 
     def received(self: OuterParameters) -> float:
