@@ -23,7 +23,7 @@ import warm
 from attacks import attack, come_back, damage, read_statuses
 from judging import Outcome, judge
 from links import train_on_hosts
-from scenarios import KINDS, RULES, SETTINGS, Scenario, draw_all
+from scenarios import KINDS, OWN_PACE, RULES, SETTINGS, Scenario, draw_all
 from tables import tabulate
 
 from paceline.comm.control import ControlAccess
@@ -32,6 +32,7 @@ from paceline.errors import PacelineError
 
 _TIMEOUT_S = 60.0
 _LAUNCHER_KILLED = -9
+_NUM_SEEDS = 4
 _DISK_WORDS = ("disk full", "I/O error")
 
 
@@ -44,30 +45,35 @@ class Campaign:
 
     def run(self, scenario: Scenario) -> Outcome:
         """Execute a scenario, and judge it; its folder stays if it fails."""
-        straight = self._find_straight(scenario)
+        straights = self._find_straights(scenario)
         folder = self._directory / f"run-{scenario.number}"
         shutil.rmtree(folder, ignore_errors=True)
         outcome = execute(scenario, folder, self._seed)
         try:
-            judge(outcome, folder, straight)
+            judge(outcome, folder, straights)
         except (PacelineError, OSError, LookupError) as error:
             outcome.problems.append(f"it could not be judged: {type(error).__name__}: {error}")
         if not outcome.problems:
             shutil.rmtree(folder, ignore_errors=True)
         return outcome
 
-    def _find_straight(self, scenario: Scenario) -> Path:
+    def _find_straights(self, scenario: Scenario) -> list[Path]:
+        """Return the folders of runs that were not hit: one, or several where they differ from run to run."""
         is_link = scenario.name == "link"
-        rule = f"{scenario.rule}-{scenario.num_workers}{'-hosts' * is_link}"
-        folder = self._directory / f"straight-{rule.replace(', ', '-').replace(' ', '-')}"
-        if not (folder / "done").exists():
+        rule = f"{scenario.rule}-{scenario.num_workers}{'-hosts' * is_link}".replace(", ", "-").replace(" ", "-")
+        seeds = range(_NUM_SEEDS if scenario.rule in OWN_PACE else 1)
+        folders = [self._directory / f"straight-{rule}-{seed}" for seed in seeds]
+        for seed, folder in zip(seeds, folders, strict=True):
+            if (folder / "done").exists():
+                continue
             shutil.rmtree(folder, ignore_errors=True)
-            calm = Scenario(-1, "link" if is_link else "none", scenario.rule, scenario.num_workers)
+            name = "link" if is_link else "none"
+            calm = Scenario(-1, name, scenario.rule, scenario.num_workers, settings={"seed": seed})
             found = execute(calm, folder, self._seed)
             if found.problems:
                 raise RuntimeError(f"the undisturbed run must end well, but {found.problems}; see {folder}")
             (folder / "done").touch()
-        return folder
+        return folders
 
 
 def execute(scenario: Scenario, folder: Path, seed: int) -> Outcome:
@@ -196,7 +202,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what was started is ended
     with tempfile.TemporaryDirectory() as temporary:
-        directory = (options.directory or Path(temporary)).absolute()
+        directory = (options.directory or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         if not options.tables:
             for outcome in run_campaign(options, directory):

@@ -233,11 +233,24 @@ def _record_exchanges() -> None:
     OuterParameters.send, OuterParameters.receive = sent, received  # type: ignore[method-assign]
 
 
+def _slow_down(pause_s: float) -> None:
+    """Take time for each step, in which the campaign can do something."""
+    stamp = PROGRESS.stamp
+
+    def stamped(step: int, now_s: float, phase: bytes) -> None:
+        stamp(step, now_s, phase)
+        time.sleep(pause_s)
+
+    PROGRESS.stamp = stamped
+
+
 if (FOLDER / "faults.json").exists():
     _arm()
     _spoil_gradients()
     _record_exchanges()
     for fault in _read_faults():
+        if fault["kind"] == "slow steps":
+            _slow_down(fault["time_s"])
         if fault["kind"] == "lose messages":
             _lose_messages(fault["time_s"])
         if fault["kind"] == "clock" and fault["rank"] == -4 and multiprocessing.current_process().name == "MainProcess":

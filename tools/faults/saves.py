@@ -37,7 +37,7 @@ class SavesOutcome:
     num_killed: int = 0
     """Saves that were killed."""
     num_new: int = 0
-    """Those after which the new checkpoint was the newest whole one."""
+    """Saves of them whose checkpoint was nevertheless the newest whole one."""
 
 
 class _HalfWritten(io.FileIO):

@@ -9,7 +9,7 @@ PHASES = ("data", "forward", "backward", "reduce", "update", "evaluate", "snapsh
 """Phases of a step and of a checkpoint."""
 RECOVERY_PHASES = ("vote", "open", "heal")
 ANY, JOINER, LAUNCHER = -1, -2, -4
-"""Who is hit in place of a rank: the first worker that comes, one that joins, the launcher."""
+"""Numbers in place of a rank: the first worker that comes, one that joins, the launcher."""
 NUM_STEPS, GLOBAL_BATCH = 24, 12
 SETTINGS: dict[str, object] = {
     "num_steps": NUM_STEPS,
@@ -114,6 +114,9 @@ class Scenario:
     """Way in which a checkpoint is damaged, or a link fails."""
 
 
+_SLOW = Fault(9, "slow steps", ANY, 0, "", 0.1)
+
+
 def draw(seed: int, number: int) -> Scenario:
     """Return a scenario."""
     chance = random.Random(f"{seed} {number}")
@@ -172,17 +175,16 @@ def _make_stillness(name: str, number: int, chance: random.Random) -> Scenario:
 def _make_resize(name: str, number: int, chance: random.Random) -> Scenario:
     rule = chance.choice(GOING_ON)
     if name == "scale 4-3-2-5-4":
-        return Scenario(number, name, rule, 4, sizes=(3, 2, 5, 4))
+        return Scenario(number, name, rule, 4, (_SLOW,), sizes=(3, 2, 5, 4))
     fault = Fault(0, "kill", chance.randrange(4), 6, chance.choice(PHASES[:5]))
-    return Scenario(number, name, rule, 4, (fault,), sizes=(2, 3))
+    return Scenario(number, name, rule, 4, (fault, _SLOW), sizes=(2, 3))
 
 
 def _make_messages(name: str, number: int, chance: random.Random) -> Scenario:
     kill = Fault(0, "kill", chance.randrange(3), _draw_step(chance), chance.choice(PHASES[:5]))
     lost = Fault(1, "lose messages", ANY, 0, "", chance.choice((0.02, 0.1)))
-    return Scenario(
-        number, name, chance.choice(GOING_ON), faults=(kill, lost) if name == "lost and doubled messages" else (kill,)
-    )
+    other = lost if name == "lost and doubled messages" else _SLOW
+    return Scenario(number, name, chance.choice(GOING_ON), faults=(kill, other))
 
 
 def _make_clock(name: str, number: int, chance: random.Random) -> Scenario:

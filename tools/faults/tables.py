@@ -12,15 +12,22 @@ _HEADER = (
 
 
 def tabulate(outcomes: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown tables by kind of fault, by rule, and by phase of those that were killed."""
+    """Return Markdown tables by kind of fault, by what followed, and by rule and phase of those that were killed."""
     parts = [
         _table("fault", outcomes, lambda one: one["scenario"]["name"]),
+        _table("killed workers", [one for one in outcomes if "kill" in one["scenario"]["name"]], _describe_recovery),
         _table("rule", [one for one in outcomes if _is_killed(one)], lambda one: one["scenario"]["rule"]),
         _table(
             "phase", [one for one in outcomes if _is_killed(one)], lambda one: one["scenario"]["faults"][0]["phase"]
         ),
     ]
     return "\n\n".join(parts)
+
+
+def _describe_recovery(outcome: dict[str, Any]) -> str:
+    if outcome["num_resumes"]:
+        return "a person starts it again"
+    return "all start again" if outcome["num_restarts"] else "the others go on"
 
 
 def _is_killed(outcome: dict[str, Any]) -> bool:
