@@ -8,16 +8,21 @@ was stopped, so that it can be made in pieces (`--time_s`); what came of each ru
 """
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
+from typing import Any
 
 import warm
 from attacks import attack, come_back, damage, read_statuses
@@ -41,7 +46,6 @@ class Campaign:
 
     def __init__(self, directory: Path, seed: int) -> None:
         self._directory, self._seed = directory, seed
-        warm.warm_up()
 
     def run(self, scenario: Scenario) -> Outcome:
         """Execute a scenario, and judge it; its folder stays if it fails."""
@@ -63,16 +67,17 @@ class Campaign:
         rule = f"{scenario.rule}-{scenario.num_workers}{'-hosts' * is_link}".replace(", ", "-").replace(" ", "-")
         seeds = range(_NUM_SEEDS if scenario.rule in OWN_PACE else 1)
         folders = [self._directory / f"straight-{rule}-{seed}" for seed in seeds]
-        for seed, folder in zip(seeds, folders, strict=True):
-            if (folder / "done").exists():
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
-            name = "link" if is_link else "none"
-            calm = Scenario(-1, name, scenario.rule, scenario.num_workers, settings={"seed": seed})
-            found = execute(calm, folder, self._seed)
-            if found.problems:
-                raise RuntimeError(f"the undisturbed run must end well, but {found.problems}; see {folder}")
-            (folder / "done").touch()
+        name = "link" if is_link else "none"
+        with (self._directory / f"straight-{rule}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes take part
+            for seed, folder in zip(seeds, folders, strict=True):
+                if not (folder / "done").exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    calm = Scenario(-1, name, scenario.rule, scenario.num_workers, settings={"seed": seed})
+                    found = execute(calm, folder, self._seed)
+                    if found.problems:
+                        raise RuntimeError(f"the undisturbed run must end well, but {found.problems}; see {folder}")
+                    (folder / "done").touch()
         return folders
 
 
@@ -168,23 +173,55 @@ def _wait_for_words(run: Path, *words: str) -> None:
         time.sleep(0.02)
 
 
-def run_campaign(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
-    """Yield what comes of each run that is not in the directory's file yet, and write it there."""
+def run_campaign(options: argparse.Namespace, directory: Path, job: int) -> None:
+    """Make one job's part of the runs that are not in the directory's file yet, and write there what comes of each."""
     path = directory / "outcomes.jsonl"
     done = {one["scenario"]["number"] for one in read_outcomes(path)}
     campaign, began_s = Campaign(directory, options.seed), time.monotonic()
-    for count, scenario in enumerate(draw_all(options.seed, tuple(options.only), options.first)):
-        if count >= options.num_runs or time.monotonic() - began_s > options.time_s:
+    drawn = draw_all(options.seed, tuple(options.only), options.first)
+    for count, scenario in enumerate(itertools.islice(drawn, options.num_runs)):
+        if time.monotonic() - began_s > options.time_s:
             return
-        if scenario.number in done:
-            continue
-        outcome = dataclasses.asdict(campaign.run(scenario))
-        with path.open("a") as file:
-            file.write(json.dumps(outcome) + "\n")
-        yield outcome
+        if count % options.jobs == job and scenario.number not in done:
+            line = json.dumps(dataclasses.asdict(campaign.run(scenario)))
+            with path.open("a") as file:
+                file.write(line + "\n")
+            print(line, flush=True)
 
 
-def read_outcomes(path: Path) -> list[dict[str, object]]:
+def run_jobs(options: argparse.Namespace, directory: Path) -> bool:
+    """Run the campaign in several processes, and return whether all have ended well."""
+    warm.warm_up()
+    jobs = []
+    try:
+        for job in range(options.jobs):
+            jobs.append(os.fork())
+            if not jobs[-1]:
+                jobs.clear()
+                _be_job(options, directory, job)
+        codes = [os.waitpid(pid, 0)[1] for pid in jobs]
+        return not any(codes)
+    except BaseException:
+        for pid in jobs:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
+        raise
+
+
+def _be_job(options: argparse.Namespace, directory: Path, job: int) -> None:
+    code = 1
+    try:
+        run_campaign(options, directory, job)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def read_outcomes(path: Path) -> list[dict[str, Any]]:
     """Return what came of the runs of a campaign."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -195,6 +232,7 @@ def main() -> int:
     parser.add_argument("--num_runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="Number of the first run.")
+    parser.add_argument("--jobs", type=int, default=3, help="Number of runs at the same time.")
     parser.add_argument("--only", nargs="*", default=[], choices=list(KINDS), help="Kinds of faults.")
     parser.add_argument("--time_s", type=float, default=float("inf"), help="Time after which no run is begun.")
     parser.add_argument("--directory", type=Path, help="Folder for the runs; a temporary one by default.")
@@ -204,12 +242,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        if not options.tables:
-            for outcome in run_campaign(options, directory):
-                print(json.dumps(outcome), flush=True)
+        is_whole = options.tables or run_jobs(options, directory)
         outcomes = read_outcomes(directory / "outcomes.jsonl")
     print(tabulate(outcomes))
-    return int(any(outcome["problems"] for outcome in outcomes))
+    return int(not is_whole or any(outcome["problems"] for outcome in outcomes))
 
 
 if __name__ == "__main__":

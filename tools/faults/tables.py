@@ -25,6 +25,8 @@ def tabulate(outcomes: Sequence[dict[str, Any]]) -> str:
 
 
 def _describe_recovery(outcome: dict[str, Any]) -> str:
+    if not outcome["num_struck"]:
+        return "the run ended before"
     if outcome["num_resumes"]:
         return "a person starts it again"
     return "all start again" if outcome["num_restarts"] else "the others go on"
