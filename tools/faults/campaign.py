@@ -34,6 +34,7 @@ from tables import tabulate
 from paceline.comm.control import ControlAccess
 from paceline.elastic.requests import ask
 from paceline.errors import PacelineError
+from paceline.testing.netlab import netlab_missing
 
 _TIMEOUT_S = 60.0
 _LAUNCHER_KILLED = -9
@@ -182,7 +183,11 @@ def run_campaign(options: argparse.Namespace, directory: Path, job: int) -> None
     for count, scenario in enumerate(itertools.islice(drawn, options.num_runs)):
         if time.monotonic() - began_s > options.time_s:
             return
-        if count % options.jobs == job and scenario.number not in done:
+        if count % options.jobs != job or scenario.number in done:
+            continue
+        if scenario.name == "link" and (reason := netlab_missing()):
+            print(f"run {scenario.number} is left out: {reason}", file=sys.stderr)
+        else:
             line = json.dumps(dataclasses.asdict(campaign.run(scenario)))
             with path.open("a") as file:
                 file.write(line + "\n")
