@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.checkpoint import durable, store
+from paceline.checkpoint import CheckpointStore, durable, store
 
 TOOLS = Path(__file__).parents[2] / "tools" / "faults"
 
@@ -51,6 +52,36 @@ def test_an_exchange_that_conserves_nothing_is_found(load, tmp_path, weight, mea
         (tmp_path / f"exchanges-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcome = judging.Outcome(scenarios.Scenario(0, "kill", "local_sgd"))
     judging._judge_exchanges(outcome, tmp_path)
+    assert bool(outcome.problems) == bool(problem)
+    assert all(problem in found for found in outcome.problems)
+
+
+def save(folder, weight, position):
+    with CheckpointStore(folder / "run" / "checkpoints") as checkpoints:
+        document = {"loader": {"low_water": position, "done_above": []}}
+        checkpoints.save({"model/weight": torch.tensor([1.0, weight])}, document, 24)
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight", "position", "num_changes", "problem"),
+    [
+        ("every_step, exact", 2.0, 288, 1, ""),
+        ("every_step, exact", 2.0001, 288, 1, "weights differ from"),
+        ("every_step", 2.0001, 288, 1, ""),
+        ("every_step", 2.0001, 288, 0, "weights differ from"),
+        ("every_step", 2.001, 288, 1, "more than other sums explain"),
+        ("dpsgd", 2.0, 276, 0, "used samples up to 276"),
+        ("asgd", 3.0, 288, 0, ""),
+    ],
+)
+def test_other_weights_and_lost_samples_are_found(load, tmp_path, rule, weight, position, num_changes, problem):
+    judging, scenarios = load("judging"), load("scenarios")
+    hit, straight = tmp_path / "hit", tmp_path / "straight"
+    save(hit, weight, position)
+    save(straight, 2.0, 288)
+    outcome = judging.Outcome(scenarios.Scenario(0, "kill", rule), num_changes=num_changes)
+    judging._judge_position(outcome, hit)
+    judging._judge_weights(outcome, hit, straight)
     assert bool(outcome.problems) == bool(problem)
     assert all(problem in found for found in outcome.problems)
 
