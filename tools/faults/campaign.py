@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--num_runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="Number of the first run.")
-    parser.add_argument("--jobs", type=int, default=3, help="Number of runs at the same time.")
+    parser.add_argument("--jobs", type=int, default=1, help="Number of runs at the same time.")
     parser.add_argument("--only", nargs="*", default=[], choices=list(KINDS), help="Kinds of faults.")
     parser.add_argument("--time_s", type=float, default=float("inf"), help="Time after which no run is begun.")
     parser.add_argument("--directory", type=Path, help="Folder for the runs; a temporary one by default.")
