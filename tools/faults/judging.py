@@ -26,8 +26,8 @@ from paceline.monitor.reader import read_log, select, summarise
 LOSS_MARGIN = 0.1
 """Largest difference of held-out losses, in nats: those of four seeds differ by about as much."""
 _MORE_UPDATES = 0.3
-"""Difference, in nats, by which the loss of workers at their own pace may be lower: those that outlive one keep what they
-have done, and the rest of its batches makes updates of a few samples, which with Adam are as large as others."""
+"""Difference, in nats, by which the loss of workers at their own pace may be lower: those that outlive one keep what
+they have done, and the rest of its batches makes updates of a few samples, which with Adam are as large as others."""
 _OWN_WAY = (*OWN_PACE, "adaptive_local_sgd")
 """Rules whose weights differ from run to run, because they depend on times."""
 _OTHER_SUMS = 1e-4
