@@ -52,9 +52,10 @@ docs: setup
 wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-# Hundreds of trainings whose workers are killed, stopped or resized: about half an hour.
+# Hundreds of trainings whose workers are killed, stopped, cut off or resized, about an hour, and saves killed at every call.
 faults: setup
-	$(BIN)/python tools/faults/campaign.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/saves.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/faults/campaign.py
 
 # For `paceline bench resilience --sides '["paceline","torchft"]' --torchft_path .torchft`; without its own copy of torch.
 torchft: setup
