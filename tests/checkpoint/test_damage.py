@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoint, CheckpointStore, DamagedError, SafetensorsWriter
+from paceline.checkpoint.manifest import Manifest, commit, read_manifest
 from paceline.checkpoint.storage import save_tensors
 from paceline.errors import CheckpointError
 
@@ -141,6 +142,24 @@ def test_parts_of_another_checkpoint_are_detected(store):
         shutil.copy(store.directory / "step-00000001" / part, file)
         assert_passed_over(store, part if part != "COMMITTED" else "manifest.json")
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize("where", ["../elsewhere/", "a/"])
+@pytest.mark.parametrize("what", ["files", "chunks"])
+def test_a_manifest_that_fits_its_marker_and_leads_elsewhere_is_refused(store, where, what):
+    directory = store.directory / "step-00000002"
+    manifest = read_manifest(directory)
+    name = manifest.files[0].name
+    (directory / where).mkdir(exist_ok=True)
+    shutil.copy(directory / name, directory / where)
+    elsewhere = f"{where}{name}"
+    text = manifest.model_dump_json()
+    field = {"files": f'"name":"{name}"', "chunks": f'"file":"{name}"'}[what]
+    changed = Manifest.model_validate_json(text.replace(field, field.replace(name, elsewhere)))
+    for part in ("manifest.json", "COMMITTED"):
+        (directory / part).unlink()
+    commit(directory, changed)
+    assert_passed_over(store, f"manifest.json names {elsewhere!r}, which is none of its files")
 
 
 def test_a_format_of_the_future_is_named(store):

@@ -29,7 +29,7 @@ from paceline.elastic.facts import (
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 
 NUM_EXAMPLES = 1500
-"""Examples that the protocol passes, and in which mutants are noticed: in more of them, it might fail with the mutant."""
+"""Examples that the protocol passes, and in which mutants are noticed: in others the protocol itself might fail."""
 numbers = st.integers(0, 5)
 
 

@@ -1,8 +1,7 @@
-"""Processes of one machine: what they return, how they end, and where what they print lies."""
+"""Processes of one machine: what they return, and how they end."""
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 
 from paceline.comm.control import ControlAccess, ControlStore
 from paceline.comm.join import open_store
-from paceline.launch import processes
-from paceline.launch.processes import ProcessesError, run_in_processes, watch_processes
+from paceline.launch import local, processes
+from paceline.launch.processes import ProcessesError, make_environment, run_in_processes, watch_processes
 from paceline.launch.signals import StopRequest
 
 
@@ -104,36 +103,22 @@ def test_a_signal_to_the_launcher_is_handed_on_and_waited_for(number, tmp_path):
     assert ended.values == {0: number, 1: number}
 
 
-def come_by_the_file(folder):
-    """Return what the store of the launcher holds, for one who has nothing but the file."""
-    path = folder / "control.json"
-    store = ControlStore(ControlAccess.load(path))
-    store.set("key", "value")
-    return open_store().get("key"), path.stat().st_mode & 0o777
+def test_a_file_gives_this_user_access_while_it_runs(tmp_path, monkeypatch):
+    path, seen = tmp_path / "workers" / "control.json", {}
 
+    def look(*arguments, **_settings):
+        ControlStore(ControlAccess.load(path)).set("key", "value")
+        (access,) = (one for one in arguments if isinstance(one, ControlAccess))
+        for name, value in make_environment(0, 1, access).items():
+            monkeypatch.setenv(name, value)
+        seen.update(value=open_store().get("key"), mode=path.stat().st_mode & 0o777)
+        raise ZeroDivisionError
 
-def test_a_file_gives_this_user_access_while_it_runs(tmp_path):
-    with StopRequest() as stop:
-        ended = watch_processes(1, come_by_the_file, tmp_path, stop=stop, output=tmp_path)
-    assert ended.values == {0: (b"value", 0o600)}
-    assert not (tmp_path / "control.json").exists()
-
-
-def print_words(words):
-    print(words)
-    print(f"{words}, loudly", file=sys.stderr)
-    os._exit(0)  # without what Python does at its end
-
-
-def test_what_is_printed_lies_by_rank_and_grows_from_start_to_start(tmp_path):
-    for words in ("first", "second"):
-        with StopRequest() as stop:
-            watch_processes(2, print_words, words, stop=stop, output=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
-    lines = (tmp_path / "rank1.err").read_text().splitlines()
-    assert (lines[0], lines[-1]) == ("first, loudly", "second, loudly")
-    assert lines[2].startswith("---- started again, ")
-    assert (tmp_path / "rank0.out").read_text().startswith("first\n")
+    monkeypatch.setattr(local, "LocalWorkforce", look)
+    with pytest.raises(ZeroDivisionError):
+        local.launch(tmp_path, 1)
+    assert seen == {"value": b"value", "mode": 0o600}
+    assert not path.exists()
 
 
 def fail():

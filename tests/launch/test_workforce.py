@@ -48,6 +48,29 @@ def test_how_each_ended_is_told_once(tmp_path):
     assert "---- started again" in (tmp_path / "workers" / "rank5.out").read_text()
 
 
+def print_words(directory, epoch, name):
+    print(epoch)
+    print(f"{epoch}, loudly", file=sys.stderr)
+    os._exit(0)  # without what Python does at its end
+
+
+def test_what_is_printed_lies_by_rank_and_grows_from_start_to_start(tmp_path):
+    (tmp_path / "workers").mkdir()
+    force = LocalWorkforce(print_words, tmp_path, 2, ControlAccess("127.0.0.1", 1, bytes(32)))
+    for epoch in (1, 2):
+        for slot in range(2):
+            force.start(f"w{slot}", slot, epoch)
+        ended = []
+        while len(ended) < 2:
+            ended += force.wait(5)
+    files = sorted(path.name for path in (tmp_path / "workers").iterdir())
+    assert files == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
+    lines = (tmp_path / "workers" / "rank1.err").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("1, loudly", "2, loudly")
+    assert lines[2].startswith("---- started again, ")
+    assert (tmp_path / "workers" / "rank0.out").read_text().startswith("1\n")
+
+
 def test_who_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(workforce, "GRACE_S", 0.2)
     force = open_workforce(tmp_path)

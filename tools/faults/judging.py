@@ -98,6 +98,9 @@ def _judge_log(outcome: Outcome, folder: Path) -> None:
         if outcome.scenario.name == name and outcome.num_struck and not select(records, kind):
             outcome.problems.append(f"nobody noticed the {name}")
 
+    is_damaged = outcome.scenario.name == "damaged checkpoint" and outcome.num_resumes
+    if is_damaged and " is skipped: " not in (folder / "output.txt").read_text(errors="replace"):
+        outcome.problems.append("a damaged checkpoint was taken for a whole one")
     sizes = outcome.scenario.sizes
     if sizes and (not changes or changes[-1].event.num_workers != sizes[-1]):
         outcome.problems.append(f"workers must be {sizes[-1]} in the end, but were others")

@@ -165,7 +165,17 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedError(directory, f"{MANIFEST_NAME} cannot be parsed: {error}") from error
     if manifest.step != step:
         raise DamagedError(directory, f"{MARKER_NAME} says step {step!r} and {MANIFEST_NAME} {manifest.step}")
+    _check_names(directory, manifest)
     return manifest
+
+
+def _check_names(directory: Path, manifest: Manifest) -> None:
+    """Refuse a manifest that leads out of its checkpoint: its digests tell nothing of who wrote it."""
+    names = {file.name for file in manifest.files}
+    foreign = {name for name in names if Path(name).name != name}
+    foreign |= {chunk.file for tensor in manifest.tensors.values() for chunk in tensor.chunks} - names
+    if foreign:
+        raise DamagedError(directory, f"{MANIFEST_NAME} names {min(foreign)!r}, which is none of its files")
 
 
 def read_part(directory: Path, name: str) -> bytes:

@@ -59,13 +59,7 @@ def run_in_processes(num_processes: int, function: Callable[..., Any], *argument
     return ended.values
 
 
-def watch_processes(
-    num_processes: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    stop: StopRequest,
-    output: Path | None = None,
-) -> Ended:
+def watch_processes(num_processes: int, function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Ended:
     """Run a function in processes here until all have ended; where one fails, the others are told to end.
 
     On Linux they are forked from a process that has imported torch and Paceline for them, and for those started later.
@@ -75,8 +69,6 @@ def watch_processes(
         function: Function of each process, at the top of a module.
         arguments: Arguments of the function.
         stop: Signals to this process, which are handed on; whoever is asked to stop has all the time it needs.
-        output: Folder in which each has its files ``rank0.out`` and ``rank0.err``, which grow from start to start, and
-            where meanwhile ``control.json`` gives this user access to the control server.
     """
     prepare_to_fork()
     context: Any = multiprocessing.get_context(START_METHOD)
@@ -86,11 +78,9 @@ def watch_processes(
     receivers: dict[int, Connection] = {}
     stop.hand_on = lambda number: _signal(processes, ended, number)
     try:
-        if output is not None:
-            server.access.save(output / ACCESS_FILE)
         for rank in range(num_processes):
             receivers[rank], sender = context.Pipe(duplex=False)
-            start = (make_environment(rank, num_processes, server.access), output, sender, function, arguments)
+            start = (make_environment(rank, num_processes, server.access), sender, function, arguments)
             process = context.Process(target=_be_rank, args=start, name=f"rank {rank}")
             process.start()
             sender.close()
@@ -105,8 +95,6 @@ def watch_processes(
             process.kill()
             process.join()
         server.close()
-        if output is not None:
-            (output / ACCESS_FILE).unlink(missing_ok=True)
 
 
 def _watch(processes: list[BaseProcess], receivers: dict[int, Connection], ended: Ended) -> None:
@@ -163,18 +151,14 @@ def make_environment(rank: int, size: int, access: ControlAccess) -> dict[str, s
 
 
 def _be_rank(
-    environment: dict[str, str],
-    output: Path | None,
-    sender: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    environment: dict[str, str], sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    prepare_rank(environment, output)
+    prepare_rank(environment)
     sender.send(function(*arguments))
 
 
-def prepare_rank(environment: dict[str, str], output: Path | None) -> None:
-    """Make this process, which was forked for it, a rank whose output is in a folder."""
+def prepare_rank(environment: dict[str, str], output: Path | None = None) -> None:
+    """Make this process, which was forked for it, a rank, whose output is in a folder if one is given."""
     multiprocessing.set_start_method(None, force=True)  # what the rank starts shall start as it does elsewhere
     if output is not None:
         for descriptor, kind in ((1, "out"), (2, "err")):
