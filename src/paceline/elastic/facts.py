@@ -8,6 +8,11 @@ End: TypeAlias = Literal["done", "killed", "gave_up", "failed"]
 or it met an error that it would meet again."""
 
 
+def host_of(name: str) -> str:
+    """Return the name of the other machine that a worker is on; empty for the supervisor's own."""
+    return name.partition("@")[2]
+
+
 @dataclass(frozen=True)
 class View:
     """One epoch of membership, as a worker sees it."""
@@ -81,6 +86,30 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Offered:
+    """Another machine offers workers, which are wanted in addition."""
+
+    host: str
+    """Name of the machine, the last part of its workers' names."""
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The workers of another machine are to leave at a step boundary, and nobody replaces them."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """Another machine no longer answers, or its workers are no longer wanted: they count as dead."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """All workers were asked to stop: nobody is started or taken in any more."""
 
@@ -95,7 +124,7 @@ class AllEnded:
     """Reason why they ended."""
 
 
-Fact: TypeAlias = Ready | Voted | Died | Silent | LeaveAsked | Scaled | StopAsked | AllEnded
+Fact: TypeAlias = Ready | Voted | Died | Silent | LeaveAsked | Scaled | Offered | Withdrawn | HostLost | StopAsked | AllEnded
 
 
 @dataclass(frozen=True)
@@ -112,7 +141,7 @@ class StartWorker:
 
     name: str
     slot: int
-    """Lowest free place on this machine, by which it chooses its GPU."""
+    """Lowest free place on its machine, by which it chooses its GPU."""
 
 
 @dataclass(frozen=True)
