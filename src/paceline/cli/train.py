@@ -1,6 +1,8 @@
 """`paceline train`: train a recipe, or resume a run."""
 
+import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +50,21 @@ def train(
     spares: Annotated[
         int, typer.Option(help="Additional workers that wait, with the model in memory, to replace one that is lost.")
     ] = 0,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS[:PORT]",
+            help="Address of this machine at which `paceline agent` on other machines offers workers. [default: none]",
+        ),
+    ] = None,
+    notice_s: Annotated[
+        float | None,
+        typer.Option(
+            "--notice_s",
+            "--notice-s",
+            help="Let a worker that gets SIGTERM leave within this time, and the others go on. [default: all stop]",
+        ),
+    ] = None,
 ) -> None:
     """Train a model, with checkpoints, a log and a report.
 
@@ -83,6 +100,8 @@ def train(
         raise SettingsError(f"--min_workers must be at least 1, but got {min_workers}; leave it out for half of them")
     if spares < 0:
         raise SettingsError(f"--spares must be at least 0, but got {spares}; 0 is for none")
+    if notice_s is not None and not 0 < notice_s < math.inf:
+        raise SettingsError(f"--notice_s must be more than 0 seconds, but got {notice_s}; leave it out for none")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from paceline.cli.train_worker import train_as_worker
 
@@ -90,7 +109,21 @@ def train(
     with leaving_when_asked(ExitCode.PREEMPTED):
         prepare_to_fork()
         losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
-        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, overrides, go_on=go_on))
+        options = losses | {"listen": parse_address(listen) if listen else None, "notice_s": notice_s}
+        raise typer.Exit(_train_here(recipe, workers, out, resume, options, overrides, go_on=go_on))
+
+
+def parse_address(text: str, *, needs_port: bool = False) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; without a port that is 0.
+
+    Raises:
+        SettingsError: It is no such address.
+    """
+    found = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
+    if found is None or not int(found[3] or 0) < 65536 or (needs_port and not found[3]):
+        form = "HOST:PORT" if needs_port else "HOST or HOST:PORT"
+        raise SettingsError(f"an address must be {form}, with brackets around IPv6, but got {text}; give one like that")
+    return found[1] or found[2], int(found[3] or 0)
 
 
 def _train_here(
@@ -98,7 +131,7 @@ def _train_here(
     workers: int | None,
     out: Path | None,
     resume: Path | None,
-    losses: dict[str, Any],
+    options: dict[str, Any],
     overrides: list[tuple[str, str]],
     *,
     go_on: bool,
@@ -126,7 +159,7 @@ def _train_here(
             lock = WriterLock(directory)
             lock.acquire()
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, **losses)
+        code = launch(directory, file.num_processes, **options)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:

@@ -76,6 +76,8 @@ class LeaveAsked:
     """A worker is to leave at a step boundary."""
 
     name: str
+    within_s: float | None = None
+    """Time that the supervisor gives it; None for any."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ class AllEnded:
     """Reason why they ended."""
 
 
-Fact: TypeAlias = Ready | Voted | Died | Silent | LeaveAsked | Scaled | Offered | Withdrawn | HostLost | StopAsked | AllEnded
+Fact: TypeAlias = (
+    Ready | Voted | Died | Silent | LeaveAsked | Scaled | Offered | Withdrawn | HostLost | StopAsked | AllEnded
+)
 
 
 @dataclass(frozen=True)

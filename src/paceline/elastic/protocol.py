@@ -10,9 +10,9 @@ boundary, because workers join or leave. Each worker then says how many updates 
 sends it to the others. Messages of an epoch count in that epoch only. Who stands still is killed, and so is no longer
 waited for.
 
-Other machines may offer workers, whose names end in ``@`` and the machine's. Rank 0 writes the run's log and checkpoints:
-where only a worker elsewhere has the most advanced state, it leads one epoch, at whose first boundary a worker of the
-coordinator's own machine takes over.
+Other machines may offer workers, whose names end in ``@`` and the machine's. Rank 0 writes the run's log and
+checkpoints: where only a worker elsewhere has the most advanced state, it leads one epoch, at whose first boundary a
+worker of the coordinator's own machine takes over.
 """
 
 from dataclasses import dataclass

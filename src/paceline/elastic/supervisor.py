@@ -89,6 +89,8 @@ class Supervisor:
         judge: Function that says what the end of all processes means; it is given the epoch of their log.
         tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
         read_requests: Function that returns what people have asked for since it was called last.
+        ask_to_stop: Function that asks all workers to stop with a checkpoint.
+        notice_s: Time for a worker that asks to leave by itself; None for any time.
         patience: Times for which workers may stand still.
         clock: Clock of seconds.
     """
@@ -103,6 +105,8 @@ class Supervisor:
         judge: Callable[[int], EndVerdict],
         tell_restart: Callable[[int, str], None],
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
+        ask_to_stop: Callable[[], None] = lambda: None,
+        notice_s: float | None = None,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,6 +115,7 @@ class Supervisor:
         self._announce_epoch = store.announce_epoch if isinstance(store, ControlStore) else lambda _: None
         self._workforce = workforce
         self._journal = journal
+        self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
         self._patience = patience or Patience()
         self._clock = clock
@@ -119,6 +124,8 @@ class Supervisor:
         """Number of the last beat of each worker, and the time at which it was seen."""
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
+        self._leave_by: dict[str, tuple[float, float]] = {}
+        """Time by which each worker must have left, and half-way to it."""
         self._looked_s = clock()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
@@ -142,6 +149,7 @@ class Supervisor:
                 self._feed(fact)
             self._read_mail()
             self._watch()
+            self._watch_leavers()
 
     def _feed(self, fact: Fact) -> None:
         if self.coordinator.is_over:
@@ -149,6 +157,9 @@ class Supervisor:
         self._journal.append(fact)
         if isinstance(fact, Died):
             self._beats.pop(fact.name, None)
+        if isinstance(fact, LeaveAsked) and fact.within_s is not None:
+            now_s = self._clock()
+            self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
         epoch = self.coordinator.epoch
         actions = self.coordinator.handle(fact)
         if self.coordinator.epoch != epoch:
@@ -224,7 +235,7 @@ class Supervisor:
         if status.phase == "ready" and not worker.is_ready:
             self._feed(Ready(name, status.obstacle))
         if status.is_leaving and not worker.is_leaving:
-            self._feed(LeaveAsked(name))
+            self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost))
@@ -246,3 +257,19 @@ class Supervisor:
                     self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
                 elif waited_s > patience.stuck_s:
                     self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
+
+    def _watch_leavers(self) -> None:
+        """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""
+        now_s, coordinator = self._clock(), self.coordinator
+        for name, (end_s, half_s) in list(self._leave_by.items()):
+            worker = coordinator.workers.get(name)
+            if worker is None or worker.is_doomed:
+                del self._leave_by[name]
+                continue
+            others = [other for other in coordinator.members if not coordinator.workers[other].is_leaving]
+            if not others and name in coordinator.members:
+                if now_s > half_s and not self.is_stopping:
+                    self.is_stopping = True
+                    self._ask_to_stop()
+            elif now_s > end_s:
+                self._feed(Silent(name, f"{name} had to leave, and reached no step boundary in time"))

@@ -4,7 +4,9 @@ import re
 import signal
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Supervisor
 from paceline.errors import storing
+from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import ACCESS_FILE, Ended
 from paceline.launch.signals import StopRequest, drop_lost_output
@@ -52,6 +55,8 @@ def launch(
     max_restarts: int = 3,
     min_workers: int | None = None,
     num_spares: int = 0,
+    listen: tuple[str, int] | None = None,
+    notice_s: float | None = None,
     view: LiveView | None = None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
@@ -67,6 +72,9 @@ def launch(
         max_restarts: Number of failures in a row, without progress, that are borne.
         min_workers: Number of workers that must be left to go on from memory; None for half of them.
         num_spares: Number of workers that are started in addition, and wait for one to be lost.
+        listen: Address of this machine's interface, and port or 0, at which agents of other machines offer workers;
+            None for this machine alone.
+        notice_s: Time in which a worker that gets SIGTERM leaves, while the others go on; None to stop all.
         view: View of the run.
 
     Raises:
@@ -83,49 +91,74 @@ def launch(
             max_restarts=max_restarts,
             first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
         )
-        code = _supervise(directory, log_path, settings, stop)
+        with ControlServer(*(listen or ())) as server:
+            server.access.save(directory / "workers" / ACCESS_FILE)
+            if listen is not None:
+                token_file = directory / "workers" / ACCESS_FILE
+                print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
+            try:
+                code = _supervise(directory, settings, stop, server.access, notice_s, is_open=listen is not None)
+            finally:
+                (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
     drop_lost_output()
     return code
 
 
-def _supervise(directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest) -> ExitCode:
-    with ControlServer() as server:
-        server.access.save(directory / "workers" / ACCESS_FILE)
-        try:
-            return _supervise_workers(directory, log_path, settings, stop, server.access)
-        finally:
-            (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
-
-
-def _supervise_workers(
-    directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess
+def _supervise(
+    directory: Path,
+    settings: MembershipSettings,
+    stop: StopRequest,
+    access: ControlAccess,
+    notice_s: float | None,
+    *,
+    is_open: bool,
 ) -> ExitCode:
-    store = ControlStore(access)
-    workforce = LocalWorkforce(work_for_launcher, directory, settings.target, access)
+    """Run the workers, here and, with `is_open`, those of agents."""
+    log_path, store = directory / "events.jsonl", ControlStore(access)
+    local = LocalWorkforce(
+        partial(work_for_launcher, leaves_on_sigterm=notice_s is not None),
+        directory,
+        settings.target,
+        access,
+        address=access.host if is_open else "",
+        stop_signal=signal.SIGTERM if notice_s is None else signal.SIGINT,
+    )
     outcomes: list[_Outcome] = []
 
     def judge(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
-        outcomes.append(outcome := _judge(records, workforce.ended, stop.number != 0, directory / "workers"))
-        workforce.begin_again()
+        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers"))
+        local.begin_again()
         if outcome.mismatch:
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
             _tell(directory, log_path, epoch, failed)
         is_final = outcome.code is not ExitCode.PEERS_LOST or bool(outcome.mismatch)
         return EndVerdict(is_final, outcome.last_step, outcome.reason)
 
-    requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
-    with Journal(directory / JOURNAL, settings) as journal:
+    def tell_restart(epoch: int, reason: str) -> None:
+        _tell(directory, log_path, epoch, Restarted(attempt=epoch, reason=reason))
+
+    most = _find_most_workers(directory, settings.target)
+    requests = RequestBox(directory, *most, notice_s=notice_s)
+    with Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
+        workforce: LocalWorkforce | SpreadWorkforce = local
+        readers = [requests.read]
+        if is_open:
+            log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
+            workforce = spread = SpreadWorkforce(local, store, log, *most)
+            spread.invite(directory, leaves_on_sigterm=notice_s is not None)
+            stack.callback(lambda: spread.close("the launcher has ended: " + _describe_end(supervisor, stop)))
+            readers.append(spread.read_facts)
         supervisor = Supervisor(
             Coordinator(settings),
             store,
             workforce,
             journal,
             judge=judge,
-            tell_restart=lambda epoch, reason: _tell(
-                directory, log_path, epoch, Restarted(attempt=epoch, reason=reason)
-            ),
-            read_requests=requests.read,
+            tell_restart=tell_restart,
+            read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
+            ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
+            notice_s=notice_s,
         )
 
         def stop_all(number: int) -> None:
@@ -139,7 +172,7 @@ def _supervise_workers(
             supervisor.run()
         finally:
             stop.hand_on = lambda _: None
-            workforce.kill_all()
+            local.kill_all()
     epoch = supervisor.coordinator.epoch
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
@@ -148,7 +181,13 @@ def _supervise_workers(
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
-    return _judge(records, workforce.ended, stop.number != 0, directory / "workers").code
+    return _judge(records, local.ended, stop.number != 0, directory / "workers").code
+
+
+def _describe_end(supervisor: Supervisor, stop: StopRequest) -> str:
+    if stop.number:
+        return f"{signal.Signals(stop.number).name} stopped the run"
+    return supervisor.gave_up or "the run is over"
 
 
 def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:

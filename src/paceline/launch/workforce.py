@@ -36,15 +36,25 @@ class LocalWorkforce(Workforce):
         directory: Directory of the run; what they print lies in its folder ``workers``, by slot.
         size: Number of workers at the beginning.
         access: Access to the store.
+        address: Address of this machine for connections to workers on others; empty if there are no others.
+        stop_signal: Signal that they are sent for SIGTERM.
     """
 
     def __init__(
-        self, function: Callable[[Path, int, str], None], directory: Path, size: int, access: ControlAccess
+        self,
+        function: Callable[[Path, int, str], None],
+        directory: Path,
+        size: int,
+        access: ControlAccess,
+        *,
+        address: str = "",
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         prepare_to_fork()
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._function, self._directory = function, directory
-        self._size, self._access = size, access
+        self._size, self._access, self._address = size, access, address
+        self._stop_signal = stop_signal
         self._running: dict[str, BaseProcess] = {}
         self._slots: dict[str, int] = {}
         self.ended = Ended()
@@ -53,7 +63,7 @@ class LocalWorkforce(Workforce):
     def start(self, name: str, slot: int, epoch: int) -> None:
         """Fork it."""
         output = self._directory / "workers"
-        environment = make_environment(slot, self._size, self._access)
+        environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
         process = self._context.Process(target=_be_worker, args=arguments, name=name)
         process.start()
@@ -87,10 +97,19 @@ class LocalWorkforce(Workforce):
             self.wait(left_s)
         self.kill_all()
 
-    def kill_all(self) -> None:
-        """Send SIGKILL to all, and wait for them."""
+    @property
+    def is_running(self) -> bool:
+        """Whether any process has not ended, as far as `wait` has found."""
+        return bool(self._running)
+
+    def kill_all_running(self) -> None:
+        """Send SIGKILL to all."""
         for name in self._running:
             self.kill(name)
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to all, and wait for them."""
+        self.kill_all_running()
         while self._running:
             self.wait(1.0)
 
@@ -100,6 +119,7 @@ class LocalWorkforce(Workforce):
 
     def signal(self, number: int) -> None:
         """Send a signal to all. It may be called in a handler: to ask how they are would disturb who asks now."""
+        number = self._stop_signal if number == signal.SIGTERM else number
         for process in list(self._running.values()):
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
