@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.train_options import parse_address
 from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
@@ -38,8 +39,6 @@ def agent(
     Exit codes: 0 the run is over, or the workers have left; 2 refused, and the message says why; 69 the launcher is
     lost, so that a new start can go on.
     """
-    from paceline.cli.train import parse_address
-
     host, port = parse_address(address, needs_port=True)
     if workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")

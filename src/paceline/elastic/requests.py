@@ -58,7 +58,8 @@ class RequestBox:
         """Return what the file ``NAME.leave`` of a person asks for; who asks in vain finds ``NAME.leave.refused``."""
         try:
             said = path.read_text().strip()
-            asked = {"leave": path.name.removesuffix(".leave"), "within_s": float(said) if said else None}
+            within_s = float(said) if said else None
+            asked: dict[str, object] = {"leave": path.name.removesuffix(".leave"), "within_s": within_s}
             path.unlink()
             return [self._find_fact(asked, coordinator)]
         except FileNotFoundError:  # taken back

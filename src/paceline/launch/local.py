@@ -4,6 +4,7 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +14,21 @@ import torch
 
 import paceline.errors
 from paceline.comm.control import ControlAccess, ControlServer, ControlStore
+from paceline.elastic.facts import Fact
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Supervisor
 from paceline.errors import storing
 from paceline.launch.agents import SpreadWorkforce
+from paceline.launch.changes import Changes
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import ACCESS_FILE, Ended
+from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
-from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished
+from paceline.monitor.events import Event, Failed, Preempted, Record, Restarted, RunFinished, StepFinished, Warned
 from paceline.monitor.live import LiveView
 from paceline.monitor.log import EventLog
 from paceline.monitor.reader import read_log, select
@@ -55,8 +59,7 @@ def launch(
     max_restarts: int = 3,
     min_workers: int | None = None,
     num_spares: int = 0,
-    listen: tuple[str, int] | None = None,
-    notice_s: float | None = None,
+    changes: Changes | None = None,
     view: LiveView | None = None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
@@ -72,14 +75,15 @@ def launch(
         max_restarts: Number of failures in a row, without progress, that are borne.
         min_workers: Number of workers that must be left to go on from memory; None for half of them.
         num_spares: Number of workers that are started in addition, and wait for one to be lost.
-        listen: Address of this machine's interface, and port or 0, at which agents of other machines offer workers;
-            None for this machine alone.
-        notice_s: Time in which a worker that gets SIGTERM leaves, while the others go on; None to stop all.
+        changes: Ways in which workers change besides.
         view: View of the run.
 
     Raises:
+        SettingsError: Workers of the run must stay the same, but were to change; or the policy cannot be called.
         StorageError: The directory cannot be written.
     """
+    changes = changes or Changes()
+    changes.check(directory)
     log_path = directory / "events.jsonl"
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
@@ -91,13 +95,13 @@ def launch(
             max_restarts=max_restarts,
             first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
         )
-        with ControlServer(*(listen or ())) as server:
+        with ControlServer(*(changes.listen or ())) as server:
             server.access.save(directory / "workers" / ACCESS_FILE)
-            if listen is not None:
+            if changes.listen is not None:
                 token_file = directory / "workers" / ACCESS_FILE
                 print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
             try:
-                code = _supervise(directory, settings, stop, server.access, notice_s, is_open=listen is not None)
+                code = _supervise(directory, settings, stop, server.access, changes)
             finally:
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
     drop_lost_output()
@@ -105,24 +109,10 @@ def launch(
 
 
 def _supervise(
-    directory: Path,
-    settings: MembershipSettings,
-    stop: StopRequest,
-    access: ControlAccess,
-    notice_s: float | None,
-    *,
-    is_open: bool,
+    directory: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess, changes: Changes
 ) -> ExitCode:
-    """Run the workers, here and, with `is_open`, those of agents."""
     log_path, store = directory / "events.jsonl", ControlStore(access)
-    local = LocalWorkforce(
-        partial(work_for_launcher, leaves_on_sigterm=notice_s is not None),
-        directory,
-        settings.target,
-        access,
-        address=access.host if is_open else "",
-        stop_signal=signal.SIGTERM if notice_s is None else signal.SIGINT,
-    )
+    local = _open_workforce(directory, settings.target, access, changes)
     outcomes: list[_Outcome] = []
 
     def judge(epoch: int) -> EndVerdict:
@@ -138,17 +128,8 @@ def _supervise(
     def tell_restart(epoch: int, reason: str) -> None:
         _tell(directory, log_path, epoch, Restarted(attempt=epoch, reason=reason))
 
-    most = _find_most_workers(directory, settings.target)
-    requests = RequestBox(directory, *most, notice_s=notice_s)
     with Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
-        workforce: LocalWorkforce | SpreadWorkforce = local
-        readers = [requests.read]
-        if is_open:
-            log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
-            workforce = spread = SpreadWorkforce(local, store, log, *most)
-            spread.invite(directory, leaves_on_sigterm=notice_s is not None)
-            stack.callback(lambda: spread.close("the launcher has ended: " + _describe_end(supervisor, stop)))
-            readers.append(spread.read_facts)
+        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack)
         supervisor = Supervisor(
             Coordinator(settings),
             store,
@@ -158,7 +139,7 @@ def _supervise(
             tell_restart=tell_restart,
             read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
             ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
-            notice_s=notice_s,
+            notice_s=changes.notice_s,
         )
 
         def stop_all(number: int) -> None:
@@ -184,10 +165,48 @@ def _supervise(
     return _judge(records, local.ended, stop.number != 0, directory / "workers").code
 
 
-def _describe_end(supervisor: Supervisor, stop: StopRequest) -> str:
-    if stop.number:
-        return f"{signal.Signals(stop.number).name} stopped the run"
-    return supervisor.gave_up or "the run is over"
+def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
+    leaves_on_sigterm = changes.notice_s is not None
+    return LocalWorkforce(
+        partial(work_for_launcher, leaves_on_sigterm=leaves_on_sigterm),
+        directory,
+        size,
+        access,
+        address=access.host if changes.listen is not None else "",
+        stop_signal=signal.SIGINT if leaves_on_sigterm else signal.SIGTERM,
+    )
+
+
+def _open_ways(
+    directory: Path,
+    settings: MembershipSettings,
+    store: ControlStore,
+    local: LocalWorkforce,
+    changes: Changes,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> tuple[LocalWorkforce | SpreadWorkforce, list[Callable[[Coordinator], list[Fact]]]]:
+    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
+    log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
+    readers = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
+    workforce: LocalWorkforce | SpreadWorkforce = local
+
+    def warn(message: str) -> None:
+        _tell(directory, log_path, settings.first_epoch, Warned(message=message))
+
+    if changes.listen is not None:
+        log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
+        workforce = spread = SpreadWorkforce(local, store, log, *most)
+        spread.invite(directory, leaves_on_sigterm=changes.notice_s is not None)
+        stack.callback(lambda: spread.close(f"the launcher has ended: {_describe_end(stop)}"))
+        readers.append(spread.read_facts)
+    if changes.scaling is not None:
+        readers.append(PolicyCaller(changes.scaling, log_path, most[0], warn).read_facts)
+    return workforce, readers
+
+
+def _describe_end(stop: StopRequest) -> str:
+    return f"{signal.Signals(stop.number).name} stopped the run" if stop.number else "the run is over"
 
 
 def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
