@@ -314,7 +314,7 @@ class Coordinator:
         assert self.view is not None
         votes = self._list_votes()
         reports = [f"{vote.name}: {vote.lost}" for vote in votes if vote.lost]  # where nobody is known to be lost
-        reason = "; ".join(list(self._lost.values()) or reports)
+        reason = "; ".join(dict.fromkeys(list(self._lost.values()) or reports))
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
         if self.is_broken:
             most = max([vote.step for vote in votes if vote.is_whole], default=-1)
