@@ -138,13 +138,15 @@ def test_workers_that_are_offered_are_started_there_and_their_ends_and_logs_come
     assert lab.remote.started == [("w0@b", 0, 1), ("w1@b", 1, 1)]
     with EventLog(lab.folder / "events.jsonl", run="r", rank=1) as log:
         log.write(Warned(message="it is warm here"), step=3)
+        log.write(Warned(message=(long := "long " * 10**5)), step=4)
     lab.remote.end("w0@b", "killed", "w0@b was killed by SIGSEGV")
     ended = []
     lab.wait_until(lambda: ended.extend(lab.spread.wait(0)) or ended)
     time.sleep(0.3)
     assert not lab.spread.read_facts(lab.coordinator)
     assert [*ended, *lab.spread.wait(0)] == [("w0@b", "killed", "w0@b was killed by SIGSEGV")]
-    assert [record.event.message for record in read_log(lab.log)] == ["it is warm here"]
+    messages = [record.event.message for record in read_log(lab.log)]
+    assert messages == ["it is warm here", long]
     lab.spread.kill("w1@b")
     lab.wait_until(lambda: not lab.remote.running)
     assert lab.local.started == [("w0", 0, 0)]
@@ -279,6 +281,14 @@ def test_a_machine_that_does_not_fit_the_run_is_told_why(tmp_path, changes, word
     with pytest.raises(SettingsError, match=words):
         _prepare(make_invitation(**changes), tmp_path / "r")
     assert not (tmp_path / "r").exists()
+
+
+def test_gpus_are_refused_as_their_workers_could_not_join(tmp_path, server, monkeypatch):
+    write(ControlStore(server.access), INVITATION, make_invitation())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SettingsError, match="must compute on CPUs yet, but this machine has 2 GPUs for 1"):
+        serve_launcher(server.access, 1, name="b", out=tmp_path)
 
 
 def test_missing_data_are_one_sentence(tmp_path):

@@ -271,5 +271,5 @@ class Supervisor:
                 if now_s > half_s and not self.is_stopping:
                     self.is_stopping = True
                     self._ask_to_stop()
-            elif now_s > end_s:
+            elif now_s > end_s and not self.is_stopping:
                 self._feed(Silent(name, f"{name} had to leave, and reached no step boundary in time"))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from paceline.comm.control import ControlAccess, ControlError, ControlStore
 from paceline.data import Source
 from paceline.errors import CommunicationError, DataError, PacelineError, SettingsError, storing
@@ -82,6 +84,7 @@ def serve_launcher(
             f"the run at {access.address} must take workers of other machines, but does not; start it with --listen"
         )
     directory = (out or Path("runs") / f"agent-{name}").absolute() / invitation.name
+    _check_device(num_workers)
     _prepare(invitation, directory)
     own_address = _find_own_address(access)
     tell(f"run: {invitation.name} at {access.address}; what workers here print: {directory / 'workers'}")
@@ -106,6 +109,15 @@ def serve_launcher(
         finally:
             workforce.kill_all()
             store.close()
+
+
+def _check_device(num_workers: int) -> None:
+    """Raise `SettingsError` where workers would take GPUs: only CPUs can join yet."""
+    if torch.cuda.is_available() and (num_gpus := torch.cuda.device_count()) >= num_workers:
+        raise SettingsError(
+            f"workers of an agent must compute on CPUs yet, but this machine has {num_gpus} GPUs for {num_workers}; "
+            "hide them with CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _prepare(invitation: Invitation, directory: Path) -> None:
@@ -242,7 +254,7 @@ class _Service:
         """Send the lines that workers have written since the last time."""
         with self._log.open("rb") as file:
             file.seek(self._read_bytes)
-            while (end := (lines := file.read(_CHUNK_BYTES)).rfind(b"\n") + 1) > 0:
+            while (end := (lines := file.read(_CHUNK_BYTES) + file.readline()).rfind(b"\n") + 1) > 0:
                 self._store.set(chunk_key(self._number, self._offer.num_chunks), lines[:end])
                 self._say(num_chunks=self._offer.num_chunks + 1)
                 self._read_bytes += end

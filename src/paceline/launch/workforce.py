@@ -61,13 +61,15 @@ class LocalWorkforce(Workforce):
         """Ends of processes of the present start of all, by slot, but for those that were replaced."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Fork it."""
+        """Fork it, and write its process number to ``NAME.pid`` for people."""
         output = self._directory / "workers"
         environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
         process = self._context.Process(target=_be_worker, args=arguments, name=name)
         process.start()
         self._running[name], self._slots[name] = process, slot
+        with contextlib.suppress(OSError):  # a full disk
+            (output / f"{name}.pid").write_text(f"{process.pid}\n")
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
 
@@ -84,6 +86,7 @@ class LocalWorkforce(Workforce):
         found = []
         for name, code in ended:
             del self._running[name]
+            (self._directory / "workers" / f"{name}.pid").unlink(missing_ok=True)
             self.ended.exit_codes[self._slots[name]] = code
             found.append((name, _ENDS.get(code, "killed"), _describe(name, code)))
         return found
