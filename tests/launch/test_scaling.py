@@ -8,7 +8,7 @@ import pytest
 from paceline.elastic.facts import Ready, Scaled, Voted
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.errors import SettingsError
-from paceline.launch.scaling import PolicyCaller, Scaling
+from paceline.launch.scaling import PolicyCaller, PolicySettings
 
 POLICIES = """
 import json, threading, pathlib
@@ -34,7 +34,7 @@ class Lab:
         self.coordinator.begin()
         for name in ("w0", "w1"):
             self.coordinator.handle(Ready(name))
-        scaling = Scaling(f"{tmp_path}/mine.py:{policy}", 10.0, **settings)
+        scaling = PolicySettings(f"{tmp_path}/mine.py:{policy}", 10.0, **settings)
         self.caller = PolicyCaller(scaling, self.log, 8, self.warnings.append, clock=lambda: self.now_s)
 
     def write_steps(self, epoch, step_s, num_steps=5, first_position=100):
@@ -122,5 +122,5 @@ def test_prices_that_cannot_be_read_change_nothing(tmp_path):
 def test_what_is_no_policy_is_refused_at_the_start(tmp_path, policy, words):
     (tmp_path / "mine.py").write_text(POLICIES)
     with pytest.raises(SettingsError, match=words):
-        Scaling(policy.format(tmp_path / "mine.py")).find_policy()
-    assert callable(Scaling("efficient").find_policy())
+        PolicySettings(policy.format(tmp_path / "mine.py")).find_policy()
+    assert callable(PolicySettings("efficient").find_policy())

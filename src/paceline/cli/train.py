@@ -93,11 +93,11 @@ def _train_here(
     from paceline.cli.prepare import prepare_new, prepare_resumed, taking_back, write_report
     from paceline.launch.changes import Changes
     from paceline.launch.local import launch
-    from paceline.launch.scaling import Scaling
+    from paceline.launch.scaling import PolicySettings
     from paceline.monitor.reader import last_traceback
 
     if changes["scaling"] is not None:
-        changes["scaling"] = Scaling(*changes["scaling"])
+        changes["scaling"] = PolicySettings(*changes["scaling"])
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     if go_on and recipe is not None and out is not None and is_begun(out):

@@ -18,14 +18,14 @@ from paceline.launch.agent_messages import (
     INVITATION,
     MAIL,
     NUM_AGENTS,
+    Demand,
     Invitation,
     Offer,
-    Order,
     chunk_key,
+    demand_key,
     digest_code,
     find_versions,
     offer_key,
-    order_key,
     read,
     write,
 )
@@ -199,16 +199,16 @@ class _Service:
                 name = signal.Signals(stop.number).name
                 self._tell(f"{name}: the workers of this machine leave within {self._notice_s:g} s")
                 self._say(is_leaving=True)
-            order = read(self._store, order_key(self._number), Order) or Order()
+            demand = read(self._store, demand_key(self._number), Demand) or Demand()
             self._forward_log()
             if ended:
                 self._say(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})
-            if order.over:
-                return self._end(order)
-            self._obey(order)
+            if demand.over:
+                return self._end(demand)
+            self._obey(demand)
             is_late = self._leave_by_s is not None and time.monotonic() > self._leave_by_s
             if is_late and self._started <= set(self._offer.ended):  # the launcher has not said that they may go
-                return self._end(Order(over="the time to leave is over"))
+                return self._end(Demand(over="the time to leave is over"))
             if is_late:
                 self._workforce.kill_all_running()
             if time.monotonic() - self._said_s > _BEAT_S:
@@ -222,32 +222,32 @@ class _Service:
             self._workforce.wait(_POLL_S)
         self._workforce.kill_all()
 
-    def _obey(self, order: Order) -> None:
-        for name, (slot, epoch) in order.start.items():
+    def _obey(self, demand: Demand) -> None:
+        for name, (slot, epoch) in demand.start.items():
             if name not in self._started and self._leave_by_s is None:
                 self._started.add(name)
                 self._workforce.start(name, slot, epoch)
-        for name in order.kill:
+        for name in demand.kill:
             if name not in self._killed:
                 self._killed.add(name)
                 self._workforce.kill(name)
-        for number in order.signals[self._num_signals :]:
+        for number in demand.signals[self._num_signals :]:
             self._workforce.signal(number)
-        self._num_signals = len(order.signals)
+        self._num_signals = len(demand.signals)
 
-    def _end(self, order: Order) -> ExitCode:
+    def _end(self, demand: Demand) -> ExitCode:
         were_running = self._workforce.is_running
         self._workforce.kill_all()
         self._forward_log()
         self._say(is_closed=True)
-        if order.is_refused:
-            raise SettingsError(order.over)
+        if demand.is_refused:
+            raise SettingsError(demand.over)
         if were_running and self._leave_by_s is None:
             raise LauncherLostError(
                 f"the launcher must want the workers of this machine, but no longer does, so they were stopped: "
-                f"{order.over}; start the agent again to offer new ones"
+                f"{demand.over}; start the agent again to offer new ones"
             )
-        self._tell(order.over)
+        self._tell(demand.over)
         return ExitCode.FINISHED
 
     def _forward_log(self) -> None:

@@ -55,7 +55,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Order:
+class Demand:
     """What the launcher wants of an agent."""
 
     start: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -75,9 +75,9 @@ def offer_key(number: int) -> str:
     return f"agents/{number}/offer"
 
 
-def order_key(number: int) -> str:
-    """Return the key of the order to an agent."""
-    return f"agents/{number}/order"
+def demand_key(number: int) -> str:
+    """Return the key of the demand to an agent."""
+    return f"agents/{number}/demand"
 
 
 def chunk_key(number: int, chunk: int) -> str:

@@ -15,14 +15,14 @@ from paceline.launch.agent_messages import (
     INVITATION,
     MAIL,
     NUM_AGENTS,
+    Demand,
     Invitation,
     Offer,
-    Order,
     chunk_key,
+    demand_key,
     digest_code,
     find_versions,
     offer_key,
-    order_key,
     read,
     write,
 )
@@ -46,7 +46,7 @@ class _Agent:
         self.host = ""
         """Name of its machine, once its workers are taken."""
         self.offer: Offer | None = None
-        self.order = Order()
+        self.demand = Demand()
         self.seen_s = now_s
         """Time of its last sign of life."""
         self.num_copied = 0
@@ -110,7 +110,7 @@ class SpreadWorkforce(Workforce):
         """Start it here, or ask its agent to."""
         agent = self._find(host_of(name))
         if agent is not None:
-            self._send(agent, start=agent.order.start | {name: (slot, epoch)})
+            self._send(agent, start=agent.demand.start | {name: (slot, epoch)})
         elif host_of(name):
             self._ended.append((name, "killed", f"{name} was not started: its machine is gone"))
         else:
@@ -120,7 +120,7 @@ class SpreadWorkforce(Workforce):
         """Kill it here, or ask its agent to."""
         agent = self._find(host_of(name))
         if agent is not None:
-            self._send(agent, kill=(*agent.order.kill, name))
+            self._send(agent, kill=(*agent.demand.kill, name))
         elif not host_of(name):
             self._local.kill(name)
 
@@ -139,11 +139,11 @@ class SpreadWorkforce(Workforce):
             for agent in list(self._agents):
                 self._look_at(agent, time.monotonic())
                 if time.monotonic() - agent.seen_s > SILENCE_S:
-                    agent.told |= set(agent.order.start)  # nobody waits for them; the next look drops the agent
+                    agent.told |= set(agent.demand.start)  # nobody waits for them; the next look drops the agent
             time.sleep(0.02)
         for agent in self._agents:
-            self._send(agent, kill=(*agent.order.kill, *self._list_running(agent)))
-            agent.told |= set(agent.order.start)
+            self._send(agent, kill=(*agent.demand.kill, *self._list_running(agent)))
+            agent.told |= set(agent.demand.start)
         self._ended = []
 
     def signal(self, number: int) -> None:
@@ -227,14 +227,14 @@ class SpreadWorkforce(Workforce):
         return next((agent for agent in self._agents if host and agent.host == host), None)
 
     def _list_running(self, agent: _Agent) -> list[str]:
-        return [name for name in agent.order.start if name not in agent.told]
+        return [name for name in agent.demand.start if name not in agent.told]
 
     def _hand_on_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
             for agent in self._agents:
-                self._send(agent, signals=(*agent.order.signals, number))
+                self._send(agent, signals=(*agent.demand.signals, number))
 
     def _send(self, agent: _Agent, **changes: object) -> None:
-        agent.order = dataclasses.replace(agent.order, **changes)  # type: ignore[arg-type]
-        write(self._store, order_key(agent.number), agent.order)
+        agent.demand = dataclasses.replace(agent.demand, **changes)  # type: ignore[arg-type]
+        write(self._store, demand_key(agent.number), agent.demand)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import SettingsError
-from paceline.launch.scaling import Scaling
+from paceline.launch.scaling import PolicySettings
 from paceline.launch.worker import load_run
 from paceline.training.reforming import can_reform
 from paceline.training.run import RunFile
@@ -22,7 +22,7 @@ class Changes:
 
     listen: tuple[str, int] | None = None
     notice_s: float | None = None
-    scaling: Scaling | None = None
+    scaling: PolicySettings | None = None
 
     def check(self, directory: Path) -> None:
         """Check that workers of the run in a directory may change, if they are to, and that the policy is there.

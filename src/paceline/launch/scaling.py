@@ -19,8 +19,8 @@ _STEP = b'{"kind":"step_finished"'
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """Scaling of a run by a policy.
+class PolicySettings:
+    """Settings of the scaling by a policy.
 
     Args:
         policy: Name of a policy, or a function as ``file.py:function``.
@@ -69,7 +69,7 @@ class PolicyCaller:
 
     def __init__(
         self,
-        scaling: Scaling,
+        scaling: PolicySettings,
         log: Path,
         most_workers: int,
         warn: Callable[[str], None],
