@@ -90,7 +90,7 @@ def _train_here(
 ) -> int:
     from paceline.checkpoint.durable import WriterLock
     from paceline.cli.go_on import check_begun, is_begun
-    from paceline.cli.prepare import prepare_new, prepare_resumed, taking_back, write_report
+    from paceline.cli.prepare import make_resumed, make_run, prepare_new, prepare_resumed, taking_back, write_report
     from paceline.launch.changes import Changes
     from paceline.launch.local import launch
     from paceline.launch.scaling import PolicySettings
@@ -98,12 +98,14 @@ def _train_here(
 
     if changes["scaling"] is not None:
         changes["scaling"] = PolicySettings(*changes["scaling"])
+    ways = Changes(**changes)
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     if go_on and recipe is not None and out is not None and is_begun(out):
         if not check_begun(recipe, out, overrides):
             return ExitCode.FINISHED
         resume = out
+    ways.check(lambda: make_run(recipe or "", overrides) if resume is None else make_resumed(resume, overrides))
     with taking_back(resume):
         if resume is not None:
             lock = WriterLock(resume.absolute())
@@ -115,7 +117,7 @@ def _train_here(
             lock = WriterLock(directory)
             lock.acquire()
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, changes=Changes(**changes), **losses)
+        code = launch(directory, file.num_processes, changes=ways, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:

@@ -1,13 +1,13 @@
 """Ways in which the workers of a run may change while it trains, beside losses and `paceline scale`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from paceline.comm.control import ControlServer
 from paceline.errors import SettingsError
 from paceline.launch.scaling import PolicySettings
-from paceline.launch.worker import load_run
 from paceline.training.reforming import can_reform
-from paceline.training.run import RunFile
+from paceline.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,22 @@ class Changes:
     notice_s: float | None = None
     scaling: PolicySettings | None = None
 
-    def check(self, directory: Path) -> None:
-        """Check that workers of the run in a directory may change, if they are to, and that the policy is there.
+    def check(self, find_run: Callable[[], Run]) -> None:
+        """Check that workers of a run may change, if they are to, and that address and policy are there.
+
+        Args:
+            find_run: Function that returns the run.
 
         Raises:
-            SettingsError: Workers must stay the same, or there is no such policy.
+            SettingsError: Workers must stay the same, or there is no such address or policy.
         """
         options = {"--listen": self.listen, "--notice_s": self.notice_s, "--scale_policy": self.scaling}
         given = [name for name, value in options.items() if value is not None]
-        if given and (obstacle := can_reform(load_run(RunFile.load(directory)))):
+        if given and (obstacle := can_reform(find_run())):
             raise SettingsError(
                 f"{given[0]} must be given for a run whose workers may change, but {obstacle}; leave it out"
             )
+        if self.listen is not None:
+            ControlServer(*self.listen).close()
         if self.scaling is not None:
             self.scaling.find_policy()

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -37,6 +38,7 @@ from paceline.training.run import RunFile
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 """Words of gloo before it aborts a process."""
+_Reader: TypeAlias = Callable[[Coordinator], list[Fact]]
 _OPERATION = re.compile(r'distributed_c10d\.py", line \d+ in (\w+)')
 """Operation of torch on the stack of a process that is aborted."""
 
@@ -79,11 +81,10 @@ def launch(
         view: View of the run.
 
     Raises:
-        SettingsError: Workers of the run must stay the same, but were to change; or the policy cannot be called.
+        SettingsError: There is no such address to listen at, or no such policy.
         StorageError: The directory cannot be written.
     """
     changes = changes or Changes()
-    changes.check(directory)
     log_path = directory / "events.jsonl"
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
@@ -185,10 +186,10 @@ def _open_ways(
     changes: Changes,
     stop: StopRequest,
     stack: ExitStack,
-) -> tuple[LocalWorkforce | SpreadWorkforce, list[Callable[[Coordinator], list[Fact]]]]:
+) -> tuple[LocalWorkforce | SpreadWorkforce, list[_Reader]]:
     """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
     log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
-    readers = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
+    readers: list[_Reader] = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
     workforce: LocalWorkforce | SpreadWorkforce = local
 
     def warn(message: str) -> None:
