@@ -294,14 +294,6 @@ MUTANTS = {
         "slot < self.places[host]",
         "slot < 9",
     ),
-    "who leads from elsewhere leads on": (
-        "return bool(here) and bool(host_of(self.members[0]))",
-        "return False",
-    ),
-    "a machine that is withdrawn is still wanted": (
-        "num_places, self.places[host] = self.places[host], 0",
-        "num_places = self.places[host]",
-    ),
     "spares outlive the run": (
         'return self._dismiss(self._list_idle(), "the run has ended")',
         "return []",
