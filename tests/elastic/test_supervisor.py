@@ -198,6 +198,25 @@ def test_a_worker_that_asks_to_leave_does_so_in_time_while_the_other_goes_on(tmp
     assert '"fact": "LeaveAsked", "name": "w1", "within_s": 20.0' in (tmp_path / "journal").read_text()
 
 
+@pytest.mark.timeout(30)
+def test_who_is_alone_hands_its_state_on_and_leaves_though_nobody_says_anything_more(tmp_path):
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            if "w0" not in view.names:
+                return "done"
+            if view.epoch == 0:
+                member.leave()
+            while not member.change_is_pending():
+                time.sleep(0.01)
+            member.at_boundary(view.epoch + 1)
+
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(1), script, notice_s=60.0)
+    assert supervisor.coordinator.view.names == ("w1",)
+    assert supervisor.coordinator.view.reason == "w0 left"
+    assert (workforce.killed, workforce.num_restarts) == ([], 0)
+
+
 def test_who_must_leave_and_reaches_no_boundary_in_time_is_killed(tmp_path):
     def script(member):
         view = member.next_view(20)

@@ -168,6 +168,9 @@ class Supervisor:
             self._broken_s = self._clock()
             self._announce_change(is_broken=True)
         self._do(actions)
+        if view := next((action.view for action in actions if isinstance(action, Announce)), None):
+            # Where somebody is still to leave, nobody may say anything more that makes the coordinator look again.
+            self._feed(Ready(view.names[0]))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
