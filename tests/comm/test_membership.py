@@ -27,3 +27,14 @@ def test_a_second_interrupt_later_ends_at_once(monkeypatch):
     with joined.stopping_on_signals(may_interrupt=False):
         for now[0] in (10.0, 20.0):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_sigterm_may_be_a_request_to_leave_alone(monkeypatch):
+    joined, asked = Membership(), []
+    monkeypatch.setattr(membership, "_on_sigterm", [])
+    membership.leave_on_sigterm(lambda: asked.append("leave"))
+    with joined.stopping_on_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert (asked, joined.stop_requested_by) == (["leave"], "")
+        signal.raise_signal(signal.SIGINT)
+    assert joined.stop_requested_by == "SIGINT"

@@ -2,11 +2,12 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.comm import join
+from paceline.comm import join, torch_group
 from paceline.comm.channel import Channel
 from paceline.errors import CommunicationError, PacelineError
 from paceline.testing import (
@@ -319,3 +320,12 @@ def test_a_frozen_store_keeps_nobody_waiting():
 def test_several_sends_are_awaited_by_one_job():
     results = run_processes(2, await_sends)
     assert [tuple(result.value) for result in results] == [([10.0, 11.0, 12.0], 1), ([0.0, 1.0, 2.0], 1)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="sockets are listed by Linux")
+def test_connections_are_at_the_address_that_the_launcher_gives(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv(torch_group.HOST_ADDRESS, "127.0.0.2")
+    devices = torch_group._gloo_devices.__wrapped__(os.getpid())
+    assert " 0200007F:" in Path("/proc/self/net/tcp").read_text(), "127.0.0.2 must be listened at"
+    del devices

@@ -13,12 +13,14 @@ from paceline.elastic.facts import (
     Died,
     Finished,
     GiveUp,
+    HostLost,
     Kill,
     Ready,
     RestartAll,
     Silent,
     StartWorker,
     Voted,
+    host_of,
 )
 from paceline.elastic.protocol import Coordinator
 
@@ -62,6 +64,8 @@ class World:
 
     def _handle(self, fact):
         self._effect()
+        if isinstance(fact, HostLost):  # who still lives there is ended
+            self._end_host(fact.host)
         self.journal.append(fact)
         return self.coordinator.handle(fact)
 
@@ -103,7 +107,9 @@ class World:
             case StartWorker(name=name, slot=slot):
                 if name not in self.ever_started:
                     self.ever_started.add(name)
-                    assert slot not in {p.slot for p in self.processes.values() if not self._is_doomed(p.name)}
+                    alive = [p for p in self.processes.values() if not self._is_doomed(p.name)]
+                    assert slot not in {p.slot for p in alive if host_of(p.name) == host_of(name)}
+                    assert not host_of(name) or slot < self.coordinator.places[host_of(name)]
                     self.processes[name] = Process(name, slot)
                     self.say(name)
             case Kill(name=name, reason=reason):
@@ -140,6 +146,7 @@ class World:
                 assert rank is None
             else:
                 assert (before.names[rank] == name) if rank is not None else (name not in before.names)
+            assert view.step >= 0 or not host_of(view.names[0]) or all(map(host_of, view.names))
         if view.step >= 0:
             voters = [p for p in self.processes.values() if p.name in before.names and not self._is_doomed(p.name)]
             assert all(p.phase in ("lost", "boundary") for p in voters), "a worker of the epoch before goes on in it"
@@ -162,6 +169,16 @@ class World:
     def die(self, name, end):
         if self.processes.pop(name, None) is not None and self.coordinator is not None:
             self.local.append(Died(name, end, f"{name} died"))
+
+    def lose_host(self, host):
+        """Let a machine die with its workers."""
+        self._end_host(host)
+        if self.coordinator is not None:
+            self.local.append(HostLost(host, f"{host} no longer answers"))
+
+    def _end_host(self, host):
+        for name in [name for name in self.processes if host_of(name) == host]:
+            del self.processes[name]
 
     def live(self, epoch):
         """Return the workers of a view that are in its epoch, and all of them if all are."""
@@ -288,6 +305,7 @@ class World:
         names = self.views[newest].names if newest in self.list_complete("training") else ()
         return (
             len(names) == coordinator.target
+            and (not host_of(names[0]) or all(map(host_of, names)))
             and not any(coordinator.workers[name].is_leaving for name in names if name in coordinator.workers)
             and len(self.processes) == coordinator.target + self.settings.num_spares
         )

@@ -9,8 +9,10 @@ from paceline.elastic.facts import (
     Died,
     Finished,
     GiveUp,
+    HostLost,
     Kill,
     LeaveAsked,
+    Offered,
     Ready,
     RestartAll,
     Scaled,
@@ -18,6 +20,7 @@ from paceline.elastic.facts import (
     StartWorker,
     StopAsked,
     Voted,
+    Withdrawn,
 )
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 
@@ -175,3 +178,49 @@ def test_workers_that_must_stay_the_same_start_again_together():
     coordinator.handle(Ready("w1", "the model is split"))
     assert coordinator.handle(Died("w1", "killed", "w1 was killed")) == [RestartAll("w1 was killed")]
     assert coordinator.handle(AllEnded(3, "w1 was killed")) == [StartWorker("w0.2", 0), StartWorker("w1.2", 1)]
+
+
+def begin_with_another_machine():
+    """Return a coordinator whose epoch 1 has w0 here, and two workers on another machine."""
+    coordinator, _ = begin(1)
+    assert coordinator.handle(Offered("b", 2)) == [StartWorker("w0@b", 0), StartWorker("w1@b", 1)]
+    assert coordinator.handle(Offered("b", 2)) == [], "what is said twice is done once"
+    coordinator.handle(Ready("w0@b"))
+    coordinator.handle(Ready("w1@b"))
+    (announce,) = coordinator.handle(Voted("w0", 0, 3))
+    assert announce.view.names == ("w0", "w0@b", "w1@b")
+    return coordinator
+
+
+def test_workers_of_a_lost_machine_count_as_lost_and_are_not_replaced():
+    coordinator = begin_with_another_machine()
+    assert coordinator.handle(HostLost("b", "b no longer answers")) == []
+    (action,) = coordinator.handle(Voted("w0", 1, 5, lost="gone"))
+    assert isinstance(action, RestartAll), "one of three is less than half"
+    assert coordinator.handle(AllEnded(5, "lost")) == [StartWorker("w0.2", 0)]
+    assert coordinator.handle(Offered("b", 1)) == [StartWorker("w0.2@b", 0)], "it may come back"
+
+
+def test_a_machine_that_is_withdrawn_leaves_at_a_boundary():
+    coordinator = begin_with_another_machine()
+    assert coordinator.handle(Withdrawn("b")) == [AskForBoundary(1)]
+    assert coordinator.handle(Withdrawn("b")) == [], "what is said twice is done once"
+    for name in ("w0", "w0@b"):
+        coordinator.handle(Voted(name, 1, 5))
+    (announce,) = coordinator.handle(Voted("w1@b", 1, 5))
+    assert (announce.view.names, announce.view.reason) == (("w0",), "w0@b left; w1@b left")
+    for name in ("w0@b", "w1@b"):
+        assert coordinator.handle(Died(name, "done", "")) == []
+    assert coordinator.handle(Scaled(2)) == [StartWorker("w1", 1)], "its places are given to nobody"
+
+
+def test_who_leads_from_another_machine_hands_on_at_the_next_boundary():
+    coordinator = begin_with_another_machine()
+    coordinator.handle(Died("w1@b", "killed", "w1@b was killed"))
+    coordinator.handle(Voted("w0", 1, 4, lost="gone"))
+    (announce,) = coordinator.handle(Voted("w0@b", 1, 5, lost="gone"))
+    assert (announce.view.names, announce.view.step) == (("w0@b", "w0"), 5)
+    assert coordinator.handle(Scaled(2))[0] == AskForBoundary(2), "though nobody joins or leaves"
+    coordinator.handle(Voted("w0@b", 2, 6))
+    (announce,) = coordinator.handle(Voted("w0", 2, 6))
+    assert announce.view.names == ("w0", "w0@b")

@@ -21,10 +21,12 @@ from paceline.elastic.facts import (
     Finished,
     Kill,
     LeaveAsked,
+    Offered,
     RestartAll,
     Scaled,
     Silent,
     StartWorker,
+    Withdrawn,
 )
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 
@@ -145,6 +147,19 @@ class Membership(RuleBasedStateMachine):
     def ask_to_leave(self, number):
         if name := self.pick(number):
             self.world.feed(LeaveAsked(name))
+
+    @rule(host=st.sampled_from("ab"), size=st.integers(1, 2))
+    def offer(self, host, size):
+        if self.world.coordinator is None or self.world.coordinator.target + size <= 5:
+            self.world.feed(Offered(host, size))
+
+    @rule(host=st.sampled_from("ab"))
+    def withdraw(self, host):
+        self.world.feed(Withdrawn(host))
+
+    @rule(host=st.sampled_from("ab"))
+    def lose_host(self, host):
+        self.world.lose_host(host)
 
     @rule(when=st.integers(0, 4) | st.sampled_from([Announce, AskForBoundary, Kill, RestartAll, StartWorker]))
     def crash_coordinator_soon(self, when):
@@ -288,6 +303,14 @@ MUTANTS = {
     "a leaving worker that is alone never leaves": (
         "self.target + self.workers[first].is_leaving",
         "self.target",
+    ),
+    "workers of a lost machine are no loss": (
+        'actions += self._note_death(Died(name, "killed", fact.reason), self.workers[name])',
+        "del self.workers[name]",
+    ),
+    "a machine has more workers than it offers": (
+        "slot < self.places[host]",
+        "slot < 9",
     ),
     "spares outlive the run": (
         'return self._dismiss(self._list_idle(), "the run has ended")',

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import Evicted, StoreMember
-from paceline.elastic.facts import LeaveAsked, Scaled
+from paceline.elastic.facts import LeaveAsked, Ready, Scaled
 from paceline.elastic.journal import Journal, read_journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
+from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor, Workforce
 from paceline.errors import CommunicationError
 
@@ -58,7 +59,7 @@ class Threads(Workforce):
         self.ended = queue.Queue()
 
 
-def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, told=None):
+def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, **options):
     store = dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)
@@ -76,9 +77,9 @@ def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=
             journal,
             judge=lambda epoch: EndVerdict(is_final, 0, "as the log says"),
             tell_restart=lambda epoch, reason: None,
-            tell_standstill=(told if told is not None else []).append,
             read_requests=read_requests,
             patience=patience,
+            **options,
         )
         supervisor.run()
     return supervisor, workforce
@@ -168,7 +169,9 @@ def test_people_are_told_where_workers_are_that_all_stand_still(tmp_path, beats)
             told_once.set()
 
     told = Told()
-    _, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(standstill_s=1.0), told=told)
+    _, workforce = supervise(
+        tmp_path, MembershipSettings(2), script, patience=Patience(standstill_s=1.0), tell_standstill=told.append
+    )
     assert told[0].startswith("no worker has made progress for 1 s: w0 is in phase forward of step 3; w1 is in")
     assert not workforce.killed
 
@@ -201,3 +204,110 @@ def test_a_line_of_the_journal_that_was_cut_off_never_happened(tmp_path):
     assert read_journal(path).target == 4
     path.write_bytes(whole)
     assert read_journal(path).target == 3
+
+
+def test_a_worker_that_asks_to_leave_does_so_in_time_while_the_other_goes_on(tmp_path):
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            if view.epoch and "w1" not in view.names and view.size == 2:
+                return "done"
+            if member.name == "w1":
+                member.leave()
+            while not member.change_is_pending():
+                time.sleep(0.01)
+            member.at_boundary(view.epoch + 1)
+
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, notice_s=20.0)
+    assert workforce.killed == []
+    assert "w1" not in supervisor.coordinator.view.names
+    assert '"fact": "LeaveAsked", "name": "w1", "within_s": 20.0' in (tmp_path / "journal").read_text()
+
+
+@pytest.mark.timeout(30)
+def test_who_is_alone_hands_its_state_on_and_leaves_though_nobody_says_anything_more(tmp_path):
+    def script(member):
+        while True:
+            view = member.next_view(20)
+            if "w0" not in view.names:
+                return "done"
+            if view.epoch == 0:
+                member.leave()
+            while not member.change_is_pending():
+                time.sleep(0.01)
+            member.at_boundary(view.epoch + 1)
+
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(1), script, notice_s=60.0)
+    assert supervisor.coordinator.view.names == ("w1",)
+    assert supervisor.coordinator.view.reason == "w0 left"
+    assert (workforce.killed, workforce.num_restarts) == ([], 0)
+
+
+def test_who_must_leave_and_reaches_no_boundary_in_time_is_killed(tmp_path):
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            member.leave()
+            time.sleep(30)
+        while view.epoch == 0:
+            if len(workers["supervisor"].coordinator.members) == 1:
+                member.report_loss(1, is_whole=True, reason="gone")
+                view = member.next_view(20)
+            time.sleep(0.01)
+        return "done"
+
+    workers = {}
+    original = Supervisor.__init__
+
+    def keep(self, *arguments, **options):
+        workers["supervisor"] = self
+        original(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "__init__", keep)
+        supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, notice_s=0.5)
+    assert workforce.killed[0] == "w1"
+    assert "w1 had to leave, and reached no step boundary in time" in supervisor.coordinator.view.reason
+
+
+def test_where_the_last_worker_must_leave_all_are_asked_to_stop_in_time(tmp_path):
+    asked = threading.Event()
+
+    def script(member):
+        member.next_view(20)
+        member.leave()
+        return "done" if asked.wait(20) else "killed"
+
+    def start_nobody(self, name, slot, epoch):
+        if name == "w0":
+            start(self, name, slot, epoch)
+
+    start = Threads.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Threads, "start", start_nobody)
+        patch.setattr(Threads, "kill", lambda self, name: self.ended.put((name, "killed", "it is not needed")))
+        supervisor, _ = supervise(tmp_path, MembershipSettings(1), script, notice_s=1.0, ask_to_stop=asked.set)
+    assert asked.is_set()
+    assert supervisor.is_stopping
+
+
+def test_a_file_asks_a_worker_to_leave_within_a_time(tmp_path):
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    box = RequestBox(tmp_path, 8, "the samples", notice_s=30.0)
+    for name in ("w0", "w1"):
+        coordinator.handle(Ready(name))
+    folder = tmp_path / "requests"
+    (folder / "w1.leave").touch()
+    assert box.read(coordinator) == [LeaveAsked("w1", 30.0)]
+    (folder / "w0.leave").write_text("12.5\n")
+    assert box.read(coordinator) == [LeaveAsked("w0", 12.5)]
+    assert list(folder.iterdir()) == []
+    for name, said, words in (
+        ("w7", "", "must be one of w0, w1, but got w7"),
+        ("w0", "soon", "could not convert string to float"),
+        ("w1", "-1", "must be more than 0 seconds, but got -1"),
+    ):
+        (folder / f"{name}.leave").write_text(said)
+        assert box.read(coordinator) == []
+        assert words in (folder / f"{name}.leave.refused").read_text()

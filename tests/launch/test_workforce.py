@@ -32,9 +32,11 @@ def test_how_each_ended_is_told_once(tmp_path):
     force = open_workforce(tmp_path)
     for slot in range(7):
         force.start(f"w{slot}", slot, epoch=4)
+    assert (tmp_path / "workers" / "w3.pid").read_text() == f"{force._running['w3'].pid}\n"
     found = []
     while len(found) < 7:
         found += force.wait(5)
+    assert not list((tmp_path / "workers").glob("*.pid"))
     ends = {name: end for name, end, _ in found}
     assert ends == dict(zip(["w0", "w1", "w2", "w3", "w4", "w5", "w6"], [
         "done", "done", "gave_up", "failed", "killed", "killed", "gave_up"], strict=True))  # fmt: skip

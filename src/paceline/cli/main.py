@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 import paceline
 from paceline.cli import bench, checkpoint, compare, reproduce, simulate, verify
+from paceline.cli.agent import agent
 from paceline.cli.evaluate import evaluate, find_trained
 from paceline.cli.export import export
 from paceline.cli.memory import memory
@@ -49,6 +50,7 @@ def options(
 
 app.command(cls=OverridesCommand.of(find_run))(train)
 app.command()(scale)
+app.command()(agent)
 app.command()(report)
 app.command()(trace)
 app.command(cls=OverridesCommand.of(find_trained))(evaluate)

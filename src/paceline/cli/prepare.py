@@ -48,6 +48,15 @@ def make_run(recipe: str, overrides: list[tuple[str, str]]) -> Run:
     return apply_overrides(run, overrides)
 
 
+def make_resumed(directory: Path, overrides: list[tuple[str, str]]) -> Run:
+    """Return the run in a directory with overrides applied.
+
+    Raises:
+        SettingsError: The directory holds no run, or an override does not fit.
+    """
+    return apply_overrides(load_run(RunFile.load(directory)), overrides)
+
+
 def check_workers(run: Run, num_workers: int) -> Splits:
     """Check at once what every worker would refuse later, and return the data.
 

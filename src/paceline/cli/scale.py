@@ -14,6 +14,10 @@ def scale(
     leave: Annotated[
         str | None, typer.Option(help="Name of a worker, such as w1, that leaves; another one takes its place.")
     ] = None,
+    within_s: Annotated[
+        float | None,
+        typer.Option("--within_s", "--within-s", help="With --leave: time after which the worker is ended anyway."),
+    ] = None,
 ) -> None:
     """Change the number of workers of a run while it trains.
 
@@ -25,8 +29,10 @@ def scale(
 
     if workers is not None and leave is not None:
         raise SettingsError(f"a number of workers or --leave must be given, but got {workers} and {leave}; choose one")
+    if within_s is not None and leave is None:
+        raise SettingsError(f"--within_s must be given with --leave, but got {within_s} alone; name a worker")
     if workers is None and leave is None:
         typer.echo(describe_workers(run))
         return
-    ask(run, {"target": workers} if leave is None else {"leave": leave})
+    ask(run, {"target": workers} if leave is None else {"leave": leave, "within_s": within_s})
     typer.echo(f"{run}: {f'{workers} workers' if leave is None else f'{leave} leaves'} from a step boundary on")

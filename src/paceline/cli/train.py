@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from paceline.cli import train_options as options
 from paceline.errors import SettingsError
 from paceline.launch import ExitCode
 from paceline.launch.forking import prepare_to_fork
@@ -14,40 +15,19 @@ from paceline.launch.signals import leaving_when_asked
 
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str | None,
-        typer.Argument(help="A recipe's name (see `paceline recipes`), or your own: file.py:function."),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Workers on this machine, one process each if no layout has more. [default: 2, or the layout's]"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the run; new without --go_on. [default: runs/RECIPE-n]")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Directory of a run to resume.")] = None,
-    go_on: Annotated[
-        bool,
-        typer.Option(
-            "--go_on",
-            "--go-on",
-            help="Start the run in --out, or resume it if it exists; for cluster jobs that may be submitted again.",
-        ),
-    ] = False,
-    max_restarts: Annotated[int, typer.Option(help="Losses of workers without progress before giving up.")] = 3,
-    min_workers: Annotated[
-        int | None,
-        typer.Option(
-            "--min_workers",
-            "--min-workers",
-            help="Workers that must be left to go on without a restart from the checkpoint. [default: half of them]",
-        ),
-    ] = None,
-    spares: Annotated[
-        int, typer.Option(help="Additional workers that wait, with the model in memory, to replace one that is lost.")
-    ] = 0,
+    recipe: options.Recipe = None,
+    workers: options.Workers = None,
+    out: options.Out = None,
+    resume: options.Resume = None,
+    go_on: options.GoOn = False,
+    max_restarts: options.MaxRestarts = 3,
+    min_workers: options.MinWorkers = None,
+    spares: options.Spares = 0,
+    listen: options.Listen = None,
+    notice_s: options.NoticeS = None,
+    scale_policy: options.ScalePolicyName = None,
+    scale_interval_s: options.ScaleIntervalS = 60.0,
+    prices: options.Prices = None,
 ) -> None:
     """Train a model, with checkpoints, a log and a report.
 
@@ -63,6 +43,24 @@ def train(
     from paceline.cli.overrides import parse_pairs
 
     overrides = parse_pairs(context.args)
+    _check_start(recipe, out, resume, go_on=go_on)
+    options.check_numbers(max_restarts, min_workers, spares, notice_s, scale_interval_s)
+    if prices is not None and scale_policy is None:
+        raise SettingsError(f"--prices must be given with --scale_policy, but got {prices} alone; name a policy")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from paceline.cli.train_worker import train_as_worker
+
+        raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
+    with leaving_when_asked(ExitCode.PREEMPTED):
+        prepare_to_fork()
+        losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
+        address = options.parse_address(listen) if listen else None
+        scaling = (scale_policy, scale_interval_s, prices) if scale_policy is not None else None
+        changes = {"listen": address, "notice_s": notice_s, "scaling": scaling}
+        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, changes, overrides, go_on=go_on))
+
+
+def _check_start(recipe: str | None, out: Path | None, resume: Path | None, *, go_on: bool) -> None:
     if go_on and (recipe is None or out is None or resume is not None):
         found = "--resume" if resume is not None else "no recipe" if recipe is None else "no --out"
         raise SettingsError(
@@ -77,20 +75,6 @@ def train(
             f"--resume goes on in the run's own directory, but got --out {out}; leave --out out, or begin a new run "
             "from these weights with --initial RUN"
         )
-    if max_restarts < 0:
-        raise SettingsError(f"--max-restarts must be at least 0, but got {max_restarts}; 0 is for no restart")
-    if min_workers is not None and min_workers < 1:
-        raise SettingsError(f"--min_workers must be at least 1, but got {min_workers}; leave it out for half of them")
-    if spares < 0:
-        raise SettingsError(f"--spares must be at least 0, but got {spares}; 0 is for none")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from paceline.cli.train_worker import train_as_worker
-
-        raise typer.Exit(train_as_worker(recipe, out, resume, overrides, go_on=go_on))
-    with leaving_when_asked(ExitCode.PREEMPTED):
-        prepare_to_fork()
-        losses = {"max_restarts": max_restarts, "min_workers": min_workers, "num_spares": spares}
-        raise typer.Exit(_train_here(recipe, workers, out, resume, losses, overrides, go_on=go_on))
 
 
 def _train_here(
@@ -99,22 +83,29 @@ def _train_here(
     out: Path | None,
     resume: Path | None,
     losses: dict[str, Any],
+    changes: dict[str, Any],
     overrides: list[tuple[str, str]],
     *,
     go_on: bool,
 ) -> int:
     from paceline.checkpoint.durable import WriterLock
     from paceline.cli.go_on import check_begun, is_begun
-    from paceline.cli.prepare import prepare_new, prepare_resumed, taking_back, write_report
+    from paceline.cli.prepare import make_resumed, make_run, prepare_new, prepare_resumed, taking_back, write_report
+    from paceline.launch.changes import Changes
     from paceline.launch.local import launch
+    from paceline.launch.scaling import PolicySettings
     from paceline.monitor.reader import last_traceback
 
+    if changes["scaling"] is not None:
+        changes["scaling"] = PolicySettings(*changes["scaling"])
+    ways = Changes(**changes)
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
     if go_on and recipe is not None and out is not None and is_begun(out):
         if not check_begun(recipe, out, overrides):
             return ExitCode.FINISHED
         resume = out
+    ways.check(lambda: make_run(recipe or "", overrides) if resume is None else make_resumed(resume, overrides))
     with taking_back(resume):
         if resume is not None:
             lock = WriterLock(resume.absolute())
@@ -126,7 +117,7 @@ def _train_here(
             lock = WriterLock(directory)
             lock.acquire()
         typer.echo(f"run: {directory}")
-        code = launch(directory, file.num_processes, **losses)
+        code = launch(directory, file.num_processes, changes=ways, **losses)
         lock.release()
     typer.echo(f"log: {directory / 'events.jsonl'}")
     if code is ExitCode.FINISHED:

@@ -21,6 +21,14 @@ _PATIENCE_S = 2.0
 """Time after a SIGINT in which another one is the same request: a terminal and a launcher may both send it."""
 
 
+_on_sigterm: list[Callable[[], None]] = []
+
+
+def leave_on_sigterm(leave: Callable[[], None]) -> None:
+    """From now on SIGTERM to this process is a request that it leaves alone, made by calling `leave`."""
+    _on_sigterm[:] = [leave]
+
+
 class Membership:
     """This worker's membership in a group that trains together.
 
@@ -75,6 +83,9 @@ class Membership:
         interrupted_s: list[float] = []
 
         def handle(number: int, _: FrameType | None) -> None:
+            if number == signal.SIGTERM and _on_sigterm:
+                _on_sigterm[0]()
+                return
             if number == signal.SIGINT:
                 interrupted_s.append(time.monotonic())
                 if may_interrupt and interrupted_s[-1] - interrupted_s[0] > _PATIENCE_S:

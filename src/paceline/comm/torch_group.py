@@ -23,6 +23,8 @@ from paceline.comm.pacing import SLICE_BYTES, find_limit
 from paceline.comm.watchdog import Watchdog
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
 
+HOST_ADDRESS = "PACELINE_HOST_ADDRESS"
+"""Environment variable that a launcher sets to the address of this machine that workers on others can reach."""
 _NEVER_SENT = MAX_TAG + 1
 """Tag that no message has."""
 _PROBE_INTERVAL_S = 1.0
@@ -392,6 +394,8 @@ def _gloo_devices(pid: int) -> list[Any]:
     servers has many groups. A forked child lacks its parent's threads, so each process has its own devices.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces and (address := os.environ.get(HOST_ADDRESS)):
+        return [dist.ProcessGroupGloo.create_device(hostname=address)]
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device()]
     return [dist.ProcessGroupGloo.create_device(interface=interface) for interface in interfaces.split(",")]

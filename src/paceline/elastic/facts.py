@@ -8,6 +8,11 @@ End: TypeAlias = Literal["done", "killed", "gave_up", "failed"]
 or it met an error that it would meet again."""
 
 
+def host_of(name: str) -> str:
+    """Return the name of the other machine that a worker is on; empty for the supervisor's own."""
+    return name.partition("@")[2]
+
+
 @dataclass(frozen=True)
 class View:
     """One epoch of membership, as a worker sees it."""
@@ -71,6 +76,8 @@ class LeaveAsked:
     """A worker is to leave at a step boundary."""
 
     name: str
+    within_s: float | None = None
+    """Time that the supervisor gives it; None for any."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,30 @@ class Scaled:
     """The number of workers that is wanted has changed."""
 
     target: int
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Another machine offers workers, which are wanted in addition."""
+
+    host: str
+    """Name of the machine, the last part of its workers' names."""
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The workers of another machine are to leave at a step boundary, and nobody replaces them."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """Another machine no longer answers, or its workers are no longer wanted: they count as dead."""
+
+    host: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -95,7 +126,9 @@ class AllEnded:
     """Reason why they ended."""
 
 
-Fact: TypeAlias = Ready | Voted | Died | Silent | LeaveAsked | Scaled | StopAsked | AllEnded
+Fact: TypeAlias = (
+    Ready | Voted | Died | Silent | LeaveAsked | Scaled | Offered | Withdrawn | HostLost | StopAsked | AllEnded
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +145,7 @@ class StartWorker:
 
     name: str
     slot: int
-    """Lowest free place on this machine, by which it chooses its GPU."""
+    """Lowest free place on its machine, by which it chooses its GPU."""
 
 
 @dataclass(frozen=True)

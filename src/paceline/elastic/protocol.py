@@ -9,6 +9,10 @@ boundary, because workers join or leave. Each worker then says how many updates 
 (`Voted`). Once all that live have, the most advanced whole state wins: its worker is rank 0 of the next epoch, and
 sends it to the others. Messages of an epoch count in that epoch only. Who stands still is killed, and so is no longer
 waited for.
+
+Other machines may offer workers, whose names end in ``@`` and the machine's. Rank 0 writes the run's log and
+checkpoints: where only a worker elsewhere has the most advanced state, it leads one epoch, at whose first boundary a
+worker of the coordinator's own machine takes over.
 """
 
 from dataclasses import dataclass
@@ -22,8 +26,10 @@ from paceline.elastic.facts import (
     Fact,
     Finished,
     GiveUp,
+    HostLost,
     Kill,
     LeaveAsked,
+    Offered,
     Ready,
     RestartAll,
     Scaled,
@@ -32,6 +38,8 @@ from paceline.elastic.facts import (
     StopAsked,
     View,
     Voted,
+    Withdrawn,
+    host_of,
 )
 
 
@@ -83,6 +91,8 @@ class Coordinator:
         """The newest view, as rank 0 sees it; None before the first of a start of all workers."""
         self.workers: dict[str, Worker] = {}
         """Living processes by name, in the order of their start."""
+        self.places: dict[str, int] = {}
+        """Number of workers that each other machine offers; 0 if its workers are leaving."""
         self.obstacle = ""
         """Reason why workers of this run cannot go on in another group; empty if they can."""
         self.is_restarting = False
@@ -104,7 +114,7 @@ class Coordinator:
         """Number of failures since the run has got further."""
         self._num_stillborn = 0
         """Number of workers that ended before they were taken in, since one was."""
-        self._num_started: dict[int, int] = {}
+        self._num_started: dict[tuple[str, int], int] = {}
 
     @property
     def members(self) -> list[str]:
@@ -152,6 +162,13 @@ class Coordinator:
                 actions = self._dismiss([fact.name] if fact.name in self._list_idle() else [], "it was asked to leave")
             case Scaled():
                 self.target, self._num_stillborn = fact.target, 0
+            case Offered() if fact.host not in self.places:
+                self.places[fact.host] = fact.num_workers
+                self.target, self._num_stillborn = self.target + fact.num_workers, 0
+            case Withdrawn() if self.places.get(fact.host):
+                actions = self._withdraw(fact.host)
+            case HostLost() if fact.host in self.places:
+                actions = self._lose_host(fact)
             case StopAsked():
                 self._is_stopping = True
         return actions + self._advance()
@@ -204,6 +221,25 @@ class Coordinator:
         is_final = fact.end in ("gave_up", "failed") or self._is_ending or self.view is None or bool(self.obstacle)
         return self._restart(fact.reason) if is_final else []
 
+    def _withdraw(self, host: str) -> list[Action]:
+        """Let the workers of a machine leave, and want as many fewer."""
+        num_places, self.places[host] = self.places[host], 0
+        staying = [name for name, one in self.workers.items() if host_of(name) == host and not one.is_evicted]
+        self.target = max(1, self.target - min(num_places, sum(not self.workers[n].is_doomed for n in staying)))
+        for name in staying:
+            self.workers[name].is_leaving = True
+        return self._dismiss([name for name in self._list_idle() if name in staying], "its machine is withdrawn")
+
+    def _lose_host(self, fact: HostLost) -> list[Action]:
+        """Count all workers of a machine as dead."""
+        if self.places[fact.host]:
+            self._withdraw(fact.host)
+        del self.places[fact.host]
+        actions: list[Action] = []
+        for name in [name for name in self.workers if host_of(name) == fact.host]:
+            actions += self._note_death(Died(name, "killed", fact.reason), self.workers[name])
+        return actions
+
     def _list_idle(self) -> list[str]:
         """Return the names of workers that take no part, and are not about to end."""
         taken = self.members
@@ -255,7 +291,8 @@ class Coordinator:
         joiners = self._list_joiners()
         if self.view is None:
             if len(joiners) >= self.target:
-                actions = self._announce(joiners[: self.target], -1, "all workers are here")
+                here_first = sorted(joiners[: self.target], key=lambda name: bool(host_of(name)))
+                actions = self._announce(here_first, -1, "all workers are here")
         elif self.is_broken or self._is_asked:
             if len(self._list_votes()) == len(self.members) and (self.members or not self._is_ending):
                 actions = self._close_epoch(joiners)
@@ -270,14 +307,21 @@ class Coordinator:
         num_leaving = sum(self.workers[name].is_leaving for name in self.members)
         can_leave = bool(joiners) or num_leaving < len(self.members)
         size = len(self.members)
+        if self._is_led_from_elsewhere():
+            return True
         return size > self.target or bool(joiners and size < self.target) or bool(num_leaving and can_leave)
+
+    def _is_led_from_elsewhere(self) -> bool:
+        """Return whether rank 0 is on another machine, though a worker of this one could take its place."""
+        here = [name for name in self.members if not (host_of(name) or self.workers[name].is_leaving)]
+        return bool(here) and bool(host_of(self.members[0]))
 
     def _close_epoch(self, joiners: list[str]) -> list[Action]:
         """End the epoch, whose workers have all voted."""
         assert self.view is not None
         votes = self._list_votes()
         reports = [f"{vote.name}: {vote.lost}" for vote in votes if vote.lost]  # where nobody is known to be lost
-        reason = "; ".join(list(self._lost.values()) or reports)
+        reason = "; ".join(dict.fromkeys(list(self._lost.values()) or reports))
         min_workers = self.settings.min_workers or -(-len(self.view.names) // 2)
         if self.is_broken:
             most = max([vote.step for vote in votes if vote.is_whole], default=-1)
@@ -286,7 +330,8 @@ class Coordinator:
         best = max(vote.step for vote in votes if vote.is_whole)
         first = min(
             (vote.name for vote in votes if vote.is_whole and vote.step == best),
-            key=lambda name: self.workers[name].is_leaving,  # of those that stay the one of the lowest rank
+            # of those that stay, here if there is one, the one of the lowest rank
+            key=lambda name: (self.workers[name].is_leaving, bool(host_of(name))),
         )
         staying = [name for name in self.members if name != first and not self.workers[name].is_leaving]
         size = self.target + self.workers[first].is_leaving  # it gives its state to others first
@@ -322,10 +367,19 @@ class Coordinator:
         num_surplus = len(alive) - wanted
         actions = self._dismiss(self._list_idle()[-num_surplus:], "it is not needed") if num_surplus > 0 else []
         for _ in range(-num_surplus):
-            taken = {worker.slot for worker in self.workers.values() if not worker.is_doomed}
-            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-            self._num_started[slot] = number = self._num_started.get(slot, 0) + 1
-            name = f"w{slot}" if number == 1 else f"w{slot}.{number}"
+            host, slot = self._find_place()
+            self._num_started[host, slot] = number = self._num_started.get((host, slot), 0) + 1
+            name = (f"w{slot}" if number == 1 else f"w{slot}.{number}") + (f"@{host}" if host else "")
             self.workers[name] = Worker(slot)
             actions.append(StartWorker(name, slot))
         return actions
+
+    def _find_place(self) -> tuple[str, int]:
+        """Return the lowest free place, on another machine if one has any."""
+        for host in (*self.places, ""):
+            alive = [name for name, worker in self.workers.items() if not worker.is_doomed]
+            taken = {self.workers[name].slot for name in alive if host_of(name) == host}
+            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            if not host or slot < self.places[host]:
+                return host, slot
+        raise AssertionError("this machine always has a place")

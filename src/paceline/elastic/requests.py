@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import time
 import uuid
@@ -23,9 +24,11 @@ class RequestBox:
         directory: Directory of the run.
         most_workers: Largest number of workers that the run can have.
         why_most: Reason for that number.
+        notice_s: Time for a worker to leave if the request names none; None for any time.
     """
 
-    def __init__(self, directory: Path, most_workers: int, why_most: str) -> None:
+    def __init__(self, directory: Path, most_workers: int, why_most: str, *, notice_s: float | None = None) -> None:
+        self._notice_s = notice_s
         self._folder = directory / "requests"
         self._most_workers, self._why_most = most_workers, why_most
         with storing(self._folder):
@@ -37,6 +40,8 @@ class RequestBox:
         """Return what people have asked for since the last call, and tell them whether it will be done."""
         facts: list[Fact] = []
         for name in os.listdir(self._folder):
+            if name.endswith(".leave"):
+                facts += self._take_leave(self._folder / name, coordinator)
             if not name.endswith(".request"):
                 continue
             path = self._folder / name
@@ -48,6 +53,21 @@ class RequestBox:
             path.unlink()
             _write(path.with_suffix(".answer"), answer)
         return facts
+
+    def _take_leave(self, path: Path, coordinator: Coordinator) -> list[Fact]:
+        """Return what the file ``NAME.leave`` of a person asks for; who asks in vain finds ``NAME.leave.refused``."""
+        try:
+            said = path.read_text().strip()
+            within_s = float(said) if said else None
+            asked: dict[str, object] = {"leave": path.name.removesuffix(".leave"), "within_s": within_s}
+            path.unlink()
+            return [self._find_fact(asked, coordinator)]
+        except FileNotFoundError:  # taken back
+            return []
+        except ValueError as error:
+            path.with_suffix(".leave.refused").write_text(f"{error}\n")
+            path.unlink(missing_ok=True)
+            return []
 
     def _find_fact(self, asked: dict[str, object], coordinator: Coordinator) -> Fact:
         if coordinator.view is None:
@@ -64,7 +84,12 @@ class RequestBox:
                 raise SettingsError(
                     f"the worker that leaves must be one of {known}, but got {leaver}; name one of them"
                 )
-            return LeaveAsked(str(leaver))
+            within_s = asked.get("within_s")
+            if within_s is None:
+                return LeaveAsked(str(leaver), self._notice_s)
+            if not isinstance(within_s, int | float) or not 0 < within_s < math.inf:
+                raise SettingsError(f"the time to leave must be more than 0 seconds, but got {within_s}; give more")
+            return LeaveAsked(str(leaver), float(within_s))
         if not isinstance(target, int) or not 1 <= target <= self._most_workers:
             raise SettingsError(
                 f"the number of workers must be from 1 to {self._most_workers}, {self._why_most}, but got {target}; "

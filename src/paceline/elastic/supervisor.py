@@ -98,6 +98,8 @@ class Supervisor:
         tell_restart: Function that is told the epoch and the reason of each restart from the checkpoint.
         tell_standstill: Function that is told, in words, where workers are that have all stood still for long.
         read_requests: Function that returns what people have asked for since it was called last.
+        ask_to_stop: Function that asks all workers to stop with a checkpoint.
+        notice_s: Time for a worker that asks to leave by itself; None for any time.
         patience: Times for which workers may stand still.
         clock: Clock of seconds.
     """
@@ -113,6 +115,8 @@ class Supervisor:
         tell_restart: Callable[[int, str], None],
         tell_standstill: Callable[[str], None] = lambda _: None,
         read_requests: Callable[[Coordinator], list[Fact]] = lambda _: [],
+        ask_to_stop: Callable[[], None] = lambda: None,
+        notice_s: float | None = None,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -121,6 +125,7 @@ class Supervisor:
         self._announce_epoch = store.announce_epoch if isinstance(store, ControlStore) else lambda _: None
         self._workforce = workforce
         self._journal = journal
+        self._ask_to_stop, self._notice_s = ask_to_stop, notice_s
         self._judge, self._tell_restart, self._read_requests = judge, tell_restart, read_requests
         self._tell_standstill = tell_standstill
         self._clock = clock
@@ -133,6 +138,8 @@ class Supervisor:
         self._standstill_s = self._patience.standstill_s
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""
+        self._leave_by: dict[str, tuple[float, float]] = {}
+        """Time by which each worker must have left, and half-way to it."""
         self._looked_s = clock()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
@@ -156,6 +163,7 @@ class Supervisor:
                 self._feed(fact)
             self._read_mail()
             self._watch()
+            self._watch_leavers()
 
     def _feed(self, fact: Fact) -> None:
         if self.coordinator.is_over:
@@ -163,6 +171,9 @@ class Supervisor:
         self._journal.append(fact)
         if isinstance(fact, Died):
             self._beats.pop(fact.name, None)
+        if isinstance(fact, LeaveAsked) and fact.within_s is not None:
+            now_s = self._clock()
+            self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
         epoch = self.coordinator.epoch
         actions = self.coordinator.handle(fact)
         if self.coordinator.epoch != epoch:
@@ -171,6 +182,9 @@ class Supervisor:
             self._broken_s = self._clock()
             self._announce_change(is_broken=True)
         self._do(actions)
+        if view := next((action.view for action in actions if isinstance(action, Announce)), None):
+            # Where somebody is still to leave, nobody may say anything more that makes the coordinator look again.
+            self._feed(Ready(view.names[0]))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -238,7 +252,7 @@ class Supervisor:
         if status.phase == "ready" and not worker.is_ready:
             self._feed(Ready(name, status.obstacle))
         if status.is_leaving and not worker.is_leaving:
-            self._feed(LeaveAsked(name))
+            self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
             self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost))
@@ -279,3 +293,19 @@ class Supervisor:
                 f"{name} {one.place or 'has not begun'}{self._workforce.locate(name)}" for name, one in said.items()
             )
             self._tell_standstill(f"no worker has made progress for {still_s:.0f} s: {'; '.join(places)}")
+
+    def _watch_leavers(self) -> None:
+        """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""
+        now_s, coordinator = self._clock(), self.coordinator
+        for name, (end_s, half_s) in list(self._leave_by.items()):
+            worker = coordinator.workers.get(name)
+            if worker is None or worker.is_doomed:
+                del self._leave_by[name]
+                continue
+            others = [other for other in coordinator.members if not coordinator.workers[other].is_leaving]
+            if not others and name in coordinator.members:
+                if now_s > half_s and not self.is_stopping:
+                    self.is_stopping = True
+                    self._ask_to_stop()
+            elif now_s > end_s and not self.is_stopping:
+                self._feed(Silent(name, f"{name} had to leave, and reached no step boundary in time"))

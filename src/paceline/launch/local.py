@@ -4,20 +4,28 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 import paceline.errors
 from paceline.comm.control import ControlAccess, ControlServer, ControlStore
+from paceline.elastic.facts import Fact
 from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
 from paceline.errors import storing
+from paceline.launch.agents import SpreadWorkforce
+from paceline.launch.changes import Changes
 from paceline.launch.exit_codes import ExitCode, find_exit_code
 from paceline.launch.processes import ACCESS_FILE, Ended
+from paceline.launch.scaling import PolicyCaller
 from paceline.launch.signals import StopRequest, drop_lost_output
 from paceline.launch.worker import work_for_launcher
 from paceline.launch.workforce import LocalWorkforce
@@ -30,6 +38,7 @@ from paceline.training.run import RunFile
 _LOST_PEERS = ("CommunicationError", "PeerTimeoutError")
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 """Words of gloo before it aborts a process."""
+_Reader: TypeAlias = Callable[[Coordinator], list[Fact]]
 _OPERATION = re.compile(r'distributed_c10d\.py", line \d+ in (\w+)')
 """Operation of torch on the stack of a process that is aborted."""
 
@@ -52,6 +61,7 @@ def launch(
     max_restarts: int = 3,
     min_workers: int | None = None,
     num_spares: int = 0,
+    changes: Changes | None = None,
     view: LiveView | None = None,
 ) -> ExitCode:
     """Train the run of `directory` with `num_processes` processes here, and show how it goes.
@@ -67,11 +77,14 @@ def launch(
         max_restarts: Number of failures in a row, without progress, that are borne.
         min_workers: Number of workers that must be left to go on from memory; None for half of them.
         num_spares: Number of workers that are started in addition, and wait for one to be lost.
+        changes: Ways in which workers change besides.
         view: View of the run.
 
     Raises:
+        SettingsError: There is no such address to listen at, or no such policy.
         StorageError: The directory cannot be written.
     """
+    changes = changes or Changes()
     log_path = directory / "events.jsonl"
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
@@ -83,31 +96,30 @@ def launch(
             max_restarts=max_restarts,
             first_epoch=max((record.epoch for record in read_log(log_path)), default=-1) + 1,
         )
-        code = _supervise(directory, log_path, settings, stop)
+        with ControlServer(*(changes.listen or ())) as server:
+            server.access.save(directory / "workers" / ACCESS_FILE)
+            if changes.listen is not None:
+                token_file = directory / "workers" / ACCESS_FILE
+                print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
+            try:
+                code = _supervise(directory, settings, stop, server.access, changes)
+            finally:
+                (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
     drop_lost_output()
     return code
 
 
-def _supervise(directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest) -> ExitCode:
-    with ControlServer() as server:
-        server.access.save(directory / "workers" / ACCESS_FILE)
-        try:
-            return _supervise_workers(directory, log_path, settings, stop, server.access)
-        finally:
-            (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
-
-
-def _supervise_workers(
-    directory: Path, log_path: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess
+def _supervise(
+    directory: Path, settings: MembershipSettings, stop: StopRequest, access: ControlAccess, changes: Changes
 ) -> ExitCode:
-    store = ControlStore(access)
-    workforce = LocalWorkforce(work_for_launcher, directory, settings.target, access)
+    log_path, store = directory / "events.jsonl", ControlStore(access)
+    local = _open_workforce(directory, settings.target, access, changes)
     outcomes: list[_Outcome] = []
 
     def judge(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
-        outcomes.append(outcome := _judge(records, workforce.ended, stop.number != 0, directory / "workers"))
-        workforce.begin_again()
+        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers"))
+        local.begin_again()
         if outcome.mismatch:
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
             _tell(directory, log_path, epoch, failed)
@@ -117,19 +129,22 @@ def _supervise_workers(
     def tell_standstill(words: str) -> None:
         _tell(directory, log_path, supervisor.coordinator.epoch, Warned(message=words))
 
-    requests = RequestBox(directory, *_find_most_workers(directory, settings.target))
-    with Journal(directory / JOURNAL, settings) as journal:
+    def tell_restart(epoch: int, reason: str) -> None:
+        _tell(directory, log_path, epoch, Restarted(attempt=epoch, reason=reason))
+
+    with closing(store), Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
+        workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack)
         supervisor = Supervisor(
             Coordinator(settings),
             store,
             workforce,
             journal,
             judge=judge,
-            tell_restart=lambda epoch, reason: _tell(
-                directory, log_path, epoch, Restarted(attempt=epoch, reason=reason)
-            ),
+            tell_restart=tell_restart,
             tell_standstill=tell_standstill,
-            read_requests=requests.read,
+            read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
+            ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
+            notice_s=changes.notice_s,
             patience=Patience(standstill_s=RunFile.load(directory).run.get("hang_timeout_s") or Patience.standstill_s),
         )
 
@@ -144,7 +159,7 @@ def _supervise_workers(
             supervisor.run()
         finally:
             stop.hand_on = lambda _: None
-            workforce.kill_all()
+            local.kill_all()
     epoch = supervisor.coordinator.epoch
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
@@ -153,7 +168,51 @@ def _supervise_workers(
     if outcomes and supervisor.has_verdict:
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
-    return _judge(records, workforce.ended, stop.number != 0, directory / "workers").code
+    return _judge(records, local.ended, stop.number != 0, directory / "workers").code
+
+
+def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
+    leaves_on_sigterm = changes.notice_s is not None
+    return LocalWorkforce(
+        partial(work_for_launcher, leaves_on_sigterm=leaves_on_sigterm),
+        directory,
+        size,
+        access,
+        address=access.host if changes.listen is not None else "",
+        stop_signal=signal.SIGINT if leaves_on_sigterm else signal.SIGTERM,
+    )
+
+
+def _open_ways(
+    directory: Path,
+    settings: MembershipSettings,
+    store: ControlStore,
+    local: LocalWorkforce,
+    changes: Changes,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> tuple[LocalWorkforce | SpreadWorkforce, list[_Reader]]:
+    """Return all workers' processes, here and elsewhere, and functions that read which changes are asked for."""
+    log_path, most = directory / "events.jsonl", _find_most_workers(directory, settings.target)
+    readers: list[_Reader] = [RequestBox(directory, *most, notice_s=changes.notice_s).read]
+    workforce: LocalWorkforce | SpreadWorkforce = local
+
+    def warn(message: str) -> None:
+        _tell(directory, log_path, settings.first_epoch, Warned(message=message))
+
+    if changes.listen is not None:
+        log = stack.enter_context(EventLog(log_path, run=directory.name, rank=-1, epoch=settings.first_epoch))
+        workforce = spread = SpreadWorkforce(local, store, log, *most)
+        spread.invite(directory, leaves_on_sigterm=changes.notice_s is not None)
+        stack.callback(lambda: spread.close(f"the launcher has ended: {_describe_end(stop)}"))
+        readers.append(spread.read_facts)
+    if changes.scaling is not None:
+        readers.append(PolicyCaller(changes.scaling, log_path, most[0], warn).read_facts)
+    return workforce, readers
+
+
+def _describe_end(stop: StopRequest) -> str:
+    return f"{signal.Signals(stop.number).name} stopped the run" if stop.number else "the run is over"
 
 
 def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:

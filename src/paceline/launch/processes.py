@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.control import ControlAccess, ControlServer
+from paceline.comm.torch_group import HOST_ADDRESS
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.forking import START_METHOD, prepare_to_fork, unblock_signals
 from paceline.launch.signals import StopRequest
@@ -137,8 +138,15 @@ def _signal(processes: list[BaseProcess], ended: Ended, number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def make_environment(rank: int, size: int, access: ControlAccess) -> dict[str, str]:
-    """Return the variables of torchrun's environment for a rank."""
+def make_environment(rank: int, size: int, access: ControlAccess, address: str = "") -> dict[str, str]:
+    """Return the variables of torchrun's environment for a rank.
+
+    Args:
+        rank: Rank of the process.
+        size: Number of ranks of this machine.
+        access: Access to the store.
+        address: Address of this machine for connections to ranks on others; empty if there are no others.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -147,6 +155,7 @@ def make_environment(rank: int, size: int, access: ControlAccess) -> dict[str, s
         "MASTER_ADDR": access.host,
         "MASTER_PORT": str(access.port),
         **access.environment(),
+        **({HOST_ADDRESS: address} if address else {}),
     }
 
 

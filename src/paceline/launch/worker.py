@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from paceline.comm import Group
 from paceline.comm.join import DEFAULT_TIMEOUT_S, default_device, open_store
 from paceline.comm.local_group import LocalGroup
+from paceline.comm.membership import leave_on_sigterm
 from paceline.comm.progress import PROGRESS
 from paceline.comm.stacks import register_stacks
 from paceline.elastic import Evicted, Member, StoreMember
@@ -109,18 +110,33 @@ def _take_part(
     return train(run, directory, world.subgroup(range(num_workers), "workers"), log, recipe=recipe, world=world)
 
 
-def work_for_launcher(directory: Path, attempt: int, name: str) -> None:
+def work_for_launcher(directory: Path, attempt: int, name: str, *, leaves_on_sigterm: bool = False) -> None:
     """Be a worker that a local launcher started; where the run is not finished, end the process with the code for that.
 
     The launcher reads in the log that it was preempted.
+
+    Args:
+        directory: Directory of the run.
+        attempt: Epoch of the log, until the worker is taken in.
+        name: Name of the worker.
+        leaves_on_sigterm: Whether SIGTERM to this worker lets it leave, and does not stop all.
     """
-    threading.Thread(target=_leave_with_launcher, daemon=True).start()
-    code = _join_and_work(directory, attempt, name)
+    number = signal.SIGINT if leaves_on_sigterm else signal.SIGTERM
+    threading.Thread(target=_leave_with_launcher, args=(number,), daemon=True).start()
+    code = _join_and_work(directory, attempt, name, leaves_on_sigterm)
     if code is not ExitCode.FINISHED:
         leave(code)
 
 
-def _join_and_work(directory: Path, attempt: int, name: str) -> ExitCode:
+def work_for_agent(directory: Path, attempt: int, name: str, *, leaves_on_sigterm: bool = False) -> None:
+    """Be a worker that the agent of another machine started; it ends at once with the agent."""
+    threading.Thread(target=_end_with_agent, daemon=True).start()
+    code = _join_and_work(directory, attempt, name, leaves_on_sigterm)
+    if code is not ExitCode.FINISHED:
+        leave(code)
+
+
+def _join_and_work(directory: Path, attempt: int, name: str, leaves_on_sigterm: bool) -> ExitCode:
     rank = int(os.environ["RANK"])
     try:
         file = RunFile.load(directory)
@@ -132,6 +148,8 @@ def _join_and_work(directory: Path, attempt: int, name: str) -> ExitCode:
         obstacle = can_reform(load_run(file)) if device.type == "cpu" else "going on from memory is for CPUs only yet"
         member = StoreMember(open_store, name, obstacle=obstacle)
         if not obstacle:
+            if leaves_on_sigterm:
+                leave_on_sigterm(member.leave)
             return work(directory, file, LocalGroup(device=device), attempt, rank=rank, member=member)
         timeout_s = file.run.get("timeout_s", DEFAULT_TIMEOUT_S)
         group = member.open_group(member.next_view(timeout_s), device, timeout_s, "auto")
@@ -150,13 +168,22 @@ def _code_of(error: BaseException) -> ExitCode:
     return find_exit_code(type(error))
 
 
-def _leave_with_launcher() -> None:
+def _end_with_agent() -> None:
+    """End this worker when its agent is gone: the others count it as lost, and go on."""
+    agent = multiprocessing.parent_process()
+    assert agent is not None
+    agent.join()
+    print("paceline: the agent that started this worker is gone, so the worker ends", file=sys.stderr, flush=True)
+    os._exit(ExitCode.PEERS_LOST)
+
+
+def _leave_with_launcher(number: int) -> None:
     """Ask this worker to stop, with a checkpoint, when its launcher is killed: nobody would start it again."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()
     while True:  # also after the run, where it would wait for the launcher to notice that
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(1)
 
 

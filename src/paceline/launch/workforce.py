@@ -37,28 +37,40 @@ class LocalWorkforce(Workforce):
         directory: Directory of the run; what they print lies in its folder ``workers``, by slot.
         size: Number of workers at the beginning.
         access: Access to the store.
+        address: Address of this machine for connections to workers on others; empty if there are no others.
+        stop_signal: Signal that they are sent for SIGTERM.
     """
 
     def __init__(
-        self, function: Callable[[Path, int, str], None], directory: Path, size: int, access: ControlAccess
+        self,
+        function: Callable[[Path, int, str], None],
+        directory: Path,
+        size: int,
+        access: ControlAccess,
+        *,
+        address: str = "",
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         prepare_to_fork()
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._function, self._directory = function, directory
-        self._size, self._access = size, access
+        self._size, self._access, self._address = size, access, address
+        self._stop_signal = stop_signal
         self._running: dict[str, BaseProcess] = {}
         self._slots: dict[str, int] = {}
         self.ended = Ended()
         """Ends of processes of the present start of all, by slot, but for those that were replaced."""
 
     def start(self, name: str, slot: int, epoch: int) -> None:
-        """Fork it."""
+        """Fork it, and write its process number to ``NAME.pid`` for people."""
         output = self._directory / "workers"
-        environment = make_environment(slot, self._size, self._access)
+        environment = make_environment(slot, self._size, self._access, self._address)
         arguments = (environment, output, self._function, (self._directory, epoch, name))
         process = self._context.Process(target=_be_worker, args=arguments, name=name)
         process.start()
         self._running[name], self._slots[name] = process, slot
+        with contextlib.suppress(OSError):  # a full disk
+            (output / f"{name}.pid").write_text(f"{process.pid}\n")
         self.ended.exit_codes.pop(slot, None)
         self.ended.ended_here.discard(slot)
 
@@ -81,6 +93,7 @@ class LocalWorkforce(Workforce):
         found = []
         for name, code in ended:
             del self._running[name]
+            (self._directory / "workers" / f"{name}.pid").unlink(missing_ok=True)
             self.ended.exit_codes[self._slots[name]] = code
             found.append((name, _ENDS.get(code, "killed"), _describe(name, code)))
         return found
@@ -94,10 +107,19 @@ class LocalWorkforce(Workforce):
             self.wait(left_s)
         self.kill_all()
 
-    def kill_all(self) -> None:
-        """Send SIGKILL to all, and wait for them."""
+    @property
+    def is_running(self) -> bool:
+        """Whether any process has not ended, as far as `wait` has found."""
+        return bool(self._running)
+
+    def kill_all_running(self) -> None:
+        """Send SIGKILL to all."""
         for name in self._running:
             self.kill(name)
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to all, and wait for them."""
+        self.kill_all_running()
         while self._running:
             self.wait(1.0)
 
@@ -107,6 +129,7 @@ class LocalWorkforce(Workforce):
 
     def signal(self, number: int) -> None:
         """Send a signal to all. It may be called in a handler: to ask how they are would disturb who asks now."""
+        number = self._stop_signal if number == signal.SIGTERM else number
         for process in list(self._running.values()):
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):

@@ -75,6 +75,19 @@ class EventLog:
             if error is not None:
                 self._count_lost(error)
 
+    def copy(self, lines: bytes) -> None:
+        """Append whole lines of another log.
+
+        Raises:
+            EventError: The log is closed.
+        """
+        with self._lock:
+            if self._fd is None:
+                raise EventError(f"a log must be open to be written to, but {self.path} is closed; close it later")
+            error = self._append_lines(self._fd, lines)
+            if error is not None:
+                self._count_lost(error)
+
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         with self._lock:
@@ -100,15 +113,17 @@ class EventLog:
             unix_s=time.time(),
             event=event,
         )
-        line = to_json(record).encode("ascii") + b"\n"
+        return self._append_lines(fd, to_json(record).encode("ascii") + b"\n")
+
+    def _append_lines(self, fd: int, lines: bytes) -> OSError | None:
         try:
             with _locked(fd):
                 if _ends_inside_a_line(fd):
-                    line = b"\n" + line
-                num_written = os.write(fd, line)
+                    lines = b"\n" + lines
+                num_written = os.write(fd, lines)
         except OSError as error:
             return error
-        return None if num_written == len(line) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return None if num_written == len(lines) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _renew(self) -> None:
         """Reopen the file in a forked process, where the parent's lock is useless, and may be held for ever."""

@@ -1,0 +1,107 @@
+"""What a launcher and the agents of other machines write for each other into the launcher's store.
+
+Each side has one document, which it writes again whenever it changes: what is lost or doubled on the way does no harm.
+"""
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import Store
+
+import paceline
+from paceline.elastic.facts import End
+
+INVITATION, NUM_AGENTS, MAIL = "agents/run", "agents/number", "agents/mail"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Run that agents may offer workers to."""
+
+    name: str
+    """Name of the run's directory."""
+    file: dict[str, Any]
+    """Content of its ``run.json``."""
+    num_samples: int
+    """Number of training samples; -1 if unknown."""
+    code: str
+    """Digest of the file that the recipe is in; empty if it is in a package."""
+    versions: dict[str, str]
+    leaves_on_sigterm: bool
+    """Whether SIGTERM to one worker lets it leave, and does not stop all."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """State of an agent, as the launcher sees it."""
+
+    host: str
+    num_workers: int
+    beat: int = 0
+    """Number of times that it was written."""
+    is_leaving: bool = False
+    is_closed: bool = False
+    """Whether the agent has ended all of its workers, and ends."""
+    ended: dict[str, tuple[End, str]] = field(default_factory=dict)
+    """Ends of its workers by name, also in words."""
+    num_chunks: int = 0
+    """Number of pieces of its workers' log that it has sent."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the launcher wants of an agent."""
+
+    start: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Slot and epoch of each worker that was ever wanted, by name."""
+    kill: tuple[str, ...] = ()
+    """Names of workers that must end at once."""
+    signals: tuple[int, ...] = ()
+    """Signals to all its workers, the first one first."""
+    over: str = ""
+    """Reason why nothing more is wanted of it; empty while something is."""
+    is_refused: bool = False
+    """Whether the launcher does not take what it offers, for that reason."""
+
+
+def offer_key(number: int) -> str:
+    """Return the key of the offer of an agent."""
+    return f"agents/{number}/offer"
+
+
+def demand_key(number: int) -> str:
+    """Return the key of the demand to an agent."""
+    return f"agents/{number}/demand"
+
+
+def chunk_key(number: int, chunk: int) -> str:
+    """Return the key of a piece of the log of an agent's workers."""
+    return f"agents/{number}/log/{chunk}"
+
+
+def write(store: Store, key: str, document: Any) -> None:
+    """Write a document, one of the classes above."""
+    store.set(key, json.dumps(asdict(document)))
+
+
+def read(store: Store, key: str, kind: type[T]) -> T | None:
+    """Return the document under a key; None if there is none."""
+    return kind(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+@functools.cache
+def find_versions() -> dict[str, str]:
+    """Return the versions that must be the same on all machines."""
+    return {"paceline": paceline.__version__, "torch": str(torch.__version__)}
+
+
+def digest_code(recipe: str) -> str:
+    """Return a digest of the file that a recipe is in; empty if it is in a package."""
+    file = Path(recipe.partition(".py:")[0] + ".py") if ".py" in recipe else None
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""

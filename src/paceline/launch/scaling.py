@@ -1,0 +1,152 @@
+"""Scaling by a policy: the launcher measures throughput, and asks a function how many workers it wants."""
+
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.elastic.facts import Fact, Scaled
+from paceline.elastic.policy import POLICIES, ScaleFacts, ScalePolicy, check_answer, read_prices
+from paceline.elastic.protocol import Coordinator
+from paceline.errors import SettingsError
+from paceline.functions import find_function
+
+_LEAST_STEPS = 3
+_STEP = b'{"kind":"step_finished"'
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Settings of the scaling by a policy.
+
+    Args:
+        policy: Name of a policy, or a function as ``file.py:function``.
+        interval_s: Time between two calls.
+        prices: File of prices, if the policy needs one.
+    """
+
+    policy: str
+    interval_s: float = 60.0
+    prices: Path | None = None
+
+    def find_policy(self) -> ScalePolicy:
+        """Return the function.
+
+        Raises:
+            SettingsError: There is none, or it takes other arguments; or the prices cannot be read.
+        """
+        if self.prices is not None:
+            read_prices(self.prices)
+        if self.policy in POLICIES:
+            return POLICIES[self.policy]
+        if ":" not in self.policy:
+            raise SettingsError(
+                f"--scale_policy must be one of {', '.join(POLICIES)}, or file.py:function, but got {self.policy}"
+            )
+        function = find_function(self.policy)
+        try:
+            inspect.signature(function).bind(None)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"--scale_policy {self.policy} must take one argument, the ScaleFacts, but: {error}; mend the function"
+            ) from error
+        return function
+
+
+class PolicyCaller:
+    """Calls a policy now and then, in a thread of its own, which may take its time.
+
+    Args:
+        scaling: Settings.
+        log: Log of the run.
+        most_workers: Largest number of workers that the run can have.
+        warn: Function that is told what is wrong with the policy, or what it reads, once.
+        clock: Clock of seconds.
+    """
+
+    def __init__(
+        self,
+        scaling: PolicySettings,
+        log: Path,
+        most_workers: int,
+        warn: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scaling, self._policy = scaling, scaling.find_policy()
+        self._log, self._most_workers, self._warn, self._clock = log, most_workers, warn, clock
+        self._warned: set[str] = set()
+        self._called_s = clock()
+        self._thread: threading.Thread | None = None
+        self._answer: int | Exception | None = None
+        self._asked_epoch = -1
+        self._by_size: dict[int, float] = {}
+        self._read_bytes = log.stat().st_size if log.exists() else 0
+
+    def read_facts(self, coordinator: Coordinator) -> list[Fact]:
+        """Return what the policy wants since the last call, if it wants a change."""
+        if self._thread is not None:
+            return self._take_answer(coordinator)
+        size = len(coordinator.members)
+        is_settled = coordinator.view is not None and size == coordinator.target and not coordinator.is_asked
+        if not is_settled or self._clock() - self._called_s < self._scaling.interval_s:
+            return []
+        self._called_s = self._clock()
+        samples_per_s = self._measure(coordinator.epoch)
+        if samples_per_s is None:
+            return []
+        self._by_size[size] = samples_per_s
+        try:
+            prices = read_prices(self._scaling.prices) if self._scaling.prices is not None else {}
+        except SettingsError as error:
+            self._warn_once(str(error))
+            return []
+        facts = ScaleFacts(size, self._most_workers, samples_per_s, dict(self._by_size), prices)
+        self._asked_epoch = coordinator.epoch
+        self._thread = threading.Thread(target=self._call, args=(facts,), name="paceline-policy", daemon=True)
+        self._thread.start()
+        return []
+
+    def _call(self, facts: ScaleFacts) -> None:
+        try:
+            self._answer = check_answer(self._policy(facts), self._most_workers)
+        except Exception as error:
+            self._answer = error
+
+    def _take_answer(self, coordinator: Coordinator) -> list[Fact]:
+        assert self._thread is not None
+        if self._thread.is_alive():
+            if self._clock() - self._called_s > 2 * self._scaling.interval_s:
+                self._warn_once(f"{self._scaling.policy} has not returned for two intervals; workers stay as they are")
+            return []
+        self._thread = None
+        if isinstance(self._answer, int):
+            is_news = self._answer != coordinator.target and self._asked_epoch == coordinator.epoch
+            return [Scaled(self._answer)] if is_news else []
+        error = self._answer
+        kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+        self._warn_once(f"the workers stay as they are, since {self._scaling.policy} failed: {kind}{error}")
+        return []
+
+    def _measure(self, epoch: int) -> float | None:
+        """Return the throughput of the epoch since the last call; None if it has too few steps."""
+        steps = []
+        with self._log.open("rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._read_bytes += len(line)
+                    if line.startswith(_STEP):
+                        steps.append(json.loads(line))
+        ours = [(step["unix_s"], step["event"]["position"]) for step in steps if step["epoch"] == epoch]
+        if len(ours) < _LEAST_STEPS or ours[-1][0] <= ours[0][0]:
+            return None
+        return float((ours[-1][1] - ours[0][1]) / (ours[-1][0] - ours[0][0]))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
