@@ -30,7 +30,7 @@ from paceline.elastic.facts import (
 )
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 
-NUM_EXAMPLES = 1500
+NUM_EXAMPLES = 800
 """Examples that the protocol passes, and in which mutants are noticed: in others the protocol itself might fail."""
 numbers = st.integers(0, 5)
 
@@ -164,6 +164,13 @@ class Membership(RuleBasedStateMachine):
     @rule(when=st.integers(0, 4) | st.sampled_from([Announce, AskForBoundary, Kill, RestartAll, StartWorker]))
     def crash_coordinator_soon(self, when):
         self.world.crash_after = when
+
+    @rule(when=st.sampled_from([Announce, AskForBoundary, Kill, RestartAll, StartWorker]))
+    def crash_coordinator_when_a_worker_dies(self, when):
+        if name := self.pick(0):
+            self.world.crash_after = when
+            self.world.die(name, "killed")
+            self.all_get_on_for_a_while(num_rounds=3, hears_of_deaths=True)
 
     @rule()
     def recover_coordinator(self):
