@@ -137,19 +137,32 @@ def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch
     assert f"gave up after 0 restarts without progress: {reason}" in failed.event.message
 
 
-SLEEPING = (
-    FREEZING.replace(
-        """        if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
-            os.kill(os.getpid(), signal.SIGSTOP)
-""",
-        """        if self.calls == 2:
-            time.sleep(4)
+SLEEPING = """
+import pathlib, time
+import torch
+import paceline
+from paceline.recipes.transformer_lm import run as base
+
+LOG = pathlib.Path(__file__).parent / "run" / "events.jsonl"
+
+
+class Sleeping(torch.nn.Embedding):
+    calls = 0
+
+    def forward(self, tokens):
         self.calls += 1
-""",
-    )
-    .replace("import os, signal", "import time")
-    .replace("(torch.nn.Embedding):", "(torch.nn.Embedding):\n    calls = 0\n")
-)
+        while self.calls == 2 and "in forward; stacks" not in LOG.read_text():
+            time.sleep(0.05)
+        return super().forward(tokens)
+
+
+def build():
+    return Sleeping(256, 256)
+
+
+def run():
+    return base().model_copy(update={"model": paceline.Model.model_validate(build)})
+"""
 
 
 @pytest.mark.timeout(120)
@@ -159,8 +172,10 @@ def test_a_warning_names_the_line_at_which_all_workers_stand_still(tmp_path, run
     done = run_here("train", tmp_path / "sleeping.py", *where, "--data.max_bytes", 100_000, "--workers", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     warned = [one.event.message for one in select(read_log(tmp_path / "run" / "events.jsonl"), Warned)]
-    told = [words for words in warned if words.startswith("no worker has made progress for ")]
-    line = 1 + SLEEPING.splitlines().index("            time.sleep(4)")
-    assert f"sleeping.py:{line} in forward" in told[0]
-    assert "w0 is in phase forward of step" in told[0]
-    assert "w1 is in phase forward of step" in told[0]
+    told = next(words for words in warned if "in forward; stacks" in words)
+    assert told.startswith("no worker has made progress for ")
+    lines = SLEEPING.splitlines()
+    asleep = [number for number, line in enumerate(lines, 1) if "LOG.read_text" in line or "time.sleep" in line]
+    assert any(f"sleeping.py:{line} in forward" in told for line in asleep)
+    assert "w0 is in phase forward of step" in told
+    assert "w1 is in phase forward of step" in told
