@@ -75,6 +75,13 @@ def test_without_a_whole_state_the_checkpoint_is_what_is_left():
     ]
 
 
+def test_a_torn_state_that_is_further_does_not_win():
+    coordinator, _ = begin(2)
+    coordinator.handle(Voted("w0", 0, 4, is_whole=False, lost="gone"))
+    (announce,) = coordinator.handle(Voted("w1", 0, 3, lost="gone"))
+    assert (announce.view.names, announce.view.step) == (("w1", "w0"), 3)
+
+
 def test_losses_without_progress_end_the_run():
     coordinator, _ = begin(2, max_restarts=2)
     for epoch, expected in enumerate([Announce, Announce, RestartAll]):
@@ -195,8 +202,9 @@ def begin_with_another_machine():
 def test_workers_of_a_lost_machine_count_as_lost_and_are_not_replaced():
     coordinator = begin_with_another_machine()
     assert coordinator.handle(HostLost("b", "b no longer answers")) == []
+    assert coordinator.is_broken, "who is left is told at once"
     (action,) = coordinator.handle(Voted("w0", 1, 5, lost="gone"))
-    assert isinstance(action, RestartAll), "one of three is less than half"
+    assert action == RestartAll("b no longer answers"), "one of three is less than half"
     assert coordinator.handle(AllEnded(5, "lost")) == [StartWorker("w0.2", 0)]
     assert coordinator.handle(Offered("b", 1)) == [StartWorker("w0.2@b", 0)], "it may come back"
 
