@@ -49,18 +49,20 @@ class StoreWatch:
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._seen: dict[int, tuple[object, int]] = {}
         """What was seen of each board at the last look, and the number of looks before at which it was the same."""
-        self._closed = threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, board: Board) -> None:
         """Watch the store of a board, in a thread that all share."""
-        self._boards.add(board)
-        if self._thread is None:
-            self._thread = start_thread(self._keep_looking, name="paceline-store-watch", stop=self._closed.set)
+        with self._lock:
+            self._boards.add(board)
+            if self._thread is None:
+                self._thread = start_thread(self._keep_looking, name="paceline-store-watch", stop=self._closed.set)
 
     def look(self) -> None:
         """Look at all boards; on the last of `NUM_TICKS` that saw no answer, and no progress, end them."""
-        boards = [board for board in list(self._boards) if board.is_open]
+        with self._lock:
+            boards = [board for board in self._boards if board.is_open]
         waits, position = dict(PROGRESS.waits), PROGRESS.read()
         seen: dict[int, tuple[object, int]] = {}
         for board in boards:
