@@ -2,18 +2,24 @@
 
 import itertools
 import os
+import queue
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import paceline
 from paceline.comm.hang_watch import SILENT_S, STILL_DATA_S, STILL_S, HangWatch
-from paceline.comm.heartbeat_record import Heartbeat
+from paceline.comm.heartbeat import HeartbeatBoard
+from paceline.comm.heartbeat_record import MESSAGE, Heartbeat
 from paceline.comm.progress import PROGRESS
+from paceline.comm.store_watch import NUM_TICKS, StoreWatch
 from paceline.errors import CommunicationError
 from paceline.testing import run_processes
 
@@ -130,3 +136,105 @@ def test_a_process_that_hangs_is_named_with_its_phase_and_line_long_before_time_
     assert re.search(r"in phase backward of step \d+", first)
     if how != "stopped":
         assert re.search(r"it is at \S*test_hang_watch.py:\d+ in <lambda>", first), first
+
+
+def wait_for_messages():
+    """Rank 1 is stopped; rank 0 waits for a message of it, and rank 2 for one of rank 0."""
+    with paceline.join(transport="network", timeout_s=50, hang_timeout_s=3) as group:
+        messages = group.duplicate("messages")
+        if group.rank == 1:
+            step = 0
+            while messages.board.latest.num_steps < 2:  # who has only begun is not judged
+                step += 1
+                PROGRESS.stamp(step, time.monotonic(), b"forward")
+                time.sleep(0.02)
+            HANG["stopped"]()
+        try:
+            messages.receive(torch.zeros(1), {0: 1, 2: 0}[group.rank], tag=0, name="news").wait()
+        except CommunicationError as error:
+            group.close(error)
+            return str(error)
+
+
+def test_a_rank_that_hangs_is_named_by_who_waits_for_messages_alone():
+    """Messages have no numbers, and their group has begun nothing else, as with gossip."""
+    results = run_processes(3, wait_for_messages, wait_for=[0, 2], timeout_s=40)
+    told = [results[0].value, results[2].value]
+    assert any(re.search(r"message 'news' .* rank 1 \(host \S+, pid \d+\) is stopped", one or "") for one in told), told
+    assert all(told), "both ended"
+
+
+class ScriptedBoard:
+    """A board whose looks end as a script says."""
+
+    def __init__(self):
+        self.num_looks, self.is_open, self.latest, self.verdicts = 0, True, Heartbeat("far", 7), []
+
+    def end_by(self, verdict):
+        self.verdicts.append(verdict)
+
+
+@pytest.fixture
+def watched_store(monkeypatch):
+    """A watch of the stores of two boards, one of which never answers, while this process waits."""
+    watch, silent, answering = StoreWatch(), ScriptedBoard(), ScriptedBoard()
+    monkeypatch.setattr(StoreWatch, "_keep_looking", lambda self: None)
+    monkeypatch.setattr(PROGRESS, "waits", {1: MESSAGE})
+    watch.add(silent)
+    watch.add(answering)
+
+    def look(times):
+        for _ in range(times):
+            answering.num_looks += 1
+            watch.look()
+        return silent.verdicts + answering.verdicts
+
+    return SimpleNamespace(look=look, silent=silent, answering=answering)
+
+
+def test_a_silent_store_ends_all_that_this_process_waits_in(watched_store):
+    assert not watched_store.look(NUM_TICKS)
+    first, second = watched_store.look(1)
+    assert first == second
+    assert "the store has not answered host far (pid 7) for 15 s: this host is cut off" in first.words
+    assert type(first.to_error("here")) is CommunicationError
+
+
+def test_a_silent_store_ends_nothing_while_training_gets_on(watched_store, monkeypatch):
+    assert not watched_store.look(NUM_TICKS)
+    watched_store.silent.num_looks += 1
+    assert not watched_store.look(NUM_TICKS), "it has answered"
+    PROGRESS.enter(time.monotonic(), b"forward")
+    assert not watched_store.look(NUM_TICKS), "another phase has begun"
+    monkeypatch.setattr(PROGRESS, "waits", {})
+    assert not watched_store.look(2 * NUM_TICKS), "nothing waits"
+    watched_store.silent.is_open = False
+    monkeypatch.setattr(PROGRESS, "waits", {1: 3})
+    assert not watched_store.look(2 * NUM_TICKS), "the group is closed"
+
+
+class FrozenStore(dist.Store):
+    """A store that answers nothing after its first post."""
+
+    def __init__(self):
+        super().__init__()
+        self.released, self.num_posts = threading.Event(), 0
+
+    def set(self, key, value):
+        self.num_posts += 1
+        if self.num_posts > 1:
+            self.released.wait()
+
+
+def test_the_store_of_a_board_is_watched(monkeypatch):
+    monkeypatch.setattr("paceline.comm.store_watch._TICK_S", 0.05)
+    monkeypatch.setattr("paceline.comm.heartbeat.STORE_WATCH", watch := StoreWatch())
+    store, told = FrozenStore(), queue.Queue()
+    board = HeartbeatBoard(store, 0, range(2), told.put)
+    try:
+        board.wait_in(MESSAGE)
+        assert "the store has not answered" in told.get(timeout=30).words
+    finally:
+        store.released.set()
+        board.close()
+        watch._closed.set()

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointStore, durable, store
+from paceline.monitor.events import Restarted, RunFinished
+from paceline.monitor.log import EventLog
 
 TOOLS = Path(__file__).parents[2] / "tools" / "faults"
 
@@ -39,21 +41,42 @@ def test_every_rule_kind_and_phase_is_drawn(load):
 
 
 @pytest.mark.parametrize(
-    ("weight", "mean", "problem"),
-    [(2.0, 1.5, ""), (3.0, 1.5, "weights of exchange"), (2.0, 1.50001, "put in")],
+    ("rule", "total", "weight", "mean", "problem"),
+    [
+        ("local_sgd", 4.0, 2.0, 1.5, ""),
+        ("local_sgd", 4.0, 3.0, 1.5, "weights of exchange"),
+        ("local_sgd", 4.0, 2.0, 1.50001, "put in"),
+        ("easgd", 1.0, 2.0, 6.0, ""),
+        ("easgd", 1.0, 2.0, 1.5, "put in"),
+    ],
 )
-def test_an_exchange_that_conserves_nothing_is_found(load, tmp_path, weight, mean, problem):
+def test_an_exchange_that_conserves_nothing_is_found(load, tmp_path, rule, total, weight, mean, problem):
     judging, scenarios = load("judging"), load("scenarios")
-    first = {"weight": weight, "total": 4.0, "sum": 2.0 * weight, "norm": 4.0}
-    puts = [first, {"weight": 2.0, "total": 4.0, "sum": 2.0, "norm": 2.0}]
+    first = {"weight": weight, "total": total, "sum": 2.0 * weight, "norm": 4.0}
+    puts = [first, {"weight": 2.0, "total": total, "sum": 2.0, "norm": 2.0}]
     for number, put in enumerate(puts):
         exchange = {"epoch": 0, "name": "parameters", "number": 1, "step": 3}
         lines = [exchange | put, exchange | {"mean": mean}]
         (tmp_path / f"exchanges-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    outcome = judging.Outcome(scenarios.Scenario(0, "kill", "local_sgd"))
+    outcome = judging.Outcome(scenarios.Scenario(0, "kill", rule))
     judging._judge_exchanges(outcome, tmp_path)
     assert bool(outcome.problems) == bool(problem)
     assert all(problem in found for found in outcome.problems)
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_restarts", "is_wrong"), [("dpsgd", 1, True), ("dpsgd", 0, False), ("ssp", 1, False)]
+)
+def test_a_rule_that_starts_again_where_it_could_go_on_is_found(load, tmp_path, rule, num_restarts, is_wrong):
+    judging, scenarios = load("judging"), load("scenarios")
+    (tmp_path / "run").mkdir()
+    with EventLog(tmp_path / "run" / "events.jsonl", run="r", rank=0) as log:
+        for attempt in range(num_restarts):
+            log.write(Restarted(attempt=attempt, reason="rank 0 exited with code 1"), step=3)
+        log.write(RunFinished(held_out_loss=1.0, metrics={}, duration_s=1.0, samples_per_s=1.0), step=3)
+    outcome = judging.Outcome(scenarios.Scenario(0, "kill", rule))
+    judging._judge_log(outcome, tmp_path)
+    assert outcome.problems == ["all started again, and did not go on without the lost worker"] * is_wrong
 
 
 def save(folder, weight, position):

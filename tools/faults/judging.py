@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from scenarios import EXACT, GLOBAL_BATCH, NUM_STEPS, OWN_PACE, SETTINGS, Scenario
+from scenarios import EXACT, GLOBAL_BATCH, GOING_ON, NUM_STEPS, OWN_PACE, SETTINGS, Scenario
 
 from paceline.checkpoint import Checkpoint, CheckpointStore
 from paceline.monitor.events import (
@@ -81,6 +81,8 @@ def _judge_log(outcome: Outcome, folder: Path) -> None:
     is_together = outcome.scenario.rule not in OWN_PACE  # else each worker tells of its own steps
     outcome.num_again = len(told) - len({record.step for record in told}) if is_together else 0
     starts = outcome.num_restarts + outcome.num_resumes
+    if outcome.scenario.name == "kill" and outcome.scenario.rule in GOING_ON and outcome.num_restarts:
+        outcome.problems.append("all started again, and did not go on without the lost worker")
     at_most = 2 * int(str(SETTINGS["checkpoint_interval"])) * starts
     if outcome.num_again > at_most:
         outcome.problems.append(f"{outcome.num_again} updates were made again after {starts} starts from a checkpoint")
@@ -143,10 +145,11 @@ def _judge_exchanges(outcome: Outcome, folder: Path) -> None:
         weights = sum(one["weight"] for one in put[key])
         totals = {one["total"] for one in put[key]}
         expected, norm = (sum(one[name] for one in put[key]) for name in ("sum", "norm"))
-        if len(totals) != 1 or abs(weights - max(totals)) > _CONSERVED * weights:
+        total = 1.0 if outcome.scenario.rule == "easgd" else weights  # its centre gets the sum of the pulls
+        if len(totals) != 1 or abs(total - max(totals)) > _CONSERVED * total:
             outcome.problems.append(f"weights of exchange {key} are {weights}, of {totals}")
-        elif any(abs(mean * weights - expected) > _CONSERVED * norm for mean in means):
-            outcome.problems.append(f"exchange {key} put in {expected}, and got out {[m * weights for m in means]}")
+        elif any(abs(mean * total - expected) > _CONSERVED * norm for mean in means):
+            outcome.problems.append(f"exchange {key} put in {expected}, and got out {[m * total for m in means]}")
 
 
 def digest_weights(folder: Path) -> str:

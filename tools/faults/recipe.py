@@ -15,7 +15,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ def _lose_messages(share: float) -> None:
 def _record_exchanges() -> None:
     """Write down what workers put into each exchange of outer parameters, and the mean that they get."""
     send, receive = OuterParameters.send, OuterParameters.receive
-    numbers, steps = {}, {}
+    numbers: weakref.WeakKeyDictionary[OuterParameters, int] = weakref.WeakKeyDictionary()
+    steps: weakref.WeakKeyDictionary[OuterParameters, int] = weakref.WeakKeyDictionary()
 
     def project(self: OuterParameters, tensors: dict[str, torch.Tensor]) -> float:
         torch_state = torch.Generator().manual_seed(0)
@@ -212,16 +214,22 @@ def _record_exchanges() -> None:
         )
 
     def write(self: OuterParameters, **values: Any) -> None:
-        place = {"epoch": self._group.epoch, "name": self._name, "number": numbers[id(self)], "step": steps[id(self)]}
+        place = {"epoch": self._group.epoch, "name": self._name, "number": numbers[self], "step": steps[self]}
         with open(FOLDER / f"exchanges-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(place | values) + "\n")
 
-    def sent(self: OuterParameters, weight: float, total_weight: float, step: int) -> None:
-        numbers[id(self)], steps[id(self)] = numbers.get(id(self), 0) + 1, step
-        difference = {name: self.tensors[name] - self._values[name] for name in self.tensors}
+    def sent(
+        self: OuterParameters,
+        weight: float,
+        total_weight: float,
+        step: int,
+        differences: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        numbers[self], steps[self] = numbers.get(self, 0) + 1, step
+        difference = differences or {name: self.tensors[name] - self._values[name] for name in self.tensors}
         norm = sum(float(tensor.double().square().sum()) for tensor in difference.values()) ** 0.5
         write(self, weight=weight, total=total_weight, sum=weight * project(self, difference), norm=weight * norm)
-        send(self, weight, total_weight, step)
+        send(self, weight, total_weight, step, differences)
 
     def received(self: OuterParameters) -> float:
         is_due = bool(self._works)

@@ -56,10 +56,12 @@ RULES: dict[str, dict[str, object]] = {
     "ssp": {"sync": "ssp"},
     "parameter_server": {"sync": "parameter_server"},
 }
-GOING_ON = (EXACT, "every_step", "local_sgd", "diloco")
-"""Rules of the scenarios in which workers join and leave."""
 OWN_PACE = ("easgd, asynchronous", "ad_psgd", "asgd", "ssp")
 """Rules whose workers do not step together."""
+STARTING_AGAIN = (*OWN_PACE, "parameter_server", "every_step, one_bit")
+"""Rules whose workers may have to start again from a checkpoint when one is lost."""
+GOING_ON = tuple(rule for rule in RULES if rule not in STARTING_AGAIN)
+"""Rules whose workers go on without lost ones, and with new ones."""
 KINDS = {
     "kill": 62,
     "kill two at once": 6,

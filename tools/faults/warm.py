@@ -85,10 +85,24 @@ class Launcher:
                 os.kill(pid, signal.SIGKILL)
 
     def _show_stacks(self) -> None:
-        for pid in [self.pid, *find_workers(self._folder / "run")]:
+        """Write the stacks of the launcher and its workers to its output."""
+        pids = [self.pid, *find_workers(self._folder / "run")]
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
         time.sleep(1.0)
+        with (self._folder / "output.txt").open("ab") as output:
+            for pid in pids:
+                output.write(f"stacks of process {pid}:\n".encode() + _read_stacks(pid))
+
+
+def _read_stacks(pid: int) -> bytes:
+    """Return what a process wrote to the memory that `register_stacks` made for its stacks."""
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            if path.readlink().name.startswith("memfd:paceline-stacks"):
+                return path.read_bytes()
+    return b"(none)\n"
 
 
 def find_workers(run: Path) -> list[int]:

@@ -80,7 +80,7 @@ class HangWatch:
         if one.last_words:
             return f"stopped: {one.last_words}" if one.begun < waiting or one.has_failed else ""
         if self._is_visible(one) and started_at(one.pid) != one.started:
-            return f"is dead: its last heartbeat came after it had begun operation {one.begun} {one.begun_name!r}"
+            return f"is dead: its last heartbeat came after it had begun {one.describe_begun()}"
         return ""
 
     def _find_hang(self, rank: int, one: Heartbeat) -> str:

@@ -20,9 +20,10 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from paceline.comm.hang_watch import UNJUDGED, HangWatch, Verdict
-from paceline.comm.heartbeat_record import FINISHED, Heartbeat
+from paceline.comm.heartbeat_record import FINISHED, MESSAGE, Heartbeat
 from paceline.comm.progress import PROGRESS
 from paceline.comm.stacks import find_host_of_processes, find_own_line, register_stacks, started_at
+from paceline.comm.store_watch import STORE_WATCH
 from paceline.comm.threads import start_thread
 from paceline.errors import CommunicationError, PeerTimeoutError
 
@@ -56,6 +57,8 @@ class HeartbeatBoard:
         self._rank = rank
         self._names = names
         self._on_verdict = on_verdict
+        self.num_looks = 0
+        """Number of posts and looks at the others that have ended: if it stands still, the store does not answer."""
         self.waiting_outside = 0
         """Number of an operation of a group above this one, which has no watch of its own, while it is waited in."""
         self._mine = Heartbeat(
@@ -66,7 +69,7 @@ class HeartbeatBoard:
             progress=PROGRESS.path,
             stacks=register_stacks(),
         )
-        self._watched = 0, 0
+        self._watched = 0, 0, 0.0
         self._watched_since_s = self._posted_s = time.monotonic()
         self._watch: HangWatch | None = None
         self._first_step = -1
@@ -76,6 +79,8 @@ class HeartbeatBoard:
         self._closed = threading.Event()
         self._post()
         self._thread = start_thread(self._keep_posting, name="paceline-heartbeat", stop=self._closed.set)
+        if on_verdict is not None:
+            STORE_WATCH.add(self)
 
     def begin(self, sequence: int, name: str, what: str = "") -> None:
         """Record that an operation has begun: its number, its name, and what it does."""
@@ -84,7 +89,7 @@ class HeartbeatBoard:
         self._recent.append((sequence, f"{name!r} ({what})" if what else repr(name)))
 
     def wait_in(self, sequence: int) -> None:
-        """Record the operation that this rank waits in; 0 when it no longer waits."""
+        """Record the operation that this rank waits in, or `MESSAGE`; 0 when it no longer waits."""
         self._waiting_since_s = time.monotonic()
         self._mine.waiting = sequence
         PROGRESS.wait_in(id(self), sequence)
@@ -154,27 +159,38 @@ class HeartbeatBoard:
         recent = {name: dict(heartbeat.recent) for name, heartbeat in zip(self._names, read, strict=False) if heartbeat}
         return describe_mismatch({**recent, self._names[self._rank]: dict(self._recent)})
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it still posts."""
+        return not self._closed.is_set()
+
+    def end_by(self, verdict: Verdict) -> None:
+        """Hand over a verdict, if none was before."""
+        told, self._on_verdict = self._on_verdict, None
+        if told is not None:
+            start_thread(told, verdict, name="paceline-verdict")
+
     def _keep_posting(self) -> None:
         while not self._closed.wait(POST_INTERVAL_S):
             self._post()
             if self._on_verdict is not None and not self._closed.is_set():
-                self._judge(self._on_verdict)
+                self._judge()
+            self.num_looks += 1
 
-    def _judge(self, on_verdict: Callable[[Verdict], None]) -> None:
-        """Judge the others while this rank waits, and hand over the verdict, once."""
-        waiting = self._mine.waiting, self.waiting_outside
-        now_s = time.monotonic()
-        if waiting != self._watched or not any(waiting):
+    def _judge(self) -> None:
+        """Judge the others while this rank waits, and hand over the verdict."""
+        waiting = self._mine.waiting, self.waiting_outside, self._waiting_since_s  # messages have one number for all
+        is_waiting, now_s = any(waiting[:2]), time.monotonic()
+        if waiting != self._watched or not is_waiting:
             self._watched, self._watched_since_s, self._watch = waiting, now_s, None
-        if not any(waiting) or now_s - self._watched_since_s < _WATCH_AFTER_S:
+        if not is_waiting or now_s - self._watched_since_s < _WATCH_AFTER_S:
             return
         self._watch = self._watch or HangWatch(PROGRESS.hang_timeout_s)
         with contextlib.suppress(RuntimeError):  # without a store there is nobody to judge
             read = zip(self._names, self._read(), strict=True)
             others = {name: one for name, one in read if name != self._names[self._rank]}
             if verdict := self._watch.judge(others, waiting[0]):
-                self._on_verdict = None
-                start_thread(on_verdict, verdict, name="paceline-verdict")
+                self.end_by(verdict)
 
     def _note_progress(self) -> None:
         """Record step and phase in the heartbeat, and how long the phase before them took."""
@@ -287,7 +303,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
     if after is None:
         return 0, "has posted no heartbeat yet"
     place = f"(host {after.host}, pid {after.pid})"
-    where = f"operation {after.begun} {after.begun_name!r}" if after.begun else "no operation"
+    where = after.describe_begun()
     if after.last_words.startswith(_LOST_PEERS):
         return _UNSUSPECTED, f"{place} lost its peers too, in {where}"
     if after.last_words:
@@ -295,6 +311,7 @@ def _describe(before: Heartbeat | None, after: Heartbeat | None, sequence: int) 
     if _stands_still(before, after):
         return 0, f"{place} is dead or frozen: its last heartbeat came after it had begun {where}"
     if after.begun < sequence:
-        doing = f"waits in operation {after.waiting} since {after.waiting_since_s:g} s" if after.waiting else "computes"
+        what = "for a message" if after.waiting == MESSAGE else f"in operation {after.waiting}"
+        doing = f"waits {what} since {after.waiting_since_s:g} s" if after.waiting else "computes"
         return 2, f"{place} is alive but behind: it has begun {where} and {doing}"
     return _UNSUSPECTED, f"{place} is alive and has begun {where}"

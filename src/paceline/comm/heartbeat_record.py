@@ -14,7 +14,7 @@ class Heartbeat:
     begun: int = 0
     begun_name: str = ""
     waiting: int = 0
-    """Sequence number of the operation that the rank waits in; 0 while it computes."""
+    """Sequence number of the operation that the rank waits in; 0 while it computes, or `MESSAGE`."""
     waiting_since_s: float = 0.0
     last_words: str = ""
     """Reason why the rank stopped, if it could post one."""
@@ -49,6 +49,12 @@ class Heartbeat:
         """Whether the rank has ended, and not because it had finished."""
         return self.last_words not in ("", FINISHED)
 
+    def describe_begun(self) -> str:
+        """Return the operation that it has begun last, in words."""
+        return f"operation {self.begun} {self.begun_name!r}" if self.begun else "no operation"
 
+
+MESSAGE = -1
+"""In place of its number: a message, which has none, in a group that has begun no operation yet."""
 FINISHED = "it has finished"
 """Last words of a rank that left without an error."""

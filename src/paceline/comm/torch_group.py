@@ -19,6 +19,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import MAX_TAG, Group, Work
 from paceline.comm.hang_watch import Verdict
 from paceline.comm.heartbeat import HeartbeatBoard
+from paceline.comm.heartbeat_record import MESSAGE
 from paceline.comm.pacing import SLICE_BYTES, find_limit
 from paceline.comm.watchdog import Watchdog
 from paceline.errors import CommunicationError, MismatchError, PacelineError, PeerTimeoutError, SettingsError
@@ -252,7 +253,7 @@ class TorchGroup(Group):
             return
         began_s = time.monotonic()
         left = list(works)
-        self._board.wait_in(works[0].sequence)
+        self._board.wait_in(works[0].sequence or MESSAGE)
         try:
             if works[0].sent_to is not None:
                 self._wait_for_sends(left)
