@@ -237,6 +237,8 @@ class Coordinator:
         del self.places[fact.host]
         actions: list[Action] = []
         for name in [name for name in self.workers if host_of(name) == fact.host]:
+            # The machine is gone: that says nothing of workers that others start.
+            self.workers[name].is_evicted |= self.view is not None and name not in self.members
             actions += self._note_death(Died(name, "killed", fact.reason), self.workers[name])
         return actions
 
