@@ -224,6 +224,7 @@ MUTANTS = {
     "the least advanced wins": (
         "best = max(vote.step",
         "best = min(vote.step",
+        cases.test_who_was_taken_for_dead_has_no_vote,
     ),
     "a torn state wins": (
         "for vote in votes if vote.is_whole and vote.step == best",
