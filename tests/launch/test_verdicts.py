@@ -61,6 +61,7 @@ def test_the_reason_of_a_restart_names_the_guilty(tmp_path, failures, ended, rea
 
 
 def test_restarts_are_numbered_whatever_other_changes_there_were(tmp_path):
+    (tmp_path / "events.jsonl").touch()
     for epoch in (3, 7):
         _tell_restart(tmp_path, tmp_path / "events.jsonl", epoch, "w1 was killed")
     told = select(read_log(tmp_path / "events.jsonl"), Restarted)
