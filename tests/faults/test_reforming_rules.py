@@ -57,7 +57,10 @@ def test_gossip_goes_on_and_keeps_the_mean_of_who_is_left(tmp_path, monkeypatch,
     assert_equal(consensus_of(stayed, "after"), consensus_of(stayed, "before"))
     spread = stayed[0].before.parameters["layers.0.weight"] - stayed[1].before.parameters["layers.0.weight"]
     assert spread.abs().max() > 1e-4, "they have kept their own models"
-    assert "the models of w1" in changed.event.lost
+    lost = changed.event.lost.split("; ")
+    assert "the models of w1, but for what others have mixed in" in lost
+    most = max(one.before.num_updates for one in stayed)
+    assert f"the samples of w1 after step {most - 1}, up to step {most}" in lost, "its last step was only in its model"
     is_kept = sync.get("graph", {}).get("name") not in ("torus", "edge_list")
     assert ("RingGraph" in changed.event.repaired) != is_kept
 

@@ -106,6 +106,52 @@ def test_it_goes_on_from_its_checkpoint_among_as_many_and_among_others(size_afte
     assert resumed[0][0].isfinite().all()
 
 
+def _read_variates(replica):
+    own, shared = replica.state.sync_state()
+    names = ("weight", "bias")
+    own = torch.cat([own[f"own/{name}"].flatten() for name in names])
+    return own.clone(), torch.cat([shared[f"variates/{name}"].flatten() for name in names])
+
+
+def test_corrections_add_up_to_0_after_two_changes_without_an_exchange_in_between():
+    def open_replica(group, own=None):
+        module = make_linear()
+        replica = Replica(module, make_sgd(module), group=group, sync=Scaffold(period=3))
+        if own is not None:
+            replica.state.load_own_state(own)
+        return replica
+
+    def train_two(group):
+        replica = open_replica(group)
+        for step in range(3):
+            run_step(replica, step, 1.0 + group.rank)
+        own = replica.state.own_state()
+        replica.close()
+        return own
+
+    def change(owns, is_new):
+        def work(group):
+            replica = open_replica(group, owns[group.rank])
+            replica.state.settle(replica.optimizer, is_new=is_new[group.rank])
+            result = replica.state.own_state(), *_read_variates(replica)
+            replica.close()
+            return result
+
+        return LocalGroup.run(len(owns), work)
+
+    first, second = LocalGroup.run(2, train_two)
+    joined = change([first, second, first], [False, False, True])
+    weights = (1, 2, 0)
+    torch.testing.assert_close(sum(w * own for w, (_, own, _) in zip(weights, joined, strict=True)) / 3, joined[0][2])
+    torch.testing.assert_close(joined[2][1], joined[2][2])
+
+    left = change([joined[1][0], joined[2][0]], [False, False])
+    for _, own, common in left:
+        torch.testing.assert_close(own, left[0][1])  # the only variates that are left are the second worker's
+        torch.testing.assert_close(common, left[0][1])
+    assert not torch.allclose(left[0][2], joined[0][2])
+
+
 @pytest.mark.filterwarnings("ignore::paceline.replica.UnusedParametersWarning")
 def test_a_parameter_that_only_others_use_is_corrected_and_one_that_nobody_uses_left_alone():
     class Branches(torch.nn.Module):

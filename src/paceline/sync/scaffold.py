@@ -62,7 +62,7 @@ class ScaffoldSynchroniser(Synchroniser):
         self._own = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
         """Control variates of this worker."""
         self._own_weight = 0.0
-        """Weight of the samples that they are of."""
+        """Weight of the samples that they are of; 0 for variates that are not this worker's own."""
         self._sums = {name: torch.zeros_like(parameter) for name, parameter in context.parameters.items()}
         """Sums of the gradients of the period, each times the weight of its samples."""
         self._common = OuterParameters("variates", self._sums, context.group, self._reducer)
@@ -126,19 +126,24 @@ class ScaffoldSynchroniser(Synchroniser):
         return outcome
 
     def repair(self, *, is_new: bool) -> str:
-        """Make the common variates the mean of the workers' own ones, by weight, so that corrections add up to 0."""
-        weight = 0.0 if is_new else self._own_weight
+        """Make the common variates the mean of the workers' own ones, by weight, so that corrections add up to 0.
+
+        A worker without a period of its own, new at this change or at one before, takes the mean for its own: its
+        correction is 0.
+        """
+        if is_new:
+            self._own_weight = 0.0
+        weight = self._own_weight
         total = torch.tensor([weight], dtype=torch.float64, device=self._context.group.device)
         self._context.group.all_reduce(total, name="weight of variates").wait()
-        if not float(total):  # no period has ended
-            return ""
         for name, common in self._common.tensors.items():
-            mean = (self._own[name] * (weight / float(total))).to(common.dtype)
-            self._context.group.all_reduce(mean, name=f"variates of {name}").wait()
-            common.copy_(mean)
-            if is_new:
-                self._own[name].copy_(mean)
-        return "the common control variate is the mean of the workers' own"
+            if float(total):
+                mean = (self._own[name] * (weight / float(total))).to(common.dtype)
+                self._context.group.all_reduce(mean, name=f"variates of {name}").wait()
+                common.copy_(mean)
+            if not weight:
+                self._own[name].copy_(common)
+        return "the common control variate is the mean of the workers' own" if float(total) else ""
 
     def last_exchange(self, number: int) -> int:
         """Return the end of the period before."""
