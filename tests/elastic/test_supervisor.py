@@ -153,6 +153,45 @@ def test_a_worker_that_does_not_vote_and_gives_no_sign_of_life_is_killed(tmp_pat
     assert "w1 stands still: no sign of life for" in supervisor.coordinator.view.reason
 
 
+def test_a_worker_that_hangs_by_the_verdict_of_another_is_killed_though_it_beats(tmp_path):
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            time.sleep(30)
+        if view.epoch == 0:
+            member.report_loss(1, is_whole=True, reason="rank 1 hangs", accused=("w1",))
+            member.next_view(20)
+        return "done"
+
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script)
+    assert workforce.killed[0] == "w1"
+    assert "w1 hangs: rank 1 hangs" in supervisor.coordinator.view.reason
+    assert read_journal(tmp_path / "journal").view == supervisor.coordinator.view
+
+
+def test_a_worker_that_has_voted_hangs_by_no_verdict(tmp_path):
+    """w0 accuses w1, which has voted, and w2 takes its time."""
+    reported = {"w0": threading.Event(), "w1": threading.Event()}
+
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0:
+            before = {"w0": ["w1"], "w1": [], "w2": ["w0", "w1"]}[member.name]
+            accused = {"w0": ("w1",), "w1": (), "w2": ("w0", "w1")}[member.name]
+            for name in before:
+                reported[name].wait(20)
+            if member.name == "w2":
+                time.sleep(0.5)
+            member.report_loss(1, is_whole=True, reason="they hang", accused=accused)
+            if member.name in reported:
+                reported[member.name].set()
+            member.next_view(20)
+        return "done"
+
+    _, workforce = supervise(tmp_path, MembershipSettings(3), script)
+    assert workforce.killed == []
+
+
 @pytest.mark.parametrize("beats", [True, False], ids=["they beat", "they do not"])
 def test_people_are_told_where_workers_are_that_all_stand_still(tmp_path, beats):
     told_once = threading.Event()

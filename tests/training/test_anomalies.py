@@ -129,6 +129,23 @@ def poison(event, training):
     hook = parameter.register_hook(lambda gradient: (hook.remove(), gradient * math.nan)[1])
 
 
+def test_going_back_leaves_out_a_loss_that_is_not_finite_however_often_it_comes(tmp_path):
+    run = run_with(
+        Anomalies(non_finite="roll_back"), slip_at=-1, callbacks=(Callback(path=spoil_loss, all_workers=True),)
+    )
+    train_here(run, tmp_path, 2)
+    (went,) = select(read_log(tmp_path / "events.jsonl"), RolledBack)
+    assert (went.step, went.event.from_step, went.event.skipped_steps) == (30, 33, [32, 33])
+    assert len(losses_of(tmp_path)) == 60
+    assert all(tensor.isfinite().all() for tensor in read_tensors(tmp_path, 60).values())
+
+
+def spoil_loss(event, training):
+    """Let rank 1's loss of step 33 be NaN each time."""
+    if training.rank == 1 and training.step == 33 and type(event).__name__ == "StepFinished":
+        hook = training.module.register_forward_hook(lambda _, __, output: (hook.remove(), output * math.nan)[1])
+
+
 def test_reactions_need_workers_that_skip_together():
     with pytest.raises(ValueError, match=r"anomalies.loss_spike must be report or stop with sync diloco"):
         run_with(Anomalies(loss_spike="skip"), sync={"name": "diloco"})

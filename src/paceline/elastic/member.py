@@ -36,13 +36,14 @@ class Member(ABC):
     """A worker's connection to the coordinator."""
 
     @abstractmethod
-    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+    def report_loss(self, step: int, *, is_whole: bool, reason: str, accused: tuple[str, ...] = ()) -> None:
         """Say that this worker lost its peers; then call `next_view`.
 
         Args:
             step: Number of updates of this worker's state.
             is_whole: Whether its state is that after `step` updates, and not broken off in the middle of another.
             reason: Error by which it noticed, in words.
+            accused: Workers that hang by its verdict: they are killed unless they have said the same of others.
         """
 
     @abstractmethod
@@ -86,6 +87,8 @@ class Status:
     is_whole: bool = True
     reason: str = ""
     """Way in which the worker lost its peers."""
+    accused: tuple[str, ...] = ()
+    """Workers that hang by its verdict."""
     obstacle: str = ""
     """Reason why it could not go on in another group."""
     is_leaving: bool = False
@@ -118,13 +121,13 @@ class StoreMember(Member):
         self._say()
         self._thread = start_thread(self._keep_beating, name="paceline-member", stop=self._closed.set)
 
-    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+    def report_loss(self, step: int, *, is_whole: bool, reason: str, accused: tuple[str, ...] = ()) -> None:
         """Write it down."""
-        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason)
+        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason, accused=accused)
 
     def at_boundary(self, step: int) -> None:
         """Write it down."""
-        self._say(phase="boundary", step=step, is_whole=True, reason="")
+        self._say(phase="boundary", step=step, is_whole=True, reason="", accused=())
 
     def leave(self) -> None:
         """Ask to leave at a step boundary. It may be called in a signal handler."""
@@ -206,7 +209,7 @@ class StoreMember(Member):
         names, previous = document.pop("names"), document.pop("previous")
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
         self._is_pending = False
-        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="")
+        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
         return view
 
     def _read(self, key: str) -> dict[str, Any] | None:

@@ -278,7 +278,7 @@ class Supervisor:
             self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
-            self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost))
+            self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
 
     def _watch(self) -> None:
         """Find workers that stand still."""
@@ -294,10 +294,18 @@ class Supervisor:
                 self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
             elif self._broken_s is not None and name in self.coordinator.members and worker.vote is None:
                 waited_s = now_s - self._broken_s
-                if min(silent_s, waited_s) > patience.vote_s:
+                if verdict := self._find_verdict(name):
+                    self._feed(Silent(name, f"{name} hangs: {verdict}"))
+                elif min(silent_s, waited_s) > patience.vote_s:
                     self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
                 elif waited_s > patience.stuck_s:
                     self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
+
+    def _find_verdict(self, name: str) -> str:
+        """Return what another worker says of one that hangs by its verdict, and has not voted; empty if nobody does."""
+        workers = self.coordinator.workers
+        votes = [vote for member in self.coordinator.members if (vote := workers[member].vote)]
+        return next((vote.lost for vote in votes if name in vote.accused), "")
 
     def _watch_all(self, silent: Mapping[str, float]) -> None:
         """Tell people if no worker gets on: each may wait for the others, so that none of them is judged.

@@ -177,7 +177,7 @@ class AnomalyGuard:
 
         A reaction that has been taken too often gives way to stop.
         """
-        if self._step in self.skipped_steps and not self._found and isinstance(error, SpikeError):
+        if self._step in self.skipped_steps and not self._found:
             return "skip"
         if isinstance(error, NonFiniteError):
             reaction: str = self.settings.non_finite
