@@ -59,7 +59,19 @@ class Threads(Workforce):
         self.ended = queue.Queue()
 
 
-def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, judge=None, tell=None, **options):
+def supervise(
+    tmp_path,
+    settings,
+    script,
+    *,
+    obstacle="",
+    requests=(),
+    patience=None,
+    is_final=False,
+    judge=None,
+    tell=None,
+    **options,
+):
     store = dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)

@@ -13,7 +13,7 @@ from paceline.optim import SGD
 from paceline.registry import register
 from paceline.schedules import Constant
 from paceline.training import Anomalies, Callback
-from paceline.training.anomalies import SpikeDetector
+from paceline.training.anomalies import AnomalyGuard, SpikeDetector
 
 
 @register("test_slip")
@@ -144,6 +144,38 @@ def spoil_loss(event, training):
     """Let rank 1's loss of step 33 be NaN each time."""
     if training.rank == 1 and training.step == 33 and type(event).__name__ == "StepFinished":
         hook = training.module.register_forward_hook(lambda _, __, output: (hook.remove(), output * math.nan)[1])
+
+
+def pass_losses(guard, first_step, losses):
+    """Let steps make their updates, none of which is refused."""
+    for step, loss in enumerate(losses, first_step):
+        guard.begin(step)
+        guard.judge("loss", loss)
+        guard.end()
+
+
+def test_going_back_skips_all_that_was_high_and_the_update_before():
+    guard = AnomalyGuard(Anomalies(loss_spike="roll_back"))
+    pass_losses(guard, 1, [1.0] * 30)
+    pass_losses(guard, 31, [1.16, 1.16])  # above half of what makes a spike: the third in a row is one
+    guard.begin(33)
+    with pytest.raises(SpikeError, match="at step 33 it is 1.16") as raised:
+        guard.judge("loss", 1.16)
+    assert guard.choose_reaction(raised.value) == "roll_back"
+    assert guard.skipped_steps == {30, 31, 32, 33}
+
+
+def test_patience_counts_skipped_updates_in_a_row():
+    guard = AnomalyGuard(Anomalies(non_finite="skip", patience=2))
+
+    def refuse(step):
+        guard.begin(step)
+        return guard.choose_reaction(NonFiniteError("the loss must be finite"))
+
+    for step in range(1, 10, 3):
+        assert [refuse(step), refuse(step + 1)] == ["skip", "skip"]
+        pass_losses(guard, step + 2, [1.0])
+    assert [refuse(step) for step in (10, 11, 12)] == ["skip", "skip", "stop"]
 
 
 def test_reactions_need_workers_that_skip_together():
