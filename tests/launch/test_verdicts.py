@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import StorageError
+from paceline.launch import local
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.local import _judge, _tell
 from paceline.launch.processes import Ended
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
 from paceline.monitor.reader import read_log, select
+from paceline.training.run import RunFile
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
 
@@ -179,3 +181,32 @@ def test_a_warning_names_the_line_at_which_all_workers_stand_still(tmp_path, run
     assert any(f"sleeping.py:{line} in forward" in told for line in asleep)
     assert "w0 is in phase forward of step" in told
     assert "w1 is in phase forward of step" in told
+
+
+class Processes:
+    """What stands for the workers of this machine, and counts what they are told."""
+
+    def __init__(self):
+        self.told, self.ended = [], Ended()
+
+    def end_all(self):
+        self.told.append("end_all")
+
+    def kill_all(self):
+        self.told.append("kill_all")
+
+
+def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(tmp_path, monkeypatch):
+    def fail_unexpectedly(self):
+        raise RuntimeError("a bug of the launcher")
+
+    processes = Processes()
+    monkeypatch.setattr(local, "_open_workforce", lambda *_: processes)
+    monkeypatch.setattr(local, "_find_most_workers", lambda *_: (8, "the samples"))
+    monkeypatch.setattr(local.Supervisor, "run", fail_unexpectedly)
+    RunFile(recipe="transformer_lm", num_workers=1, run={}).save(tmp_path)
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(RuntimeError, match="a bug of the launcher"):
+        local.launch(tmp_path, 1)
+    assert processes.told[0] == "end_all"
+    assert processes.told[-1] == "kill_all"

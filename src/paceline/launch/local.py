@@ -157,6 +157,12 @@ def _supervise(
             stop_all(stop.number)
         try:
             supervisor.run()
+        except Exception:  # a bug here, or a disk that is full, costs no more than the death of this process
+            try:
+                workforce.end_all()  # what was trained is saved first
+            finally:
+                local.end_all()
+            raise
         finally:
             stop.hand_on = lambda _: None
             local.kill_all()
