@@ -1,5 +1,7 @@
 """What the launcher makes of how workers ended: the last line names the one that is to blame."""
 
+import errno
+import io
 import signal
 from pathlib import Path
 
@@ -7,9 +9,10 @@ import pytest
 
 from paceline.errors import StorageError
 from paceline.launch import local
-from paceline.launch.exit_codes import ExitCode
+from paceline.launch.exit_codes import ExitCode, leave
 from paceline.launch.local import _judge, _tell
 from paceline.launch.processes import Ended
+from paceline.launch.worker import _code_of
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
 from paceline.monitor.reader import read_log, select
 from paceline.training.run import RunFile
@@ -210,3 +213,25 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(tmp_path, mon
         local.launch(tmp_path, 1)
     assert processes.told[0] == "end_all"
     assert processes.told[-1] == "kill_all"
+
+
+class FullDisk(io.StringIO):
+    """A stream to a disk that is full."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_worker_that_cannot_print_its_error_ends_with_its_code_and_without_another_error(monkeypatch):
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    assert _code_of(StorageError("the disk is full")) is ExitCode.FAILED
+    assert _code_of(KeyError("mine")) is ExitCode.FAILED
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    leave(ExitCode.FAILED)
+    assert codes == [ExitCode.FAILED]
