@@ -1,5 +1,7 @@
 """The supervisor, with threads as workers; and whole runs whose workers are lost."""
 
+import json
+import os
 import queue
 import threading
 import time
@@ -386,9 +388,75 @@ def test_a_file_asks_a_worker_to_leave_within_a_time(tmp_path):
     assert list(folder.iterdir()) == []
     for name, said, words in (
         ("w7", "", "must be one of w0, w1, but got w7"),
-        ("w0", "soon", "could not convert string to float"),
+        ("w0", "soon", "must hold the seconds in which the worker leaves, or nothing, but holds 'soon'; write"),
         ("w1", "-1", "must be more than 0 seconds, but got -1"),
     ):
         (folder / f"{name}.leave").write_text(said)
         assert box.read(coordinator) == []
         assert words in (folder / f"{name}.leave.refused").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        ("x.request", lambda path: path.write_text("not json"), "a request must be JSON, but"),
+        ("x.request", lambda path: path.write_text("[" * 100_000), "a request must be JSON, but"),
+        ("x.request", lambda path: path.write_text("[3]"), "must be an object of JSON, but"),
+        (
+            "x.request",
+            lambda path: path.write_text('{"target": true}'),
+            "must be from 1 to 8, the samples, but got True",
+        ),
+        ("x.request", lambda path: path.write_text('{"leave": ["w1"]}'), "must be one of w0, w1, but got ['w1']"),
+        (
+            "x.request",
+            lambda path: path.write_text('{"leave": "w1", "within_s": true}'),
+            "more than 0 seconds, but got",
+        ),
+        ("x.request", lambda path: path.mkdir(), "a request must be a file, but"),
+        ("w1.leave", lambda path: path.mkdir(), "a request must be a file, but"),
+        ("w1.leave", os.mkfifo, "a request must be a file, but"),
+        ("w1.leave", lambda path: path.symlink_to(path), "must be readable by the launcher, but is not"),
+        ("w1.leave", lambda path: path.write_bytes(b"\xff"), "must hold the seconds in which the worker leaves"),
+    ],
+)
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_what_is_no_request_is_refused_once_and_the_run_goes_on(tmp_path, name, make, words, is_left_over):
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    for worker in ("w0", "w1"):
+        coordinator.handle(Ready(worker))
+    path = tmp_path / "requests" / name
+    answer = path.with_suffix(".answer" if name.endswith(".request") else ".leave.refused")
+    path.parent.mkdir()
+    if is_left_over:
+        make(path)
+    box = RequestBox(tmp_path, 8, "the samples")
+    if is_left_over and not path.is_dir():
+        assert box.read(coordinator) == []
+        assert list(path.parent.iterdir()) == [], "it is of an earlier time"
+        return
+    if not is_left_over:
+        make(path)
+    assert box.read(coordinator) == []
+    said = answer.read_text()
+    assert words in (json.loads(said)["words"] if name.endswith(".request") else said)
+    answer.unlink()
+    assert box.read(coordinator) == []
+    assert not answer.exists()
+    if path.is_dir():
+        path.rmdir()
+        assert box.read(coordinator) == []
+    path.with_name("w1.leave").write_text("5")
+    assert box.read(coordinator) == [LeaveAsked("w1", 5.0)]
+
+
+def test_the_folder_of_requests_may_vanish_and_a_request_be_taken_back(tmp_path):
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    box = RequestBox(tmp_path, 8, "the samples")
+    (tmp_path / "requests" / "gone.request").symlink_to(tmp_path / "nothing")
+    assert box.read(coordinator) == []
+    (tmp_path / "requests" / "gone.request").unlink()
+    (tmp_path / "requests").rmdir()
+    assert box.read(coordinator) == []

@@ -1,16 +1,21 @@
 """What the launcher makes of how workers ended: the last line names the one that is to blame."""
 
+import errno
+import io
 import signal
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import StorageError
-from paceline.launch.exit_codes import ExitCode
+from paceline.launch import local
+from paceline.launch.exit_codes import ExitCode, leave
 from paceline.launch.local import _judge, _tell, _tell_restart
 from paceline.launch.processes import Ended
+from paceline.launch.worker import _code_of
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
 from paceline.monitor.reader import read_log, select
+from paceline.training.run import RunFile
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
 
@@ -189,3 +194,54 @@ def test_a_warning_names_the_line_at_which_all_workers_stand_still(tmp_path, run
     assert any(f"sleeping.py:{line} in forward" in told for line in asleep)
     assert "w0 is in phase forward of step" in told
     assert "w1 is in phase forward of step" in told
+
+
+class Processes:
+    """What stands for the workers of this machine, and counts what they are told."""
+
+    def __init__(self):
+        self.told, self.ended = [], Ended()
+
+    def end_all(self):
+        self.told.append("end_all")
+
+    def kill_all(self):
+        self.told.append("kill_all")
+
+
+def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(tmp_path, monkeypatch):
+    def fail_unexpectedly(self):
+        raise RuntimeError("a bug of the launcher")
+
+    processes = Processes()
+    monkeypatch.setattr(local, "_open_workforce", lambda *_: processes)
+    monkeypatch.setattr(local, "_find_most_workers", lambda *_: (8, "the samples"))
+    monkeypatch.setattr(local.Supervisor, "run", fail_unexpectedly)
+    RunFile(recipe="transformer_lm", num_workers=1, run={}).save(tmp_path)
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(RuntimeError, match="a bug of the launcher"):
+        local.launch(tmp_path, 1)
+    assert processes.told[0] == "end_all"
+    assert processes.told[-1] == "kill_all"
+
+
+class FullDisk(io.StringIO):
+    """A stream to a disk that is full."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_worker_that_cannot_print_its_error_ends_with_its_code_and_without_another_error(monkeypatch):
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    assert _code_of(StorageError("the disk is full")) is ExitCode.FAILED
+    assert _code_of(KeyError("mine")) is ExitCode.FAILED
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    leave(ExitCode.FAILED)
+    assert codes == [ExitCode.FAILED]

@@ -5,7 +5,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from paceline.launch.agent_messages import (
     MAIL,
     NUM_AGENTS,
     Demand,
+    DocumentError,
     Invitation,
     Offer,
     chunk_key,
@@ -27,6 +28,7 @@ from paceline.launch.agent_messages import (
     find_versions,
     offer_key,
     read,
+    read_versions,
     write,
 )
 from paceline.launch.exit_codes import ExitCode
@@ -73,6 +75,7 @@ def serve_launcher(
         raise SettingsError(f"--name must be of letters, digits, dots and dashes, but got {name!r}; choose another")
     try:
         store = ControlStore(access)
+        _check_versions(read_versions(store))
         invitation = read(store, INVITATION, Invitation)
     except ControlError as error:
         raise SettingsError(
@@ -120,19 +123,24 @@ def _check_device(num_workers: int) -> None:
         )
 
 
+def _check_versions(versions: Mapping[str, object]) -> None:
+    """Raise `SettingsError` where a version is another one here: all else that is written may differ with it."""
+    here = find_versions()
+    for what, there in versions.items():
+        if what in here and here[what] != there:
+            raise SettingsError(
+                f"{what} must be the same on all machines, but is {here[what]} here and {there} where the launcher "
+                f"runs; install {what} {there} here"
+            )
+
+
 def _prepare(invitation: Invitation, directory: Path) -> None:
     """Write the run's file into `directory`, once it is sure that this machine can take part.
 
     Raises:
         SettingsError: Versions, code or data are not the same here as where the launcher runs.
     """
-    here = find_versions()
-    for what, there in invitation.versions.items():
-        if here[what] != there:
-            raise SettingsError(
-                f"{what} must be the same on all machines, but is {here[what]} here and {there} where the launcher "
-                f"runs; install {what} {there} here"
-            )
+    _check_versions(invitation.versions)
     file = RunFile.model_validate(invitation.file)
     try:
         run = load_run(file)
@@ -199,7 +207,10 @@ class _Service:
                 name = signal.Signals(stop.number).name
                 self._tell(f"{name}: the workers of this machine leave within {self._notice_s:g} s")
                 self._say(is_leaving=True)
-            demand = read(self._store, demand_key(self._number), Demand) or Demand()
+            try:
+                demand = read(self._store, demand_key(self._number), Demand) or Demand()
+            except DocumentError as error:
+                return self._end(Demand(over=str(error), is_refused=True))
             self._forward_log()
             if ended:
                 self._say(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})

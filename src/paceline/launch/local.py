@@ -155,6 +155,12 @@ def _supervise(
             stop_all(stop.number)
         try:
             supervisor.run()
+        except Exception:  # a bug here, or a disk that is full, costs no more than the death of this process
+            try:
+                workforce.end_all()  # what was trained is saved first
+            finally:
+                local.end_all()
+            raise
         finally:
             stop.hand_on = lambda _: None
             local.kill_all()
@@ -224,9 +230,7 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
     return run["global_batch"], "the samples of a global batch"
 
 
-def _judge(
-    records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()
-) -> _Outcome:
+def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()) -> _Outcome:
     last_step = max((record.step for record in select(records, StepFinished)), default=-1)
     failures = select(records, Failed)
     if select(records, Preempted):
