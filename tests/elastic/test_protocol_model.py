@@ -252,8 +252,8 @@ MUTANTS = {
         "        previous",
     ),
     "who is being killed is waited for": (
-        "and not self.workers[name].is_doomed]\n\n    @property\n    def is_broken",
-        "]\n\n    @property\n    def is_broken",
+        "and not self.workers[name].is_doomed]\n\n    def counts",
+        "]\n\n    def counts",
     ),
     "a death is no loss": (
         "self._lost[fact.name] = fact.reason\n        is_final",
