@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.comm.threads import start_thread
 from paceline.elastic.facts import Fact, Scaled
 from paceline.elastic.policy import POLICIES, ScaleFacts, ScalePolicy, check_answer, read_prices
 from paceline.elastic.protocol import Coordinator
@@ -106,8 +107,7 @@ class PolicyCaller:
             return []
         facts = ScaleFacts(size, self._most_workers, samples_per_s, dict(self._by_size), prices)
         self._asked_epoch, self._answer = coordinator.epoch, None
-        self._thread = threading.Thread(target=self._call, args=(facts,), name="paceline-policy", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._call, facts, name="paceline-policy")
         return []
 
     def _call(self, facts: ScaleFacts) -> None:
