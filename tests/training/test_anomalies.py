@@ -154,7 +154,7 @@ def test_going_back_skips_all_that_was_high_and_the_update_before():
     pass_losses(guard, 1, [1.0] * 30)
     pass_losses(guard, 31, [1.16, 1.16])  # above half of what makes a spike: the third in a row is one
     guard.begin(33)
-    with pytest.raises(SpikeError, match="at step 33 it is 1.16") as raised:
+    with pytest.raises(SpikeError, match=r"at step 33 it is 1\.16") as raised:
         guard.judge("loss", 1.16)
     assert guard.choose_reaction(raised.value) == "roll_back"
     assert guard.skipped_steps == {30, 31, 32, 33}
