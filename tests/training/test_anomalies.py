@@ -62,6 +62,18 @@ def test_a_spike_stands_out_also_after_others():
         detector.add(value)
 
 
+@pytest.mark.parametrize("deviation", [0.01, 0.1, 0.37, 0.7])
+@pytest.mark.parametrize("threshold", [10.0, 20.0])
+def test_hundreds_of_medians_are_a_spike_whatever_is_usual(threshold, deviation):
+    draw = random.Random(3)
+    detector = SpikeDetector(100, threshold)
+    for number in range(500):
+        value = 4.2 * math.exp(draw.gauss(0, deviation))
+        assert value <= detector.find_limit(), number
+        detector.add(value)
+        assert number < 100 or detector.find_limit() < 200 * detector.median
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_spike_is_reported_and_training_goes_on(tmp_path, num_workers):
     train_here(run_with(Anomalies()), tmp_path, num_workers)
