@@ -7,11 +7,12 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import Evicted, StoreMember
-from paceline.elastic.facts import LeaveAsked, Ready, Scaled
+from paceline.elastic.facts import LeaveAsked, Ready, Scaled, StopAsked
 from paceline.elastic.journal import Journal, read_journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
@@ -181,6 +182,25 @@ def test_a_worker_that_hangs_by_the_verdict_of_another_is_killed_though_it_beats
     assert workforce.killed[0] == "w1"
     assert "w1 hangs: rank 1 hangs" in supervisor.coordinator.view.reason
     assert read_journal(tmp_path / "journal").view == supervisor.coordinator.view
+
+
+@pytest.mark.parametrize(
+    ("phase", "waits", "is_killed"), [(b"forward", {}, True), (b"save", {}, False), (b"reduce", {1: 1}, False)]
+)
+def test_who_does_not_stop_as_asked_is_killed_unless_it_saves_or_waits(tmp_path, monkeypatch, phase, waits, is_killed):
+    monkeypatch.setattr(PROGRESS, "waits", waits)
+
+    def script(member):
+        PROGRESS.stamp(3, time.monotonic(), phase)
+        member.open_group(member.next_view(20), torch.device("cpu"), 20, "auto")
+        time.sleep(30 if is_killed else 2)
+        return "done"
+
+    options = {"patience": Patience(stop_s=0.5), "requests": [(0, StopAsked())]}
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(1), script, **options)
+    assert workforce.killed == (["w0"] if is_killed else [])
+    told = "w0 is in phase forward of step 3, and made no progress for "
+    assert [words.startswith(told) for words in supervisor.killed_at_stop.values()] == [True] * is_killed
 
 
 def test_a_worker_that_has_voted_hangs_by_no_verdict(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from paceline.errors import StorageError
 from paceline.launch import local
 from paceline.launch.exit_codes import ExitCode, leave
-from paceline.launch.local import _judge, _tell, _tell_restart
+from paceline.launch.local import _describe_killed, _judge, _tell, _tell_restart
 from paceline.launch.processes import Ended
 from paceline.launch.worker import _code_of
-from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
+from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned, WorkersChanged
 from paceline.monitor.reader import read_log, select
 from paceline.training.run import RunFile
 
@@ -116,6 +116,20 @@ def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):
         _tell(tmp_path, Path("/dev/full"), 1, Restarted(attempt=1, reason="rank 0 exited with code 1"))
 
 
+@pytest.mark.parametrize(
+    ("records", "end"),
+    [
+        ([record(0, Preempted(checkpoint="c-4", signal="SIGTERM"))], "the others saved c-4"),
+        ([], "no checkpoint was written for the stop"),
+    ],
+)
+def test_who_was_killed_at_a_stop_is_told_with_what_was_saved(records, end):
+    words = _describe_killed({"w1": "w1 is in phase forward", "w2": "w2 is too"}, records, 0)
+    said = "w1, w2 did not stop as asked, and had to be killed"
+    assert words == f"{said}; {end}; w1 is in phase forward; w2 is too"
+    assert "no checkpoint" in _describe_killed({"w1": ""}, records, 1), "that was an earlier start"
+
+
 FREEZING = """
 import os, signal
 import torch
@@ -150,6 +164,48 @@ def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch
     assert failed.rank == -1
     reason = "rank 0: w1 stands still: no sign of life for"
     assert f"gave up after 0 restarts without progress: {reason}" in failed.event.message
+
+
+ASLEEP = """
+import os, pathlib, time
+import torch
+import paceline
+from paceline.comm.progress import PROGRESS
+from paceline.recipes.transformer_lm import run as base
+
+MARK = pathlib.Path(__file__).with_suffix(".mark")
+
+
+class Asleep(torch.nn.Embedding):
+    def forward(self, tokens):
+        if os.environ.get("RANK") == "1" and not MARK.exists():
+            time.sleep(0.3)  # so that heartbeats see its first steps
+            if PROGRESS.read().step >= 4:
+                MARK.touch()
+                time.sleep(1000)
+        return super().forward(tokens)
+
+
+def build():
+    return Asleep(256, 256)
+
+
+def run():
+    return base().model_copy(update={"model": paceline.Model.model_validate(build)})
+"""
+
+
+@pytest.mark.timeout(120)
+def test_training_goes_on_without_a_worker_that_sleeps_though_it_beats(tmp_path, run_here):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    where = ("--out", tmp_path / "run", "--hang_timeout_s", 2, "--memory.check", "false", "--num_steps", 8)
+    done = run_here("train", tmp_path / "asleep.py", *where, "--data.max_bytes", 100_000, "--workers", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_log(tmp_path / "run" / "events.jsonl")
+    assert not select(records, Restarted)
+    reason = select(records, WorkersChanged)[0].event.reason
+    assert reason.startswith("w1 hangs: ")
+    assert "lives, but has made no progress for" in reason
 
 
 SLEEPING = """

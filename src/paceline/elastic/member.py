@@ -97,6 +97,10 @@ class Status:
     """Time since its training loop entered the present phase."""
     place: str = ""
     """Phase and step that it is in, in words; empty before the first."""
+    step_phase: str = ""
+    """Phase of the step that it is in; empty before the first."""
+    waits: bool = False
+    """Whether it waits for other workers in an operation."""
 
 
 class StoreMember(Member):
@@ -226,7 +230,8 @@ class StoreMember(Member):
             self._status = now
             position = PROGRESS.read()
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
-            said = replace(now, still_s=time.monotonic() - position.since_s, place=place)
+            still_s, waits = time.monotonic() - position.since_s, bool(PROGRESS.waits)
+            said = replace(now, still_s=still_s, place=place, step_phase=position.phase, waits=waits)
             self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
             if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)

@@ -53,6 +53,8 @@ class Patience:
     """Time without a vote, where the others wait for it, though it beats."""
     standstill_s: float = 60.0
     """Time without progress of any worker after which people are told, first, where each is; nobody is killed."""
+    stop_s: float = 15.0
+    """Time without progress of a worker that was asked to stop and waits for nobody, or twice its longest phase."""
 
 
 class Workforce(ABC):
@@ -154,7 +156,14 @@ class Supervisor:
         """Ends of workers that the coordinator is still to be told."""
         self.is_stopping = False
         """Whether this process was asked to stop; it may be set in a signal handler."""
-        self._told_of_stop = False
+        self._stop_asked_s: float | None = None
+        """Time at which the coordinator was told that all are to stop."""
+        self._longest_s: dict[str, float] = {}
+        """Time of the longest phase of each worker, of those that ended."""
+        self._free_s: dict[str, float] = {}
+        """Time since which each worker could have stopped, of those that waited for others or saved after that."""
+        self.killed_at_stop: dict[str, str] = {}
+        """Reasons why workers were killed after all were asked to stop, by name."""
 
     def run(self) -> None:
         """Run until nothing is left to do."""
@@ -164,13 +173,13 @@ class Supervisor:
             self._ended += starmap(Died, self._workforce.wait(_BUSY_S if is_busy else _IDLE_S))
             while self._ended:
                 self._feed(self._ended.pop(0))
-            if self.is_stopping and not self._told_of_stop:
-                self._told_of_stop = True
+            if self.is_stopping and self._stop_asked_s is None:
                 self._feed(StopAsked())
             for fact in self._read_requests(self.coordinator):
                 self._feed(fact)
             self._read_mail()
             self._watch()
+            self._watch_stop()
             self._watch_leavers()
 
     def _feed(self, fact: Fact) -> None:
@@ -180,6 +189,10 @@ class Supervisor:
         if isinstance(fact, Died):
             self._beats.pop(fact.name, None)
         self._note_killed(fact)
+        if isinstance(fact, StopAsked):
+            self._stop_asked_s = self._clock()
+        if isinstance(fact, Silent) and self._stop_asked_s is not None:
+            self.killed_at_stop[fact.name] = fact.reason
         if isinstance(fact, LeaveAsked) and fact.within_s is not None:
             now_s = self._clock()
             self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
@@ -264,6 +277,8 @@ class Supervisor:
             if self._store.check([f"status/{name}"]):
                 status = Status(**json.loads(self._store.get(f"status/{name}")))
                 if status.beat > self._beats.get(name, (-1, 0.0))[0]:
+                    if (before := self._said.get(name)) and status.still_s < before.still_s:
+                        self._longest_s[name] = max(self._longest_s.get(name, 0.0), before.still_s)
                     self._beats[name], self._said[name] = (status.beat, now_s), status
                     self._take(name, status)
 
@@ -324,6 +339,25 @@ class Supervisor:
                 f"{name} {one.place or 'has not begun'}{self._workforce.locate(name)}" for name, one in said.items()
             )
             self._tell_standstill(f"no worker has made progress for {still_s:.0f} s: {'; '.join(places)}")
+
+    def _watch_stop(self) -> None:
+        """Kill workers that do not get on though all were asked to stop; who waits for others can, once they end."""
+        now_s, asked_s, patience = self._clock(), self._stop_asked_s, self._patience
+        if asked_s is None:
+            return
+        for name, worker in list(self.coordinator.workers.items()):
+            if worker.is_doomed or worker.vote is not None:
+                continue
+            said, silent_s = self._said.get(name, Status()), now_s - self._beats.get(name, (-1, asked_s))[1]
+            waits = said.waits or said.phase not in ("starting", "training")
+            if said.step_phase == "save" or (waits and silent_s < patience.silence_s):
+                self._free_s[name] = now_s
+                continue
+            still_s = min(said.still_s + silent_s, now_s - self._free_s.get(name, asked_s))
+            limit_s = max(patience.stop_s, 2 * self._longest_s.get(name, 0.0))
+            if still_s >= (patience.stuck_s if said.step_phase in ("evaluate", "loop") else limit_s):
+                place = (said.place or "has not begun") + self._workforce.locate(name)
+                self._feed(Silent(name, f"{name} {place}, and made no progress for {still_s:.0f} s after it was asked"))
 
     def _watch_leavers(self) -> None:
         """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""

@@ -165,6 +165,9 @@ def _supervise(
             stop.hand_on = lambda _: None
             local.kill_all()
     epoch = supervisor.coordinator.epoch
+    if supervisor.killed_at_stop:
+        words = _describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
+        _tell(directory, log_path, epoch, Warned(message=words))
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
         _tell(directory, log_path, epoch, failed)
@@ -173,6 +176,13 @@ def _supervise(
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
     return _judge(records, local.ended, stop.number != 0, directory / "workers").code
+
+
+def _describe_killed(killed: dict[str, str], records: list[Record], first_epoch: int) -> str:
+    """Return who was killed after all were asked to stop, and whether the others saved a checkpoint, in words."""
+    saved = select([record for record in records if record.epoch >= first_epoch], Preempted)
+    end = f"the others saved {saved[-1].event.checkpoint}" if saved else "no checkpoint was written for the stop"
+    return f"{', '.join(killed)} did not stop as asked, and had to be killed; {end}; {'; '.join(killed.values())}"
 
 
 def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:
