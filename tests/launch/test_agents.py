@@ -201,6 +201,18 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost_and_told_so_if_it_comes_ba
     assert not lab.remote.running
 
 
+def test_a_machine_whose_workers_take_long_to_start_is_not_lost(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(agents_module, "SILENCE_S", 1.2)
+    lab = Lab(tmp_path, server)
+    start = lab.remote.start
+    lab.remote.start = lambda *arguments: time.sleep(1.5) or start(*arguments)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+    assert lab.finish() is ExitCode.FINISHED
+
+
 def test_a_signal_lets_the_machine_leave_at_a_boundary(tmp_path, server):
     lab = Lab(tmp_path, server)
     lab.wait_for_fact()
@@ -326,7 +338,9 @@ def test_an_invitation_of_another_version_is_refused_by_that_version_and_not_by_
     with pytest.raises(SettingsError, match=r"paceline must be the same on all machines, .* install paceline 9\.9\.9"):
         serve_launcher(server.access, 1, name="b")
     store.set(INVITATION, json.dumps(document | {"versions": find_versions()}))
-    with pytest.raises(SettingsError, match=r"agents/run of the control store must be .* field_to_come is not a field here"):
+    with pytest.raises(
+        SettingsError, match=r"agents/run of the control store must be .* field_to_come is not a field here"
+    ):
         serve_launcher(server.access, 1, name="b")
 
 
