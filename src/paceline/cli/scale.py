@@ -2,9 +2,8 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -14,7 +13,7 @@ from paceline.errors import SettingsError
 class ScaleCommand(TyperCommand):
     """The command, to which -3 is a number of workers, which is refused as such, and no option."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Hand numbers on as arguments, but for those that are an option's value."""
         numbers = [
             number
