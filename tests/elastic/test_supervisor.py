@@ -12,12 +12,22 @@ import torch.distributed as dist
 
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import Evicted, StoreMember
+from paceline.elastic import member as member_module
+from paceline.elastic import supervisor as supervisor_module
 from paceline.elastic.facts import LeaveAsked, Ready, Scaled, StopAsked
 from paceline.elastic.journal import Journal, read_journal
+from paceline.elastic.member import Lateness
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor, Workforce
 from paceline.errors import CommunicationError
+
+
+class Unmeasured(Lateness):
+    """Lateness of a machine that is never starved."""
+
+    def note(self, late_s):
+        pass
 
 
 class Threads(Workforce):
@@ -224,6 +234,43 @@ def test_a_worker_that_has_voted_hangs_by_no_verdict(tmp_path):
 
     _, workforce = supervise(tmp_path, MembershipSettings(3), script)
     assert workforce.killed == []
+
+
+@pytest.mark.parametrize("module", [member_module, supervisor_module], ids=["workers", "launcher"])
+@pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["quiet", "starved"])
+def test_silence_is_borne_for_longer_where_the_machine_is_starved(tmp_path, monkeypatch, module, late_s):
+    class Known(Lateness):
+        def note(self, measured_s):
+            self.late_s = late_s
+
+    for each in (member_module, supervisor_module):
+        monkeypatch.setattr(each, "Lateness", Known if each is module else Unmeasured)
+
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            time.sleep(0.6)  # a beat tells of the lateness
+            member.close()
+            time.sleep(0.9)
+        elif view.epoch == 0:
+            time.sleep(0.6)
+        if view.epoch == 0:
+            member.report_loss(1, is_whole=True, reason="it took too long")
+            member.next_view(20)
+        return "done"
+
+    _, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(vote_s=0.3))
+    assert (workforce.killed[:1] == ["w1"]) == (late_s == 0.0)
+
+
+def test_lateness_is_forgotten_in_time():
+    lateness = Lateness()
+    lateness.note(1.0)
+    for _ in range(7):
+        lateness.note(0.01)
+    assert lateness.late_s == pytest.approx(0.9**7)
+    lateness.note(2.0)
+    assert lateness.late_s == 2.0
 
 
 @pytest.mark.parametrize("beats", [True, False], ids=["they beat", "they do not"])

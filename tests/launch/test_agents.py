@@ -201,6 +201,18 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost_and_told_so_if_it_comes_ba
     assert not lab.remote.running
 
 
+def test_a_machine_whose_workers_take_long_to_start_is_not_lost(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(agents_module, "SILENCE_S", 1.2)
+    lab = Lab(tmp_path, server)
+    start = lab.remote.start
+    lab.remote.start = lambda *arguments: time.sleep(1.5) or start(*arguments)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+    assert lab.finish() is ExitCode.FINISHED
+
+
 def test_a_signal_lets_the_machine_leave_at_a_boundary(tmp_path, server):
     lab = Lab(tmp_path, server)
     lab.wait_for_fact()

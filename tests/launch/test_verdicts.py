@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import StorageError
+from paceline.errors import SettingsError, StorageError
 from paceline.launch import local
 from paceline.launch.exit_codes import ExitCode, leave
 from paceline.launch.local import _describe_killed, _judge, _tell, _tell_restart
@@ -265,7 +265,10 @@ class Processes:
         self.told.append("kill_all")
 
 
-def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(tmp_path, monkeypatch):
+@pytest.fixture
+def faked(tmp_path, monkeypatch):
+    """The folder of a run whose launcher has faked workers, and ends by an error."""
+
     def fail_unexpectedly(self):
         raise RuntimeError("a bug of the launcher")
 
@@ -275,10 +278,36 @@ def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(tmp_path, mon
     monkeypatch.setattr(local.Supervisor, "run", fail_unexpectedly)
     RunFile(recipe="transformer_lm", num_workers=1, run={}).save(tmp_path)
     (tmp_path / "events.jsonl").touch()
+    (tmp_path / "workers").mkdir()
+    return tmp_path, processes
+
+
+def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
+    directory, processes = faked
     with pytest.raises(RuntimeError, match="a bug of the launcher"):
-        local.launch(tmp_path, 1)
+        local.launch(directory, 1)
     assert processes.told[0] == "end_all"
     assert processes.told[-1] == "kill_all"
+
+
+def test_what_a_killed_launcher_left_is_cleared(faked):
+    directory, _ = faked
+    for name in ("control.json", ".control.json.7", "w0.pid", "w1.2.pid", "rank0.err"):
+        (directory / "workers" / name).write_text("left")
+    with pytest.raises(RuntimeError, match="a bug of the launcher"):
+        local.launch(directory, 1)
+    assert {path.name for path in (directory / "workers").iterdir()} == {"rank0.err", "membership.jsonl"}
+
+
+def test_as_many_min_workers_as_workers_are_all_that_makes_sense_and_spares_do_not_help_then(faked):
+    directory, _ = faked
+    with pytest.raises(SettingsError, match="--min_workers must be at most the 2 workers, but got 3"):
+        local.launch(directory, 2, min_workers=3)
+    for min_workers in (1, 2):
+        with pytest.raises(RuntimeError, match="a bug of the launcher"):
+            local.launch(directory, 2, min_workers=min_workers, num_spares=1)
+    (record,) = read_log(directory / "events.jsonl")
+    assert "--spares 1 cannot avoid the restart from the checkpoint at each loss that --min_w" in record.event.message
 
 
 class FullDisk(io.StringIO):

@@ -32,6 +32,16 @@ class Evicted(PacelineError):  # noqa: N818 - it is no error: the worker has don
     """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
 
 
+class Lateness:
+    """Time by which a thread that sleeps now and then woke up late of late; what is long ago counts less and less."""
+
+    late_s: float = 0.0
+
+    def note(self, late_s: float) -> None:
+        """Take in one more time; it is halved with each seventh one."""
+        self.late_s = max(late_s, 0.9 * self.late_s)
+
+
 class Member(ABC):
     """A worker's connection to the coordinator."""
 
@@ -95,6 +105,8 @@ class Status:
     """Whether the worker asks to leave."""
     still_s: float = 0.0
     """Time since its training loop entered the present phase."""
+    late_s: float = 0.0
+    """Time by which beats came late of late: the machine is starved, or calls keep the interpreter locked."""
     place: str = ""
     """Phase and step that it is in, in words; empty before the first."""
     step_phase: str = ""
@@ -122,6 +134,7 @@ class StoreMember(Member):
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
+        self._lateness = Lateness()
         self._say()
         self._thread = start_thread(self._keep_beating, name="paceline-member", stop=self._closed.set)
 
@@ -230,14 +243,17 @@ class StoreMember(Member):
             self._status = now
             position = PROGRESS.read()
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
-            still_s, waits = time.monotonic() - position.since_s, bool(PROGRESS.waits)
-            said = replace(now, still_s=still_s, place=place, step_phase=position.phase, waits=waits)
+            still_s, late_s, waits = time.monotonic() - position.since_s, self._lateness.late_s, bool(PROGRESS.waits)
+            said = replace(now, still_s=still_s, late_s=late_s, place=place, step_phase=position.phase, waits=waits)
             self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
             if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)
 
     def _keep_beating(self) -> None:
+        began_s = time.monotonic()
         while not self._closed.wait(BEAT_INTERVAL_S):
+            self._lateness.note(time.monotonic() - began_s - BEAT_INTERVAL_S)
+            began_s = time.monotonic()
             try:
                 self._say()
                 change = self._read("change")

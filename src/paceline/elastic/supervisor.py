@@ -32,18 +32,23 @@ from paceline.elastic.facts import (
     host_of,
 )
 from paceline.elastic.journal import Journal
-from paceline.elastic.member import Status
+from paceline.elastic.member import BEAT_INTERVAL_S, Lateness, Status
 from paceline.elastic.protocol import Coordinator
 
 _IDLE_S, _BUSY_S, _LOOK_S = 0.05, 0.005, 0.5
 """Longest times between two looks at the mail while nothing happens, at the mail while workers change, and at beats."""
+_MOST_STRETCH = 10.0
+"""Largest factor by which times without a beat are stretched on a starved machine."""
 _START_FACTOR = 5
 """Factor of the longest standstill before the first step, where models are built and data are fetched."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Longest times that the supervisor waits for a worker before it kills it."""
+    """Longest times that the supervisor waits for a worker before it kills it.
+
+    Those without a beat are longer where this process itself, or the other workers, are late: the machine is starved.
+    """
 
     silence_s: float = 10.0
     """Time without a beat, while other workers beat: it is stopped, or a call keeps its interpreter locked."""
@@ -146,6 +151,7 @@ class Supervisor:
         self._leave_by: dict[str, tuple[float, float]] = {}
         """Time by which each worker must have left, and half-way to it."""
         self._looked_s = clock()
+        self._lateness = Lateness()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
         self.has_verdict = False
@@ -170,7 +176,9 @@ class Supervisor:
         self._do(self.coordinator.begin())
         while not self.coordinator.is_over:
             is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
-            self._ended += starmap(Died, self._workforce.wait(_BUSY_S if is_busy else _IDLE_S))
+            began_s, wait_s = self._clock(), _BUSY_S if is_busy else _IDLE_S
+            self._ended += starmap(Died, self._workforce.wait(wait_s))
+            self._lateness.note(self._clock() - began_s - wait_s)
             while self._ended:
                 self._feed(self._ended.pop(0))
             if self.is_stopping and self._stop_asked_s is None:
@@ -305,13 +313,14 @@ class Supervisor:
             silent_s = silent.get(name)
             if worker.is_doomed or silent_s is None:
                 continue
-            if silent_s > patience.silence_s and newest_s < patience.silence_s / 2:
+            stretch = self._find_stretch(name, silent)
+            if silent_s > stretch * patience.silence_s and newest_s < patience.silence_s / 2:
                 self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
             elif self._broken_s is not None and name in self.coordinator.members and worker.vote is None:
                 waited_s = now_s - self._broken_s
                 if verdict := self._find_verdict(name):
                     self._feed(Silent(name, f"{name} hangs: {verdict}"))
-                elif min(silent_s, waited_s) > patience.vote_s:
+                elif min(silent_s, waited_s) > stretch * patience.vote_s:
                     self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
                 elif waited_s > patience.stuck_s:
                     self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
@@ -321,6 +330,17 @@ class Supervisor:
         workers = self.coordinator.workers
         votes = [vote for member in self.coordinator.members if (vote := workers[member].vote)]
         return next((vote.lost for vote in votes if name in vote.accused), "")
+
+    def _find_stretch(self, name: str, silent: Mapping[str, float]) -> float:
+        """Return the factor of times for a worker's silence: what is late here, or in all others, may be late in it.
+
+        Args:
+            name: Name of the worker.
+            silent: Time since the last beat of each worker.
+        """
+        others = [self._said[other].late_s for other in silent if other != name and other in self._said]
+        beats_late = min(others, default=0.0) / BEAT_INTERVAL_S
+        return min(1.0 + max(beats_late, self._lateness.late_s / _IDLE_S), _MOST_STRETCH)
 
     def _watch_all(self, silent: Mapping[str, float]) -> None:
         """Tell people if no worker gets on: each may wait for the others, so that none of them is judged.

@@ -1,17 +1,20 @@
 """The agent of another machine: it offers workers to a run that a launcher elsewhere trains, and starts them here."""
 
+import contextlib
 import dataclasses
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from paceline.comm.control import ControlAccess, ControlError, ControlStore
+from paceline.comm.threads import start_thread
 from paceline.data import Source
 from paceline.errors import CommunicationError, DataError, PacelineError, SettingsError, storing
 from paceline.launch.agent_messages import (
@@ -237,7 +240,8 @@ class _Service:
         for name, (slot, epoch) in demand.start.items():
             if name not in self._started and self._leave_by_s is None:
                 self._started.add(name)
-                self._workforce.start(name, slot, epoch)
+                with self._beating():
+                    self._workforce.start(name, slot, epoch)
         for name in demand.kill:
             if name not in self._killed:
                 self._killed.add(name)
@@ -245,6 +249,23 @@ class _Service:
         for number in demand.signals[self._num_signals :]:
             self._workforce.signal(number)
         self._num_signals = len(demand.signals)
+
+    @contextlib.contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Give signs of life from a thread: a start may take long, as the first one waits for an import of torch."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(ControlError):  # the loop finds it too
+                while not is_over.wait(_BEAT_S):
+                    self._say()
+
+        thread = start_thread(beat, name="paceline-agent", stop=is_over.set)
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _end(self, demand: Demand) -> ExitCode:
         were_running = self._workforce.is_running

@@ -111,13 +111,14 @@ def read(store: Store, key: str, kind: type[T]) -> T | None:
     if not store.check([key]):
         return None
     try:
-        return _make_reader(kind).validate_json(store.get(key))
+        document: T = _READERS[kind].validate_json(store.get(key))
     except ValidationError as error:
         faults = ", ".join(explain(error).splitlines())
         raise DocumentError(
             f"{key} of the control store must be what Paceline {paceline.__version__} writes, but: {faults}; "
             "install the same version on all machines"
         ) from error
+    return document
 
 
 def read_versions(store: Store) -> dict[str, object]:
@@ -129,9 +130,7 @@ def read_versions(store: Store) -> dict[str, object]:
     return versions if isinstance(versions, dict) else {}
 
 
-@functools.cache
-def _make_reader(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+_READERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Invitation, Offer, Demand)}
 
 
 @functools.cache
