@@ -59,7 +59,7 @@ class Threads(Workforce):
         self.ended = queue.Queue()
 
 
-def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, **options):
+def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, judge=None, tell=None, **options):
     store = dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)
@@ -75,12 +75,14 @@ def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=
             store,
             workforce,
             journal,
-            judge=lambda epoch: EndVerdict(is_final, 0, "as the log says"),
+            judge=judge or (lambda epoch: EndVerdict(is_final, 0, "as the log says")),
             tell_restart=lambda epoch, reason: None,
             read_requests=read_requests,
             patience=patience,
             **options,
         )
+        if tell is not None:
+            tell(supervisor)
         supervisor.run()
     return supervisor, workforce
 
@@ -174,6 +176,34 @@ def test_people_are_told_where_workers_are_that_all_stand_still(tmp_path, beats)
     )
     assert told[0].startswith("no worker has made progress for 1 s: w0 is in phase forward of step 3; w1 is in")
     assert not workforce.killed
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_for_them(tmp_path, size):
+    is_one_dead = threading.Event()
+
+    def script(member):
+        view = member.next_view(20)
+        if member.name in ("w1", "w2"):
+            return "killed"
+        if member.name == "w3":
+            is_one_dead.wait(20)
+            return "gave_up"
+        while len(supervisors[-1].killed) < 2:
+            time.sleep(0.01)
+        is_one_dead.set()
+        member.report_loss(view.step, is_whole=True, reason="gone")
+        member.next_view(20)
+
+    supervisors, killed = [], []
+
+    def judge(epoch):
+        killed.extend(supervisors[-1].killed.values())
+        return EndVerdict(True, 0, "")
+
+    settings = MembershipSettings(size, min_workers=3)
+    supervise(tmp_path, settings, script, judge=judge, tell=supervisors.append)
+    assert sorted(killed) == ["w1 was lost", "w2 was lost"]
 
 
 @pytest.mark.parametrize("obstacle", ["the model is split", ""])

@@ -280,8 +280,9 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path, run_here):
     done = run_here(*make_arguments(f"{script}:run", *where, **{"data.max_bytes": 100_000}))
     assert done.returncode == 1, done.stdout + done.stderr
     records = read_log(tmp_path / "run" / "events.jsonl")
-    assert len(select(records, Restarted)) == 1
+    (restarted,) = select(records, Restarted)
+    assert (restarted.event.attempt, restarted.event.reason) == (1, "w1 was killed by SIGKILL")
     assert (
-        "gave up after 1 restarts without progress: rank 1 was killed by SIGKILL"
+        "gave up after 1 restarts without progress: w1.2 was killed by SIGKILL"
         in select(records, Failed)[-1].event.message
     )

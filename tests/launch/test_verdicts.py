@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import StorageError
 from paceline.launch.exit_codes import ExitCode
-from paceline.launch.local import _judge, _tell
+from paceline.launch.local import _judge, _tell, _tell_restart
 from paceline.launch.processes import Ended
 from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
 from paceline.monitor.reader import read_log, select
@@ -56,6 +56,16 @@ LOST = ExitCode.PEERS_LOST
 def test_the_reason_of_a_restart_names_the_guilty(tmp_path, failures, ended, reason):
     outcome = _judge(failures, ended, signalled=False, output=tmp_path)
     assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, reason)
+    outcome = _judge(failures, ended, signalled=False, output=tmp_path, killed=["w0 was killed", "w1.2 was killed"])
+    assert (outcome.code, outcome.reason) == (ExitCode.PEERS_LOST, "w0 was killed; w1.2 was killed")
+
+
+def test_restarts_are_numbered_whatever_other_changes_there_were(tmp_path):
+    (tmp_path / "events.jsonl").touch()
+    for epoch in (3, 7):
+        _tell_restart(tmp_path, tmp_path / "events.jsonl", epoch, "w1 was killed")
+    told = select(read_log(tmp_path / "events.jsonl"), Restarted)
+    assert [(record.event.attempt, record.epoch) for record in told] == [(1, 3), (2, 7)]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,12 @@ class Coordinator:
         names = self.view.names if self.view else ()
         return [name for name in names if name in self.workers and not self.workers[name].is_doomed]
 
+    def counts(self, name: str) -> bool:
+        """Return whether the end of a worker now would be a loss: it takes part, or all wait for it."""
+        if self.view is not None:
+            return name in self.members
+        return name in self.workers and not (self.workers[name].is_doomed or self.workers[name].is_evicted)
+
     @property
     def is_broken(self) -> bool:
         """Whether the present epoch cannot go on: a worker was lost, or has lost others."""

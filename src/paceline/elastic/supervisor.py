@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import starmap
 
 from torch.distributed import PrefixStore, Store
 
@@ -19,6 +20,7 @@ from paceline.elastic.facts import (
     Fact,
     Finished,
     GiveUp,
+    HostLost,
     Kill,
     LeaveAsked,
     Ready,
@@ -27,6 +29,7 @@ from paceline.elastic.facts import (
     StartWorker,
     StopAsked,
     Voted,
+    host_of,
 )
 from paceline.elastic.journal import Journal
 from paceline.elastic.member import Status
@@ -145,6 +148,10 @@ class Supervisor:
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
         self.has_verdict = False
         """Whether a verdict was final."""
+        self.killed: dict[str, str] = {}
+        """Ways in which workers of the present epoch were killed, by name; others may have given up for them."""
+        self._ended: list[Died] = []
+        """Ends of workers that the coordinator is still to be told."""
         self.is_stopping = False
         """Whether this process was asked to stop; it may be set in a signal handler."""
         self._told_of_stop = False
@@ -154,8 +161,9 @@ class Supervisor:
         self._do(self.coordinator.begin())
         while not self.coordinator.is_over:
             is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
-            for name, end, reason in self._workforce.wait(_BUSY_S if is_busy else _IDLE_S):
-                self._feed(Died(name, end, reason))
+            self._ended += starmap(Died, self._workforce.wait(_BUSY_S if is_busy else _IDLE_S))
+            while self._ended:
+                self._feed(self._ended.pop(0))
             if self.is_stopping and not self._told_of_stop:
                 self._told_of_stop = True
                 self._feed(StopAsked())
@@ -171,13 +179,14 @@ class Supervisor:
         self._journal.append(fact)
         if isinstance(fact, Died):
             self._beats.pop(fact.name, None)
+        self._note_killed(fact)
         if isinstance(fact, LeaveAsked) and fact.within_s is not None:
             now_s = self._clock()
             self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
         epoch = self.coordinator.epoch
         actions = self.coordinator.handle(fact)
         if self.coordinator.epoch != epoch:
-            self._broken_s = None
+            self._broken_s, self.killed = None, {}
         elif self.coordinator.is_broken and self._broken_s is None:
             self._broken_s = self._clock()
             self._announce_change(is_broken=True)
@@ -185,6 +194,17 @@ class Supervisor:
         if view := next((action.view for action in actions if isinstance(action, Announce)), None):
             # Where somebody is still to leave, nobody may say anything more that makes the coordinator look again.
             self._feed(Ready(view.names[0]))
+
+    def _note_killed(self, fact: Fact) -> None:
+        """Remember the workers of the epoch that a fact says were killed."""
+        match fact:
+            case HostLost(host=host):
+                names = [name for name in self.coordinator.workers if host_of(name) == host]
+            case Died(name=name, end="killed"):
+                names = [name]
+            case _:
+                return
+        self.killed |= {name: fact.reason for name in names if self.coordinator.counts(name)}
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -213,9 +233,12 @@ class Supervisor:
         """End all workers, and start them again unless it would be in vain."""
         coordinator = self.coordinator
         self._store.set("over", json.dumps({"epoch": coordinator.epoch, "reason": reason}))
+        for died in (*self._ended, *starmap(Died, self._workforce.wait(0.0))):
+            self._note_killed(died)
         self._workforce.end_all()
         self._beats, self._broken_s = {}, None
         verdict = self._judge(coordinator.epoch if coordinator.view else coordinator.epoch + 1)
+        self._ended, self.killed = [], {}
         if verdict.is_final:
             coordinator.is_over = self.has_verdict = True
             return

@@ -4,7 +4,7 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +118,8 @@ def _supervise(
 
     def judge(epoch: int) -> EndVerdict:
         records = [record for record in read_log(log_path) if record.epoch >= epoch]
-        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers"))
+        killed = list(supervisor.killed.values())
+        outcomes.append(outcome := _judge(records, local.ended, stop.number != 0, directory / "workers", killed))
         local.begin_again()
         if outcome.mismatch:
             failed = Failed(error="MismatchError", message=outcome.mismatch, traceback="")
@@ -129,9 +130,6 @@ def _supervise(
     def tell_standstill(words: str) -> None:
         _tell(directory, log_path, supervisor.coordinator.epoch, Warned(message=words))
 
-    def tell_restart(epoch: int, reason: str) -> None:
-        _tell(directory, log_path, epoch, Restarted(attempt=epoch, reason=reason))
-
     with closing(store), Journal(directory / JOURNAL, settings) as journal, ExitStack() as stack:
         workforce, readers = _open_ways(directory, settings, store, local, changes, stop, stack)
         supervisor = Supervisor(
@@ -140,7 +138,7 @@ def _supervise(
             workforce,
             journal,
             judge=judge,
-            tell_restart=tell_restart,
+            tell_restart=partial(_tell_restart, directory, log_path),
             tell_standstill=tell_standstill,
             read_requests=lambda coordinator: [fact for read in readers for fact in read(coordinator)],
             ask_to_stop=lambda: workforce.signal(signal.SIGTERM),
@@ -226,7 +224,9 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
     return run["global_batch"], "the samples of a global batch"
 
 
-def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path) -> _Outcome:
+def _judge(
+    records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()
+) -> _Outcome:
     last_step = max((record.step for record in select(records, StepFinished)), default=-1)
     failures = select(records, Failed)
     if select(records, Preempted):
@@ -238,9 +238,8 @@ def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path) -
         return _Outcome(ExitCode.FINISHED)
     if signalled:  # before the first step there was nothing to save
         return _Outcome(ExitCode.FAILED if last_step >= 0 else ExitCode.PREEMPTED)
-    return _Outcome(
-        ExitCode.PEERS_LOST, _find_cause(failures, ended), last_step, _find_mismatch(failures, ended, output)
-    )
+    reason = "; ".join(dict.fromkeys(killed)) or _find_cause(failures, ended)
+    return _Outcome(ExitCode.PEERS_LOST, reason, last_step, _find_mismatch(failures, ended, output))
 
 
 def _find_cause(failures: list[Record[Failed]], ended: Ended) -> str:
@@ -275,6 +274,11 @@ def _describe_exit(rank: int, code: int) -> str:
     if code < 0:
         return f"rank {rank} was killed by {signal.Signals(-code).name}"
     return f"rank {rank} exited with code {code}"
+
+
+def _tell_restart(directory: Path, log_path: Path, epoch: int, reason: str) -> None:
+    number = len(select(read_log(log_path), Restarted)) + 1  # epochs count other changes too
+    _tell(directory, log_path, epoch, Restarted(attempt=number, reason=reason))
 
 
 def _tell(directory: Path, log_path: Path, attempt: int, event: Event) -> None:

@@ -427,6 +427,7 @@ class Restarted(Event):
     """The workers are started again after a failure."""
 
     attempt: Int
+    """Number of the restart in the run, from 1."""
     reason: str
 
 
