@@ -246,6 +246,10 @@ class WorkerState:
         sync = self._synchroniser
         return sync.last_exchange(self.num_updates) if sync is not None else self.num_updates
 
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each other worker's model when it was mixed in last, by rank; for gossip."""
+        return self._synchroniser.last_mixed() if self._synchroniser is not None else {}
+
     def own_state(self) -> dict[str, Any]:
         """Return what only this worker knows, for any other number of workers; nothing is exchanged.
 

@@ -136,6 +136,10 @@ class AdaptiveSynchroniser(Synchroniser):
         words = self._mixing.repair(is_new=is_new)
         return "; ".join(filter(None, (words, "workers mix on the first graph until the next choice")))
 
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each neighbour's model when it was mixed in last, by rank."""
+        return self._mixing.last_mixed()
+
     def shared_state(self) -> dict[str, Tensor]:
         """Return the chosen edges."""
         return {} if self._edges is None else {"edges": torch.tensor(sorted(self._edges))}

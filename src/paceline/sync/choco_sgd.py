@@ -95,6 +95,7 @@ class ChocoSynchroniser(Synchroniser):
         self._swap = GossipMessages(context.group, message_bytes(self._codec, self._shapes), torch.uint8)
         self._sent_in: int | None = None
         """Step of the messages under way."""
+        self._mixed: dict[int, int] = {}
 
     def before_update(self, step: LocalStep) -> None:
         """Move towards the copies of the neighbours; the gradients are those of the parameters before."""
@@ -102,6 +103,7 @@ class ChocoSynchroniser(Synchroniser):
         model = self._flat.read()
         towards = self._row.mix(self._copies) - self._copies[self._rank]
         self._flat.write(model.add_(towards, alpha=self._step_size))
+        self._mixed |= dict.fromkeys(self._row.weights, step.number)
 
     def after_update(self, step: LocalStep) -> SyncResult:
         """Begin to send the difference between the parameters and their copy."""
@@ -137,6 +139,10 @@ class ChocoSynchroniser(Synchroniser):
     def repair(self, *, is_new: bool) -> str:
         """Let new workers begin at the mean of the others."""
         return self._flat.begin_at_mean(self._context.group, self._flat.read(), is_new=is_new)
+
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each neighbour's model when it was mixed in last, by rank."""
+        return self._mixed
 
     def state(self) -> dict[str, Tensor]:
         """Return this worker's copy, which neighbours get from it again, and the start of its codec."""

@@ -64,6 +64,7 @@ class DPSGDSynchroniser(Synchroniser):
         self._swap = GossipMessages(context.group, self._flat.num_elements, self._flat.dtype)
         self._row: MixingRow | None = None
         """Row of the swap under way."""
+        self._mixed: dict[int, int] = {}
 
     def before_update(self, step: LocalStep) -> None:
         """Mix; the gradients are those of the parameters before."""
@@ -71,6 +72,7 @@ class DPSGDSynchroniser(Synchroniser):
         models = self._swap.finish() | {self._context.group.rank: self._swap.outgoing}
         self._row = None
         self._flat.write(row.mix(models))
+        self._mixed |= dict.fromkeys(row.weights, step.number)
         self._costs = self._swap.take_costs()
 
     def after_update(self, step: LocalStep) -> SyncResult:
@@ -93,6 +95,10 @@ class DPSGDSynchroniser(Synchroniser):
     def repair(self, *, is_new: bool) -> str:
         """Let new workers begin at the mean of the others."""
         return self._flat.begin_at_mean(self._context.group, self._flat.read(), is_new=is_new)
+
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each neighbour's model when it was mixed in last, by rank."""
+        return self._mixed
 
     def load_state(self, saved: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Drop the swap of the former parameters."""

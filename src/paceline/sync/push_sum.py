@@ -69,6 +69,7 @@ class PushSumSynchroniser(Synchroniser):
         self._has_begun = False
         self._row: MixingRow | None = None
         """Row of the swap under way."""
+        self._mixed: dict[int, int] = {}
 
     def before_update(self, step: LocalStep) -> None:
         """Mix, and give the numerator to the optimizer; the gradients are those of the quotient before."""
@@ -80,6 +81,7 @@ class PushSumSynchroniser(Synchroniser):
         mixed = row.mix({rank: numerator for rank, (_, numerator) in parts.items()})
         self._weight.copy_(row.mix({rank: weight for rank, (weight, _) in parts.items()}))
         self._flat.write(mixed)
+        self._mixed |= dict.fromkeys(row.weights, step.number)
         self._costs = self._swap.take_costs()
 
     def after_update(self, step: LocalStep) -> SyncResult:
@@ -110,6 +112,10 @@ class PushSumSynchroniser(Synchroniser):
             self._has_begun = False
             self._begin()
         return words
+
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each neighbour's model when it was mixed in last, by rank."""
+        return self._mixed
 
     def state(self) -> dict[str, Tensor]:
         """Return numerator and weight."""

@@ -207,6 +207,10 @@ class Synchroniser(ABC):
         """Return the number of updates, at most `number`, after which all of this worker's progress was exchanged."""
         return number
 
+    def last_mixed(self) -> Mapping[int, int]:
+        """Return the number of updates of each other worker's model when it was mixed in last, by rank; for gossip."""
+        return {}
+
     def shared_state(self) -> dict[str, Tensor]:
         """Return the common state of all workers, as named tensors: it is saved once."""
         return {}

@@ -8,7 +8,7 @@ rank 0's state, as a resume from a checkpoint with another number of workers sen
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class _Kept:
         digest: Digest of what is the same on all workers at that step.
         names: Workers of that session.
         steps_alone: Whether its workers make the next step without each other.
+        mixed: Step after which each other worker's model was mixed into this one last, by name; empty but for gossip.
         exchanged: Number of updates after which all of this worker's progress was exchanged last.
         replica: State that stays with this worker.
         state: State for workers that have none, if this worker becomes rank 0.
@@ -83,6 +84,7 @@ class _Kept:
     digest: str = ""
     names: tuple[str, ...] = ()
     steps_alone: bool = False
+    mixed: Mapping[str, int] = field(default_factory=dict)
     exchanged: int = 0
     replica: KeptReplica | None = None
     state: MemoryState | None = None
@@ -90,8 +92,9 @@ class _Kept:
 
     @property
     def claim(self) -> list[Any]:
-        """What tells, as JSON, whether two workers are at the same point."""
-        return [self.step, self.is_exchange_due, self.digest, self.steps_alone] if self.is_whole else []
+        """What tells, as JSON, whether two workers are at the same point, and what is lost with others."""
+        point = [self.step, self.is_exchange_due, self.digest, self.steps_alone]
+        return [*point, dict(self.mixed)] if self.is_whole else []
 
 
 def _goes_on(claim: list[Any], first: list[Any]) -> bool:
@@ -102,7 +105,7 @@ def _goes_on(claim: list[Any], first: list[Any]) -> bool:
     """
     if not claim or claim[1:3] != first[1:3]:
         return False
-    step, is_due, _, steps_alone = claim
+    step, is_due, _, steps_alone, _ = claim
     return step == first[0] or (steps_alone and not is_due and step < first[0])
 
 
@@ -222,6 +225,9 @@ def _describe_lost(session: Session, view: View, kept: _Kept, claims: list[list[
     names = ", ".join(gone + replaced)
     if names and isinstance(sync, GossipRule):
         words.append(f"the models of {names}, but for what others have mixed in")
+        for name in gone + replaced:
+            mixed = max((claim[4].get(name, 0) for claim in claims if _goes_on(claim, claims[0])), default=0)
+            words.append(f"the samples of {name} after step {mixed}, up to step {claims[0][0]}")
     elif names and kept.exchanged < kept.step:
         words.append(f"what {names} learnt alone of the samples after step {kept.exchanged}")
     for name, claim in zip(view.names, claims, strict=True):
@@ -276,11 +282,21 @@ def _keep(session: Session, view: View) -> _Kept:
         digest=replica_digest,
         names=view.names,
         steps_alone=state.steps_alone,
+        mixed=_find_mixed(session, view),
         exchanged=state.last_exchange(),
         replica=kept,
         state=MemoryState(Path("memory"), document | progress | in_memory, tensors | more),
         owes=_holds_back(kept.own),
     )
+
+
+def _find_mixed(session: Session, view: View) -> dict[str, int]:
+    """Return the step after which each other worker's model was mixed into this one last, by name; only for gossip."""
+    if not isinstance(session.training.run.sync, GossipRule):
+        return {}
+    state, first = session.replica.state, session.first_step
+    mixed = {rank: first + number - session.first_update for rank, number in state.last_mixed().items()}
+    return {name: mixed.get(rank, first) for rank, name in enumerate(view.names)}
 
 
 def _holds_back(own: Mapping[str, Any]) -> bool:
