@@ -2,16 +2,14 @@
 
 import json
 import os
-import queue
 import threading
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
+from supervised_threads import Threads, supervise
 
 from paceline.comm.progress import PROGRESS
-from paceline.elastic import Evicted, StoreMember
 from paceline.elastic import member as member_module
 from paceline.elastic import supervisor as supervisor_module
 from paceline.elastic.facts import LeaveAsked, Ready, Scaled, StopAsked
@@ -19,8 +17,7 @@ from paceline.elastic.journal import Journal, read_journal
 from paceline.elastic.member import Lateness
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
-from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor, Workforce
-from paceline.errors import CommunicationError
+from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
 
 
 class Unmeasured(Lateness):
@@ -28,88 +25,6 @@ class Unmeasured(Lateness):
 
     def note(self, late_s):
         pass
-
-
-class Threads(Workforce):
-    """Workers that are threads, each of which runs ``script(member)``; the name of the end is what it returns."""
-
-    def __init__(self, store, script, obstacle=""):
-        self.store, self.script, self.obstacle = store, script, obstacle
-        self.members, self.ended, self.slots, self.killed = {}, queue.Queue(), {}, []
-        self.num_restarts = 0
-
-    def start(self, name, slot, epoch):
-        self.slots[name] = slot
-        member = self.members[name] = StoreMember(lambda: self.store, name, obstacle=self.obstacle)
-
-        def run():
-            try:
-                end = self.script(member)
-            except Evicted:
-                end = "done"
-            except CommunicationError:
-                end = "gave_up"
-            member.close()
-            if name in self.members:
-                self.ended.put((name, end, f"{name} was lost"))
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def kill(self, name):
-        if self.members.pop(name, None):
-            self.killed.append(name)
-            self.ended.put((name, "killed", f"{name} was killed"))
-
-    def wait(self, timeout_s):
-        try:
-            return [self.ended.get(timeout=timeout_s)]
-        except queue.Empty:
-            return []
-
-    def end_all(self):
-        self.num_restarts += 1
-        self.members.clear()
-        self.ended = queue.Queue()
-
-
-def supervise(
-    tmp_path,
-    settings,
-    script,
-    *,
-    obstacle="",
-    requests=(),
-    patience=None,
-    is_final=False,
-    judge=None,
-    tell=None,
-    **options,
-):
-    store = dist.HashStore()
-    workforce = Threads(store, script, obstacle)
-    waiting = list(requests)
-
-    def read_requests(coordinator):
-        due = [fact for epoch, fact in waiting if coordinator.view and coordinator.epoch >= epoch]
-        waiting[:] = [pair for pair in waiting if pair[1] not in due]
-        return due
-
-    with Journal(tmp_path / "journal", settings) as journal:
-        supervisor = Supervisor(
-            Coordinator(settings),
-            store,
-            workforce,
-            journal,
-            judge=judge or (lambda epoch: EndVerdict(is_final, 0, "as the log says")),
-            tell_restart=lambda epoch, reason: None,
-            read_requests=read_requests,
-            patience=patience,
-            **options,
-        )
-        if tell is not None:
-            tell(supervisor)
-        supervisor.run()
-    return supervisor, workforce
 
 
 def test_survivors_go_on_with_the_most_advanced_state_and_a_new_worker(tmp_path):
@@ -314,6 +229,7 @@ def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_fo
         is_one_dead.set()
         member.report_loss(view.step, is_whole=True, reason="gone")
         member.next_view(20)
+        return "done"
 
     supervisors, killed = [], []
 
@@ -323,6 +239,30 @@ def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_fo
 
     settings = MembershipSettings(size, min_workers=3)
     supervise(tmp_path, settings, script, judge=judge, tell=supervisors.append)
+    assert sorted(killed) == ["w1 was lost", "w2 was lost"]
+
+
+def test_both_are_named_that_were_killed_at_once_where_the_first_lets_all_start_again(tmp_path, monkeypatch):
+    def wait_for_both(workforce, timeout_s):
+        time.sleep(timeout_s)
+        return [workforce.ended.get() for _ in range(2)] if workforce.ended.qsize() == 2 else []
+
+    def script(member):
+        member.next_view(20)
+        if member.name != "w0":
+            return "killed"
+        member.next_view(20)
+        return "done"
+
+    supervisors, killed = [], []
+
+    def judge(epoch):
+        killed.extend(supervisors[-1].killed.values())
+        return EndVerdict(True, 0, "")
+
+    monkeypatch.setattr(Threads, "wait", wait_for_both)
+    settings = MembershipSettings(3)
+    supervise(tmp_path, settings, script, obstacle="the model is split", judge=judge, tell=supervisors.append)
     assert sorted(killed) == ["w1 was lost", "w2 was lost"]
 
 
