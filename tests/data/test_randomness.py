@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from paceline.comm import LocalGroup
 from paceline.data import Loader
 from paceline.data.randomness import SharedRandomNumbersWarning
+from paceline.errors import SettingsError
 
 DRAWS = {"torch": lambda: float(torch.rand(())), "numpy": np.random.rand, "python": random.random}
 
@@ -70,6 +71,17 @@ def test_draws_beside_the_model_are_warned_of(which):
         SharedRandomNumbersWarning, match=r"^Augmented, or the collate_fn, draws .* give num_processes=1 "
     ):
         read(loader)
+
+
+@pytest.mark.parametrize("which", DRAWS)
+def test_draws_beside_the_model_are_refused_with_virtual_workers_and_not_in_processes(which):
+    (loader,) = make_loaders(Augmented([which]), 1, num_processes=0, num_virtual_workers=2)
+    with pytest.raises(
+        SettingsError, match=r"with num_virtual_workers, .* but Augmented, .* give num_processes=1 \(num_data_processes"
+    ):
+        read(loader)
+    (loader,) = make_loaders(Augmented([which]), 1, num_processes=1, num_virtual_workers=2)
+    assert read(loader)
 
 
 class Shuffled(IterableDataset):

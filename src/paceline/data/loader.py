@@ -17,11 +17,11 @@ from paceline.data.division import Batches, Ending, Shares, check_batch, find_pr
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
 from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion, choose_tail
-from paceline.data.randomness import warn_of_draws
+from paceline.data.randomness import watch_draws
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream, refuse_for_stream
-from paceline.data.virtual_workers import divide_steps
+from paceline.data.virtual_workers import VirtualShares, divide_steps
 from paceline.errors import CommunicationError, DataError, SettingsError
 from paceline.registry import check_whole
 
@@ -488,7 +488,7 @@ class Loader:
         if isinstance(self._group, LocalGroup) and self._group.size > 1:  # threads, which draw from one generator
             yield from steps
         else:
-            yield from warn_of_draws(steps, self._name, advice)
+            yield from watch_draws(steps, self._name, advice, refuses=isinstance(self._micro_batches, VirtualShares))
 
     def _read_stream(self, ledger: Ledger, stream: Stream) -> Iterator[list[Batch]]:
         while not self._ending.is_reached(start := ledger.next_claim):

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from paceline.errors import SettingsError
+
 Item = TypeVar("Item")
 
 
@@ -30,8 +32,8 @@ def capture_generators() -> tuple[Any, ...]:
     return of_torch, of_numpy["pos"], np.asarray(of_numpy["key"]).tobytes(), random.getstate()
 
 
-def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Iterator[Item]:
-    """Yield all `items`, and warn if reading the first draws from a global generator.
+def watch_draws(items: Iterator[Item], name: str, advice: str, *, refuses: bool = False) -> Iterator[Item]:
+    """Yield all `items`, and warn, or refuse, if reading the first draws from a global generator.
 
     Only for the first item is it certain that the training, which waits for it, draws nothing meanwhile.
 
@@ -39,13 +41,22 @@ def warn_of_draws(items: Iterator[Item], name: str, advice: str) -> Iterator[Ite
         items: Items to read.
         name: Name of their source.
         advice: Advice at the end of the warning.
+        refuses: Whether draws are refused, since the run must be repeatable.
+
+    Raises:
+        SettingsError: The first item draws, which is refused.
     """
     before = capture_generators()
     first = list(itertools.islice(items, 1))
     if capture_generators() != before:
+        found = f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread"
+        if refuses:
+            raise SettingsError(
+                "data must draw no random numbers beside the model with num_virtual_workers, or weights differ from "
+                f"run to run, but {found}; {advice}"
+            )
         warnings.warn(
-            f"{name}, or the collate_fn, draws random numbers from a global generator, in a background thread beside "
-            f"the model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
+            f"{found} beside the model, which draws from it too: no run can be repeated, or resumed exactly; {advice}",
             SharedRandomNumbersWarning,
             stacklevel=2,
         )
