@@ -143,7 +143,7 @@ class Function(Settings):
 
     @property
     def first_parameter(self) -> str:
-        """Name of the function's first parameter; empty if it has none, or its signature is unknown."""
+        """Name of the function's first parameter; empty if it has none, `UNKNOWN_NAME` if its signature is unknown."""
         return next(iter(_list_parameters(find_function(self.path))), "")
 
     def call(self, *given: Any, **offered: Any) -> Any:
@@ -274,7 +274,9 @@ def name_function(function: Callable[..., Any]) -> str:
     return f"{Path(file).resolve()}:{name}" if is_script and file else f"{place}:{name}"
 
 
-_UNKNOWN: dict[str, inspect.Parameter] = {"*": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+UNKNOWN_NAME = "*"
+"""Name that stands for the parameters of a function without signature."""
+_UNKNOWN: dict[str, inspect.Parameter] = {UNKNOWN_NAME: inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 """Parameters of a function without signature: any argument is allowed."""
 
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -160,6 +161,27 @@ def return_lbfgs(params):
 def test_what_is_no_optimizer_is_refused(function, got):
     with pytest.raises(SettingsError, match=f"must return an optimizer of torch's .* but got {got}"):
         Optimizer.model_validate(function).build(mine.build_linear())
+
+
+def take_ps(ps):
+    return torch.optim.AdamW(ps, lr=3e-3)
+
+
+def take_parameters(parameters):
+    return torch.optim.AdamW(parameters, lr=3e-3)
+
+
+def take_module(module):
+    return torch.optim.AdamW(module.parameters(), lr=3e-3)
+
+
+def test_the_first_parameters_name_says_what_is_given_and_an_unknown_one_is_refused():
+    problem = r"take_ps must be called params, .* or model, .* but got 'ps'; rename it"
+    with pytest.raises(ValidationError, match=problem):
+        Optimizer.model_validate(take_ps)
+    for function in (take_parameters, take_module):
+        made = Optimizer.model_validate(function).build(mine.build_linear())
+        assert type(made) is torch.optim.AdamW
 
 
 def decay(step):

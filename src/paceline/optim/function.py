@@ -1,31 +1,44 @@
 """Optimizers that a person's own function makes."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
+from pydantic import model_validator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import SettingsError
-from paceline.functions import Function
+from paceline.functions import UNKNOWN_NAME, Function
 from paceline.optim.base import Optimizer
 from paceline.registry import register
 
 _UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that need a closure, or refuse dense gradients."""
+_OF_MODEL, _OF_PARAMETERS = ("model", "module"), ("params", "parameters")
+"""Names of the first parameter of functions that take the model, and of those that take its trained parameters."""
 
 
 @register("function")
 class FunctionOptimizer(Function, Optimizer):
     """The optimizer that a function returns, or one of torch's classes makes.
 
-    It is called with the model, whose parameters have names to make groups by; or with the list of parameters that are
-    trained, if its first parameter is called ``params``, as that of torch's own optimizers is. Learning rates are those
-    of its parameter groups; the run's `schedule` multiplies each.
+    Its first parameter says what it is called with: ``model``, whose parameters have names to make groups by; or
+    ``params``, as of torch's own optimizers, the list of parameters that are trained. Learning rates are those of its
+    parameter groups; the run's `schedule` multiplies each. ``module`` and ``parameters`` mean the same; other names are
+    refused.
     """
 
     given: ClassVar[tuple[str, ...]] = ("the model or its parameters",)
     returned: ClassVar[str] = "torch.optim:Optimizer"
+
+    @model_validator(mode="after")
+    def _check_first(self) -> Self:
+        if self.first_parameter not in (*_OF_MODEL, *_OF_PARAMETERS, UNKNOWN_NAME):
+            raise SettingsError(
+                f"the first parameter of {self.path} must be called params, for a function that takes the list of "
+                f"trained parameters, or model, for one that takes the model, but got {self.first_parameter!r}; rename it"
+            )
+        return self
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """Call the function.
@@ -34,7 +47,7 @@ class FunctionOptimizer(Function, Optimizer):
             SettingsError: The function refuses its arguments, or returns no optimizer that can be used.
         """
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        made = self.make(trained if self.first_parameter == "params" else module)
+        made = self.make(trained if self.first_parameter in _OF_PARAMETERS else module)
         if not isinstance(made, torch.optim.Optimizer) or isinstance(made, _UNUSABLE):
             raise SettingsError(
                 f"{self.path} must return an optimizer of torch's that steps without a closure, by dense gradients, "
