@@ -59,7 +59,19 @@ class Threads(Workforce):
         self.ended = queue.Queue()
 
 
-def supervise(tmp_path, settings, script, *, obstacle="", requests=(), patience=None, is_final=False, judge=None, tell=None, **options):
+def supervise(
+    tmp_path,
+    settings,
+    script,
+    *,
+    obstacle="",
+    requests=(),
+    patience=None,
+    is_final=False,
+    judge=None,
+    tell=None,
+    **options,
+):
     store = dist.HashStore()
     workforce = Threads(store, script, obstacle)
     waiting = list(requests)
@@ -194,6 +206,7 @@ def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_fo
         is_one_dead.set()
         member.report_loss(view.step, is_whole=True, reason="gone")
         member.next_view(20)
+        return "done"
 
     supervisors, killed = [], []
 
@@ -203,6 +216,30 @@ def test_all_that_were_killed_are_named_where_all_start_again_not_who_gave_up_fo
 
     settings = MembershipSettings(size, min_workers=3)
     supervise(tmp_path, settings, script, judge=judge, tell=supervisors.append)
+    assert sorted(killed) == ["w1 was lost", "w2 was lost"]
+
+
+def test_both_are_named_that_were_killed_at_once_where_the_first_lets_all_start_again(tmp_path, monkeypatch):
+    def wait_for_both(workforce, timeout_s):
+        time.sleep(timeout_s)
+        return [workforce.ended.get() for _ in range(2)] if workforce.ended.qsize() == 2 else []
+
+    def script(member):
+        member.next_view(20)
+        if member.name != "w0":
+            return "killed"
+        member.next_view(20)
+        return "done"
+
+    supervisors, killed = [], []
+
+    def judge(epoch):
+        killed.extend(supervisors[-1].killed.values())
+        return EndVerdict(True, 0, "")
+
+    monkeypatch.setattr(Threads, "wait", wait_for_both)
+    settings = MembershipSettings(3)
+    supervise(tmp_path, settings, script, obstacle="the model is split", judge=judge, tell=supervisors.append)
     assert sorted(killed) == ["w1 was lost", "w2 was lost"]
 
 

@@ -224,9 +224,7 @@ def _find_most_workers(directory: Path, num_processes: int) -> tuple[int, str]:
     return run["global_batch"], "the samples of a global batch"
 
 
-def _judge(
-    records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()
-) -> _Outcome:
+def _judge(records: list[Record], ended: Ended, signalled: bool, output: Path, killed: Sequence[str] = ()) -> _Outcome:
     last_step = max((record.step for record in select(records, StepFinished)), default=-1)
     failures = select(records, Failed)
     if select(records, Preempted):

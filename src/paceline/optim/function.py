@@ -35,8 +35,8 @@ class FunctionOptimizer(Function, Optimizer):
     def _check_first(self) -> Self:
         if self.first_parameter not in (*_OF_MODEL, *_OF_PARAMETERS, UNKNOWN_NAME):
             raise SettingsError(
-                f"the first parameter of {self.path} must be called params, for a function that takes the list of "
-                f"trained parameters, or model, for one that takes the model, but got {self.first_parameter!r}; rename it"
+                f"the first parameter of {self.path} must be called params, for a function that takes the trained "
+                f"parameters, or model, for one that takes the model, but got {self.first_parameter!r}; rename it"
             )
         return self
 
