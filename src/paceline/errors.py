@@ -49,6 +49,9 @@ class CommunicationError(PacelineError):
 class PeerTimeoutError(CommunicationError):
     """A collective operation did not finish in time; the message says where each rank is."""
 
+    hung_ranks: tuple[int, ...] = ()
+    """Ranks that hang by the verdict of the one that waited; empty where it only ran out of time."""
+
 
 class MismatchError(PacelineError):
     """Ranks ran different operations where all must run the same: a bug, which a new start would only meet again."""

@@ -34,6 +34,9 @@ def test_rows_compare_with_each_codec_alone_and_with_the_best_of_each_part():
     (followed,) = [row for row in rows if row.unit == "steps"]
     assert (followed.case, followed.metric, followed.ours) == ("auto, part 2 at 20 Mbit/s", "steps until int8", 4)
     assert [row.ratio for row in rows if row.unit == "nats"] == [1.01, 1.01]
+    kept = [row for row in bench._describe(seconds, losses, [[3, "int8"]]) if row.unit == "steps"]
+    assert [(row.case[:12], row.ours) for row in kept] == [("auto, part 1", 3), ("auto, part 2", 0)]
+    assert not [row for row in bench._describe(seconds, losses, []) if row.unit == "steps"], "it never left none"
 
 
 @pytest.mark.parametrize(

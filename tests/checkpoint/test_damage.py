@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 
@@ -125,6 +126,26 @@ def test_a_file_that_is_a_directory_is_named(store):
     file.unlink()
     file.mkdir()
     assert_passed_over(store, file.name)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(store, part):
+    file = store.directory / "step-00000002" / part
+    file.unlink()
+    os.mkfifo(file)
+    assert "it is no regular file" in assert_passed_over(store, part)
+
+
+@pytest.mark.parametrize("name", ["step-00000004", "step-00000004-2"])
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(store, name):
+    shutil.copytree(store.directory / "step-00000002", store.directory / name)
+    reported = []
+    found = store.find_newest_valid(lambda path, why: reported.append((path.name, why)))
+    assert reported == [(name, "its name says step 4 and manifest.json 2")]
+    assert found.path.name == "step-00000002"
+    moved = store.directory / "copy"
+    (store.directory / name).rename(moved)
+    assert Checkpoint.open(moved).step == 2, "other names say nothing of a step"
 
 
 def test_one_without_a_marker_was_never_finished(store):

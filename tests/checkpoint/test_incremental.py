@@ -156,6 +156,11 @@ class TestFailures:
             shutil.rmtree(save(store, 1).path)
             assert save(store, 2).shared_bytes == 0
 
+    def test_a_base_without_its_marker_is_shared_with_by_none(self, tmp_path):
+        with CheckpointStore(tmp_path, incremental=9) as store:
+            (save(store, 1).path / "COMMITTED").unlink()
+            assert save(store, 2).shared_bytes == 0
+
     def test_a_file_of_the_base_that_is_gone_fails_one_save(self, tmp_path):
         with CheckpointStore(tmp_path, incremental=9) as store:
             save(store, 1)

@@ -3,10 +3,11 @@ import itertools
 import os
 import shutil
 
+import numba
 import pytest
 import torch
 
-from paceline.checkpoint import TensorBlock
+from paceline.checkpoint import TensorBlock, numba_galois
 from paceline.checkpoint.peer_memory import PeerMemory
 from paceline.checkpoint.recall import recall
 from paceline.comm import LocalGroup
@@ -40,6 +41,16 @@ def keep(folder, num_ranks, num_data, num_parity, steps=(1,)):
         return [memory.keep(blocks_of(group.rank, num_ranks, s), {"step": s}, s, group) for s in steps][-1]
 
     return LocalGroup.run(num_ranks, work, timeout_s=20)
+
+
+@pytest.mark.parametrize(("num_data", "num_parity"), [(1, 1), (2, 2)])
+def test_the_kernel_of_parity_is_compiled_before_the_first_copy(tmp_path, monkeypatch, num_data, num_parity):
+    kernel = numba.njit(numba_galois.combine.py_func, nogil=True)
+    monkeypatch.setattr(numba_galois, "combine", kernel)
+    PeerMemory(tmp_path, num_data, num_parity)
+    assert kernel.signatures, "compiled for some arrays"
+    kernel.disable_compile()  # for others it would fail
+    keep(tmp_path, 4, num_data, num_parity)
 
 
 def find(folder, num_ranks=1, newer_than=-1):

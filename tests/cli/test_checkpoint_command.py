@@ -1,10 +1,11 @@
 import json
+import math
 
 import pytest
 import torch
 
-from paceline.checkpoint import CheckpointStore
-from paceline.checkpoint.comparison import compare_documents
+from paceline.checkpoint import Checkpoint, CheckpointStore
+from paceline.checkpoint.comparison import compare_documents, compare_tensors
 
 
 def make_state(step):
@@ -81,6 +82,54 @@ def test_equal_ones_are_the_same_however_they_are_cut(run, tmp_path, run_here):
     done = run_here("checkpoint", "diff", run, tmp_path / "whole")
     assert done.returncode == 0
     assert "They are the same." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "largest"),
+    [
+        (torch.tensor([2**53 + 1, 7]), torch.tensor([2**53, 7]), 1.0),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), 2.0**64),
+        (torch.tensor([2**63 + 1], dtype=torch.uint64), torch.tensor([1], dtype=torch.uint64), 2.0**63),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0),
+        (torch.tensor(1.0).bfloat16(), torch.tensor(2.0).bfloat16(), 1.0),
+        (torch.tensor([True]), torch.tensor([False]), 1.0),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 3j]), 2.0),
+        (torch.tensor([0x7FC00000]).int().view(torch.float), torch.tensor([0x7FC00001]).int().view(torch.float), None),
+    ],
+    ids=["beyond float64", "farthest", "unsigned", "zeros", "scalar", "flag", "complex", "NaN"],
+)
+def test_a_bit_of_a_tensor_is_a_difference(tmp_path, first, second, largest):
+    one, other = save_each(tmp_path, ({"t": first}, {}), ({"t": second}, {}))
+    (found,) = compare_tensors(one, other)
+    assert found.num_elements == 1
+    assert math.isnan(found.largest) if largest is None else found.largest == largest
+    assert list(compare_tensors(one, one)) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"lr": None}, {}, ("lr (only in the first)", None, None)),
+        ({"a": {}}, {"a": {"b": None}}, ("a.b (only in the second)", None, None)),
+        ({"flag": True}, {"flag": 1}, ("flag", True, 1)),
+        ({"flag": 1}, {"flag": 1.0}, ("flag", 1, 1.0)),
+        ({"a": [0.0]}, {"a": [-0.0]}, ("a[0]", 0.0, -0.0)),
+    ],
+    ids=str,
+)
+def test_what_only_looks_equal_in_documents_differs(tmp_path, run_here, first, second, expected):
+    one, other = save_each(tmp_path, ({}, first), ({}, second))
+    (found,) = compare_documents(one.read_document(), other.read_document())
+    assert repr(found) == repr(expected)
+    done = run_here("checkpoint", "diff", one.path, other.path)
+    assert done.returncode == 1
+    assert expected[0] in done.stdout
+
+
+def save_each(folder, *states):
+    for number, state in enumerate(states):
+        with CheckpointStore(folder / str(number)) as store:
+            yield Checkpoint.open(store.save(*state, 1).path)
 
 
 def test_where_there_is_none_says_so(tmp_path, run_here):

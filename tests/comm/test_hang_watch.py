@@ -20,7 +20,7 @@ from paceline.comm.heartbeat import HeartbeatBoard
 from paceline.comm.heartbeat_record import MESSAGE, Heartbeat
 from paceline.comm.progress import PROGRESS
 from paceline.comm.store_watch import NUM_TICKS, StoreWatch
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, PeerTimeoutError
 from paceline.testing import run_processes
 
 
@@ -48,6 +48,8 @@ def test_a_rank_that_does_not_move_hangs_after_many_times_its_longest_phase():
     assert said.startswith(
         "rank 1 (host far, pid 7) lives, but has made no progress for 21 s in phase forward of step 9"
     )
+    error = watched.watch.judge({1: watched.one}).to_error("here")
+    assert (type(error), error.hung_ranks) == (PeerTimeoutError, (1,))
     slow = Watched()
     slow.one = replace(slow.one, longest_s=STILL_S)
     assert not slow.look(9 * STILL_S), "its phases are long"

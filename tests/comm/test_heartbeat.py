@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from paceline.comm import heartbeat
 from paceline.comm.heartbeat import Heartbeat, HeartbeatBoard
+from paceline.comm.heartbeat_record import MESSAGE
 
 
 @pytest.fixture
@@ -98,6 +99,13 @@ def test_waiting_is_told_with_its_operation(open_board):
     assert "it has begun operation 5 'bucket 4' and waits in operation 3 since " in mine.describe_others(6)
     other.wait_in(0)
     assert "it has begun operation 5 'bucket 4' and computes" in mine.describe_others(6)
+
+
+def test_waiting_for_a_message_is_told(open_board):
+    """Also in a group that has begun no operation, where the message has no number to go by."""
+    mine, other = open_board(0, 2), open_board(1, 2)
+    other.wait_in(MESSAGE)
+    assert "is alive but behind: it has begun no operation and waits for a message since " in mine.describe_others(1)
 
 
 def test_a_rank_that_finished_says_so(open_board):

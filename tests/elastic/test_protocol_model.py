@@ -224,6 +224,7 @@ MUTANTS = {
     "the least advanced wins": (
         "best = max(vote.step",
         "best = min(vote.step",
+        cases.test_who_was_taken_for_dead_has_no_vote,
     ),
     "a torn state wins": (
         "for vote in votes if vote.is_whole and vote.step == best",
@@ -251,8 +252,8 @@ MUTANTS = {
         "        previous",
     ),
     "who is being killed is waited for": (
-        "and not self.workers[name].is_doomed]\n\n    @property\n    def is_broken",
-        "]\n\n    @property\n    def is_broken",
+        "and not self.workers[name].is_doomed]\n\n    def counts",
+        "]\n\n    def counts",
     ),
     "a death is no loss": (
         "self._lost[fact.name] = fact.reason\n        is_final",

@@ -1,20 +1,33 @@
 """The supervisor, with threads as workers; and whole runs whose workers are lost."""
 
+import json
+import os
 import queue
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from paceline.comm.progress import PROGRESS
 from paceline.elastic import Evicted, StoreMember
-from paceline.elastic.facts import LeaveAsked, Ready, Scaled
+from paceline.elastic import member as member_module
+from paceline.elastic import supervisor as supervisor_module
+from paceline.elastic.facts import LeaveAsked, Ready, Scaled, StopAsked
 from paceline.elastic.journal import Journal, read_journal
+from paceline.elastic.member import Lateness
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor, Workforce
 from paceline.errors import CommunicationError
+
+
+class Unmeasured(Lateness):
+    """Lateness of a machine that is never starved."""
+
+    def note(self, late_s):
+        pass
 
 
 class Threads(Workforce):
@@ -162,6 +175,101 @@ def test_a_worker_that_does_not_vote_and_gives_no_sign_of_life_is_killed(tmp_pat
     supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(vote_s=0.6))
     assert workforce.killed[0] == "w1"
     assert "w1 stands still: no sign of life for" in supervisor.coordinator.view.reason
+
+
+def test_a_worker_that_hangs_by_the_verdict_of_another_is_killed_though_it_beats(tmp_path):
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            time.sleep(30)
+        if view.epoch == 0:
+            member.report_loss(1, is_whole=True, reason="rank 1 hangs", accused=("w1",))
+            member.next_view(20)
+        return "done"
+
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(2), script)
+    assert workforce.killed[0] == "w1"
+    assert "w1 hangs: rank 1 hangs" in supervisor.coordinator.view.reason
+    assert read_journal(tmp_path / "journal").view == supervisor.coordinator.view
+
+
+@pytest.mark.parametrize(
+    ("phase", "waits", "is_killed"), [(b"forward", {}, True), (b"save", {}, False), (b"reduce", {1: 1}, False)]
+)
+def test_who_does_not_stop_as_asked_is_killed_unless_it_saves_or_waits(tmp_path, monkeypatch, phase, waits, is_killed):
+    monkeypatch.setattr(PROGRESS, "waits", waits)
+
+    def script(member):
+        PROGRESS.stamp(3, time.monotonic(), phase)
+        member.open_group(member.next_view(20), torch.device("cpu"), 20, "auto")
+        time.sleep(30 if is_killed else 2)
+        return "done"
+
+    options = {"patience": Patience(stop_s=0.5), "requests": [(0, StopAsked())]}
+    supervisor, workforce = supervise(tmp_path, MembershipSettings(1), script, **options)
+    assert workforce.killed == (["w0"] if is_killed else [])
+    told = "w0 is in phase forward of step 3, and made no progress for "
+    assert [words.startswith(told) for words in supervisor.killed_at_stop.values()] == [True] * is_killed
+
+
+def test_a_worker_that_has_voted_hangs_by_no_verdict(tmp_path):
+    """w0 accuses w1, which has voted, and w2 takes its time."""
+    reported = {"w0": threading.Event(), "w1": threading.Event()}
+
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0:
+            before = {"w0": ["w1"], "w1": [], "w2": ["w0", "w1"]}[member.name]
+            accused = {"w0": ("w1",), "w1": (), "w2": ("w0", "w1")}[member.name]
+            for name in before:
+                reported[name].wait(20)
+            if member.name == "w2":
+                time.sleep(0.5)
+            member.report_loss(1, is_whole=True, reason="they hang", accused=accused)
+            if member.name in reported:
+                reported[member.name].set()
+            member.next_view(20)
+        return "done"
+
+    _, workforce = supervise(tmp_path, MembershipSettings(3), script)
+    assert workforce.killed == []
+
+
+@pytest.mark.parametrize("module", [member_module, supervisor_module], ids=["workers", "launcher"])
+@pytest.mark.parametrize("late_s", [0.0, 2.0], ids=["quiet", "starved"])
+def test_silence_is_borne_for_longer_where_the_machine_is_starved(tmp_path, monkeypatch, module, late_s):
+    class Known(Lateness):
+        def note(self, measured_s):
+            self.late_s = late_s
+
+    for each in (member_module, supervisor_module):
+        monkeypatch.setattr(each, "Lateness", Known if each is module else Unmeasured)
+
+    def script(member):
+        view = member.next_view(20)
+        if view.epoch == 0 and member.name == "w1":
+            time.sleep(0.6)  # a beat tells of the lateness
+            member.close()
+            time.sleep(0.9)
+        elif view.epoch == 0:
+            time.sleep(0.6)
+        if view.epoch == 0:
+            member.report_loss(1, is_whole=True, reason="it took too long")
+            member.next_view(20)
+        return "done"
+
+    _, workforce = supervise(tmp_path, MembershipSettings(2), script, patience=Patience(vote_s=0.3))
+    assert (workforce.killed[:1] == ["w1"]) == (late_s == 0.0)
+
+
+def test_lateness_is_forgotten_in_time():
+    lateness = Lateness()
+    lateness.note(1.0)
+    for _ in range(7):
+        lateness.note(0.01)
+    assert lateness.late_s == pytest.approx(0.9**7)
+    lateness.note(2.0)
+    assert lateness.late_s == 2.0
 
 
 @pytest.mark.parametrize("beats", [True, False], ids=["they beat", "they do not"])
@@ -318,9 +426,75 @@ def test_a_file_asks_a_worker_to_leave_within_a_time(tmp_path):
     assert list(folder.iterdir()) == []
     for name, said, words in (
         ("w7", "", "must be one of w0, w1, but got w7"),
-        ("w0", "soon", "could not convert string to float"),
+        ("w0", "soon", "must hold the seconds in which the worker leaves, or nothing, but holds 'soon'; write"),
         ("w1", "-1", "must be more than 0 seconds, but got -1"),
     ):
         (folder / f"{name}.leave").write_text(said)
         assert box.read(coordinator) == []
         assert words in (folder / f"{name}.leave.refused").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        ("x.request", lambda path: path.write_text("not json"), "a request must be JSON, but"),
+        ("x.request", lambda path: path.write_text("[" * 100_000), "a request must be JSON, but"),
+        ("x.request", lambda path: path.write_text("[3]"), "must be an object of JSON, but"),
+        (
+            "x.request",
+            lambda path: path.write_text('{"target": true}'),
+            "must be from 1 to 8, the samples, but got True",
+        ),
+        ("x.request", lambda path: path.write_text('{"leave": ["w1"]}'), "must be one of w0, w1, but got ['w1']"),
+        (
+            "x.request",
+            lambda path: path.write_text('{"leave": "w1", "within_s": true}'),
+            "more than 0 seconds, but got",
+        ),
+        ("x.request", lambda path: path.mkdir(), "a request must be a file, but"),
+        ("w1.leave", lambda path: path.mkdir(), "a request must be a file, but"),
+        ("w1.leave", os.mkfifo, "a request must be a file, but"),
+        ("w1.leave", lambda path: path.symlink_to(path), "must be readable by the launcher, but is not"),
+        ("w1.leave", lambda path: path.write_bytes(b"\xff"), "must hold the seconds in which the worker leaves"),
+    ],
+)
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_what_is_no_request_is_refused_once_and_the_run_goes_on(tmp_path, name, make, words, is_left_over):
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    for worker in ("w0", "w1"):
+        coordinator.handle(Ready(worker))
+    path = tmp_path / "requests" / name
+    answer = path.with_suffix(".answer" if name.endswith(".request") else ".leave.refused")
+    path.parent.mkdir()
+    if is_left_over:
+        make(path)
+    box = RequestBox(tmp_path, 8, "the samples")
+    if is_left_over and not path.is_dir():
+        assert box.read(coordinator) == []
+        assert list(path.parent.iterdir()) == [], "it is of an earlier time"
+        return
+    if not is_left_over:
+        make(path)
+    assert box.read(coordinator) == []
+    said = answer.read_text()
+    assert words in (json.loads(said)["words"] if name.endswith(".request") else said)
+    answer.unlink()
+    assert box.read(coordinator) == []
+    assert not answer.exists()
+    if path.is_dir():
+        path.rmdir()
+        assert box.read(coordinator) == []
+    path.with_name("w1.leave").write_text("5")
+    assert box.read(coordinator) == [LeaveAsked("w1", 5.0)]
+
+
+def test_the_folder_of_requests_may_vanish_and_a_request_be_taken_back(tmp_path):
+    coordinator = Coordinator(MembershipSettings(2))
+    coordinator.begin()
+    box = RequestBox(tmp_path, 8, "the samples")
+    (tmp_path / "requests" / "gone.request").symlink_to(tmp_path / "nothing")
+    assert box.read(coordinator) == []
+    (tmp_path / "requests" / "gone.request").unlink()
+    (tmp_path / "requests").rmdir()
+    assert box.read(coordinator) == []

@@ -50,7 +50,7 @@ class ScriptedMember(Member):
             self._epoch = joins - 1
             self._names = epochs[joins - 1].names
 
-    def report_loss(self, step, *, is_whole, reason):
+    def report_loss(self, step, *, is_whole, reason, accused=()):
         self.reports.append((step, is_whole))
         self._vote(step if is_whole else -1)
 

@@ -106,7 +106,8 @@ def test_workers_of_other_machines_join_die_with_their_agent_leave_and_are_lost_
             process.terminate()
             code, output = finish(process)
             for agent in agents.values():
-                agent.kill()
+                with agent:
+                    agent.kill()
     assert code == 75, output
     records = read_log(run / "events.jsonl")
     assert not select(records, Restarted)

@@ -1,5 +1,6 @@
 """Agents of other machines, and the launcher that takes their workers; both in this process, with processes faked."""
 
+import json
 import signal
 import threading
 import time
@@ -13,7 +14,19 @@ from paceline.errors import SettingsError
 from paceline.launch import agent as agent_module
 from paceline.launch import agents as agents_module
 from paceline.launch.agent import LauncherLostError, _prepare, _Service, serve_launcher
-from paceline.launch.agent_messages import INVITATION, Invitation, Offer, find_versions, write
+from paceline.launch.agent_messages import (
+    INVITATION,
+    MAIL,
+    NUM_AGENTS,
+    Demand,
+    Invitation,
+    Offer,
+    demand_key,
+    find_versions,
+    offer_key,
+    read,
+    write,
+)
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.exit_codes import ExitCode
 from paceline.launch.signals import StopRequest
@@ -188,6 +201,18 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost_and_told_so_if_it_comes_ba
     assert not lab.remote.running
 
 
+def test_a_machine_whose_workers_take_long_to_start_is_not_lost(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(agents_module, "SILENCE_S", 1.2)
+    lab = Lab(tmp_path, server)
+    start = lab.remote.start
+    lab.remote.start = lambda *arguments: time.sleep(1.5) or start(*arguments)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+    assert lab.finish() is ExitCode.FINISHED
+
+
 def test_a_signal_lets_the_machine_leave_at_a_boundary(tmp_path, server):
     lab = Lab(tmp_path, server)
     lab.wait_for_fact()
@@ -304,3 +329,60 @@ def test_a_wrong_token_and_a_launcher_that_takes_no_workers_are_one_sentence(tmp
     wrong = ControlAccess(server.access.host, server.access.port, bytes(32))
     with pytest.raises(SettingsError, match=r"with the token of its run, but could not: .* the token is another run's"):
         serve_launcher(wrong, 1, out=tmp_path)
+
+
+def test_an_invitation_of_another_version_is_refused_by_that_version_and_not_by_its_fields(server):
+    store = ControlStore(server.access)
+    document = {"versions": {"paceline": "9.9.9"}, "field_to_come": 1}
+    store.set(INVITATION, json.dumps(document))
+    with pytest.raises(SettingsError, match=r"paceline must be the same on all machines, .* install paceline 9\.9\.9"):
+        serve_launcher(server.access, 1, name="b")
+    store.set(INVITATION, json.dumps(document | {"versions": find_versions()}))
+    with pytest.raises(
+        SettingsError, match=r"agents/run of the control store must be .* field_to_come is not a field here"
+    ):
+        serve_launcher(server.access, 1, name="b")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not json", "must be what Paceline"),
+        ("[]", "must be what Paceline"),
+        ('{"host": "c", "num_workers": 1, "field_to_come": 1}', "field_to_come is not a field here"),
+        ('{"host": "w0@c", "num_workers": 1}', "host must"),
+        ('{"host": "c", "num_workers": 0}', "num_workers must be"),
+        ('{"host": "c", "num_workers": 1, "ended": {"w0@c": "dead"}}', "ended"),
+        (
+            '{"host": "c", "num_workers": 1, "num_chunks": 1}',
+            "the 1 pieces of the log that it names, but agents/2/log/0",
+        ),
+    ],
+)
+def test_an_agent_that_writes_nonsense_is_refused_and_the_other_one_stays(tmp_path, server, content, words):
+    lab = Lab(tmp_path, server)
+    assert lab.wait_for_fact() == Offered("b", 2)
+    assert lab.store.add(NUM_AGENTS, 1) == 2
+    lab.store.set(offer_key(2), content)
+    lab.store.add(MAIL, 1)
+    lab.wait_until(lambda: lab.store.check([demand_key(2)]))
+    demand = read(lab.store, demand_key(2), Demand)
+    assert demand.is_refused
+    assert words in demand.over
+    (record,) = read_log(lab.log)
+    assert words in record.event.message
+    lab.wait_until(lambda: len(lab.remote.running) == 2)
+    lab.remote.kill_all()
+    lab.spread.close("the run is over")
+    assert lab.finish() is ExitCode.FINISHED
+
+
+def test_an_agent_that_does_not_understand_the_launcher_stops_its_workers_and_says_so(tmp_path, server):
+    lab = Lab(tmp_path, server)
+    lab.wait_for_fact()
+    lab.wait_until(lambda: lab.remote.running)
+    lab.store.set(demand_key(1), '{"field_to_come": 1}')
+    assert "agents/1/demand of the control store must be" in str(lab.finish())
+    assert not lab.remote.running
+    lost = lab.wait_for_fact()
+    assert lost == HostLost("b", "b was lost: its agent has ended")

@@ -19,6 +19,9 @@ def note(facts):
 def fail(facts): raise KeyError("price")
 def nonsense(facts): return facts.size + 0.5
 def hang(facts): threading.Event().wait(1000)
+def once(facts):
+    asked.append(facts)
+    return 3 if len(asked) == 1 else exit("no more")
 def takes_none(): return 2
 """
 
@@ -75,6 +78,15 @@ def test_a_policy_is_told_what_workers_bring_and_its_answer_counts(tmp_path):
     assert lab.call() == [], "it wants what there is"
     assert lab.caller._policy.__globals__["asked"][-1].samples_per_s_by_size == {2: 24.0, 3: 48.0}
     assert lab.warnings == []
+
+
+def test_a_policy_that_exits_is_told_of_and_its_answer_of_before_does_not_count_again(tmp_path):
+    lab = Lab(tmp_path, "once")
+    for answer in ([Scaled(3)], []):
+        lab.write_steps(1, 0.5)
+        assert lab.call() == answer
+    (warning,) = lab.warnings
+    assert warning.endswith("once failed: SystemExit: no more")
 
 
 @pytest.mark.parametrize(

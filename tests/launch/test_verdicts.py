@@ -1,16 +1,21 @@
 """What the launcher makes of how workers ended: the last line names the one that is to blame."""
 
+import errno
+import io
 import signal
 from pathlib import Path
 
 import pytest
 
-from paceline.errors import StorageError
-from paceline.launch.exit_codes import ExitCode
-from paceline.launch.local import _judge, _tell, _tell_restart
+from paceline.errors import SettingsError, StorageError
+from paceline.launch import local
+from paceline.launch.exit_codes import ExitCode, leave
+from paceline.launch.local import _describe_killed, _judge, _tell, _tell_restart
 from paceline.launch.processes import Ended
-from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned
+from paceline.launch.worker import _code_of
+from paceline.monitor.events import Failed, Preempted, Record, Restarted, RunFinished, Warned, WorkersChanged
 from paceline.monitor.reader import read_log, select
+from paceline.training.run import RunFile
 
 FROZEN = "operation 7 'control' on rank 0 must finish within 5 s, but did not: rank 1 (host a, pid 5) is dead or frozen"
 
@@ -111,6 +116,20 @@ def test_a_launcher_that_cannot_write_its_log_does_not_start_again(tmp_path):
         _tell(tmp_path, Path("/dev/full"), 1, Restarted(attempt=1, reason="rank 0 exited with code 1"))
 
 
+@pytest.mark.parametrize(
+    ("records", "end"),
+    [
+        ([record(0, Preempted(checkpoint="c-4", signal="SIGTERM"))], "the others saved c-4"),
+        ([], "no checkpoint was written for the stop"),
+    ],
+)
+def test_who_was_killed_at_a_stop_is_told_with_what_was_saved(records, end):
+    words = _describe_killed({"w1": "w1 is in phase forward", "w2": "w2 is too"}, records, 0)
+    said = "w1, w2 did not stop as asked, and had to be killed"
+    assert words == f"{said}; {end}; w1 is in phase forward; w2 is too"
+    assert "no checkpoint" in _describe_killed({"w1": ""}, records, 1), "that was an earlier start"
+
+
 FREEZING = """
 import os, signal
 import torch
@@ -145,6 +164,48 @@ def test_the_last_line_of_a_hang_names_who_hangs(tmp_path, run_here, monkeypatch
     assert failed.rank == -1
     reason = "rank 0: w1 stands still: no sign of life for"
     assert f"gave up after 0 restarts without progress: {reason}" in failed.event.message
+
+
+ASLEEP = """
+import os, pathlib, time
+import torch
+import paceline
+from paceline.comm.progress import PROGRESS
+from paceline.recipes.transformer_lm import run as base
+
+MARK = pathlib.Path(__file__).with_suffix(".mark")
+
+
+class Asleep(torch.nn.Embedding):
+    def forward(self, tokens):
+        if os.environ.get("RANK") == "1" and not MARK.exists():
+            time.sleep(0.3)  # so that heartbeats see its first steps
+            if PROGRESS.read().step >= 4:
+                MARK.touch()
+                time.sleep(1000)
+        return super().forward(tokens)
+
+
+def build():
+    return Asleep(256, 256)
+
+
+def run():
+    return base().model_copy(update={"model": paceline.Model.model_validate(build)})
+"""
+
+
+@pytest.mark.timeout(120)
+def test_training_goes_on_without_a_worker_that_sleeps_though_it_beats(tmp_path, run_here):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    where = ("--out", tmp_path / "run", "--hang_timeout_s", 2, "--memory.check", "false", "--num_steps", 8)
+    done = run_here("train", tmp_path / "asleep.py", *where, "--data.max_bytes", 100_000, "--workers", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_log(tmp_path / "run" / "events.jsonl")
+    assert not select(records, Restarted)
+    reason = select(records, WorkersChanged)[0].event.reason
+    assert reason.startswith("w1 hangs: ")
+    assert "lives, but has made no progress for" in reason
 
 
 SLEEPING = """
@@ -189,3 +250,83 @@ def test_a_warning_names_the_line_at_which_all_workers_stand_still(tmp_path, run
     assert any(f"sleeping.py:{line} in forward" in told for line in asleep)
     assert "w0 is in phase forward of step" in told
     assert "w1 is in phase forward of step" in told
+
+
+class Processes:
+    """What stands for the workers of this machine, and counts what they are told."""
+
+    def __init__(self):
+        self.told, self.ended = [], Ended()
+
+    def end_all(self):
+        self.told.append("end_all")
+
+    def kill_all(self):
+        self.told.append("kill_all")
+
+
+@pytest.fixture
+def faked(tmp_path, monkeypatch):
+    """The folder of a run whose launcher has faked workers, and ends by an error."""
+
+    def fail_unexpectedly(self):
+        raise RuntimeError("a bug of the launcher")
+
+    processes = Processes()
+    monkeypatch.setattr(local, "_open_workforce", lambda *_: processes)
+    monkeypatch.setattr(local, "_find_most_workers", lambda *_: (8, "the samples"))
+    monkeypatch.setattr(local.Supervisor, "run", fail_unexpectedly)
+    RunFile(recipe="transformer_lm", num_workers=1, run={}).save(tmp_path)
+    (tmp_path / "events.jsonl").touch()
+    (tmp_path / "workers").mkdir()
+    return tmp_path, processes
+
+
+def test_an_error_of_the_launcher_lets_workers_save_before_it_ends(faked):
+    directory, processes = faked
+    with pytest.raises(RuntimeError, match="a bug of the launcher"):
+        local.launch(directory, 1)
+    assert processes.told[0] == "end_all"
+    assert processes.told[-1] == "kill_all"
+
+
+def test_what_a_killed_launcher_left_is_cleared(faked):
+    directory, _ = faked
+    for name in ("control.json", ".control.json.7", "w0.pid", "w1.2.pid", "rank0.err"):
+        (directory / "workers" / name).write_text("left")
+    with pytest.raises(RuntimeError, match="a bug of the launcher"):
+        local.launch(directory, 1)
+    assert {path.name for path in (directory / "workers").iterdir()} == {"rank0.err", "membership.jsonl"}
+
+
+def test_as_many_min_workers_as_workers_are_all_that_makes_sense_and_spares_do_not_help_then(faked):
+    directory, _ = faked
+    with pytest.raises(SettingsError, match="--min_workers must be at most the 2 workers, but got 3"):
+        local.launch(directory, 2, min_workers=3)
+    for min_workers in (1, 2):
+        with pytest.raises(RuntimeError, match="a bug of the launcher"):
+            local.launch(directory, 2, min_workers=min_workers, num_spares=1)
+    (record,) = read_log(directory / "events.jsonl")
+    assert "--spares 1 cannot avoid the restart from the checkpoint at each loss that --min_w" in record.event.message
+
+
+class FullDisk(io.StringIO):
+    """A stream to a disk that is full."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_worker_that_cannot_print_its_error_ends_with_its_code_and_without_another_error(monkeypatch):
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    assert _code_of(StorageError("the disk is full")) is ExitCode.FAILED
+    assert _code_of(KeyError("mine")) is ExitCode.FAILED
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    leave(ExitCode.FAILED)
+    assert codes == [ExitCode.FAILED]

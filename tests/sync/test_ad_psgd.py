@@ -1,6 +1,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from paceline.comm.local_group import LocalGroup
 from paceline.errors import CommunicationError
 from paceline.replica.state import capture
 from paceline.replica.survivors import stand_alone
-from paceline.sync.ad_psgd import ADPSGD, pair_up
+from paceline.sync.ad_psgd import ADPSGD, ADPSGDSynchroniser, pair_up
 from paceline.topology.graphs import EdgeListGraph, Graph, RingGraph
 
 
@@ -269,3 +270,21 @@ def test_no_edge_of_a_graph_of_two_kinds_is_left_out():
     assert len(pair_up(RingGraph(), 8)) == 8
     assert len(pair_up(Graph.model_validate("complete"), 8)) == 16
     assert len(pair_up(Graph.model_validate("star"), 8)) == 7
+
+
+def test_an_average_that_a_lost_neighbour_was_asked_for_is_not_awaited():
+    def begin(header, body):
+        raise CommunicationError("the server on rank 1 is lost")
+
+    client = SimpleNamespace(begin=begin)
+    asking = SimpleNamespace(
+        _context=SimpleNamespace(seed=0, group=SimpleNamespace(rank=0)),
+        _neighbours=[1],
+        _endpoint=SimpleNamespace(clients={1: client}),
+        _model=SimpleNamespace(values=torch.zeros(2), num_steps=3),
+        _wire_bytes=0,
+        _client=None,
+    )
+    with pytest.raises(CommunicationError, match="rank 1 is lost"):
+        ADPSGDSynchroniser._request(asking, 0)
+    ADPSGDSynchroniser._finish(asking)

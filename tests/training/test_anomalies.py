@@ -13,7 +13,7 @@ from paceline.optim import SGD
 from paceline.registry import register
 from paceline.schedules import Constant
 from paceline.training import Anomalies, Callback
-from paceline.training.anomalies import SpikeDetector
+from paceline.training.anomalies import AnomalyGuard, SpikeDetector
 
 
 @register("test_slip")
@@ -60,6 +60,18 @@ def test_a_spike_stands_out_also_after_others():
         value = 9.0 if number % 5 == 4 else 3 + draw.gauss(0, 0.05)
         assert (value > detector.find_limit()) == (number % 5 == 4 and number >= 20), number
         detector.add(value)
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.1, 0.37, 0.7])
+@pytest.mark.parametrize("threshold", [10.0, 20.0])
+def test_hundreds_of_medians_are_a_spike_whatever_is_usual(threshold, deviation):
+    draw = random.Random(3)
+    detector = SpikeDetector(100, threshold)
+    for number in range(500):
+        value = 4.2 * math.exp(draw.gauss(0, deviation))
+        assert value <= detector.find_limit(), number
+        detector.add(value)
+        assert number < 100 or detector.find_limit() < 200 * detector.median
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -127,6 +139,55 @@ def poison(event, training):
         return
     parameter = next(training.module.parameters())
     hook = parameter.register_hook(lambda gradient: (hook.remove(), gradient * math.nan)[1])
+
+
+def test_going_back_leaves_out_a_loss_that_is_not_finite_however_often_it_comes(tmp_path):
+    run = run_with(
+        Anomalies(non_finite="roll_back"), slip_at=-1, callbacks=(Callback(path=spoil_loss, all_workers=True),)
+    )
+    train_here(run, tmp_path, 2)
+    (went,) = select(read_log(tmp_path / "events.jsonl"), RolledBack)
+    assert (went.step, went.event.from_step, went.event.skipped_steps) == (30, 33, [32, 33])
+    assert len(losses_of(tmp_path)) == 60
+    assert all(tensor.isfinite().all() for tensor in read_tensors(tmp_path, 60).values())
+
+
+def spoil_loss(event, training):
+    """Let rank 1's loss of step 33 be NaN each time."""
+    if training.rank == 1 and training.step == 33 and type(event).__name__ == "StepFinished":
+        hook = training.module.register_forward_hook(lambda _, __, output: (hook.remove(), output * math.nan)[1])
+
+
+def pass_losses(guard, first_step, losses):
+    """Let steps make their updates, none of which is refused."""
+    for step, loss in enumerate(losses, first_step):
+        guard.begin(step)
+        guard.judge("loss", loss)
+        guard.end()
+
+
+def test_going_back_skips_all_that_was_high_and_the_update_before():
+    guard = AnomalyGuard(Anomalies(loss_spike="roll_back"))
+    pass_losses(guard, 1, [1.0] * 30)
+    pass_losses(guard, 31, [1.16, 1.16])  # above half of what makes a spike: the third in a row is one
+    guard.begin(33)
+    with pytest.raises(SpikeError, match=r"at step 33 it is 1\.16") as raised:
+        guard.judge("loss", 1.16)
+    assert guard.choose_reaction(raised.value) == "roll_back"
+    assert guard.skipped_steps == {30, 31, 32, 33}
+
+
+def test_patience_counts_skipped_updates_in_a_row():
+    guard = AnomalyGuard(Anomalies(non_finite="skip", patience=2))
+
+    def refuse(step):
+        guard.begin(step)
+        return guard.choose_reaction(NonFiniteError("the loss must be finite"))
+
+    for step in range(1, 10, 3):
+        assert [refuse(step), refuse(step + 1)] == ["skip", "skip"]
+        pass_losses(guard, step + 2, [1.0])
+    assert [refuse(step) for step in (10, 11, 12)] == ["skip", "skip", "stop"]
 
 
 def test_reactions_need_workers_that_skip_together():

@@ -4,7 +4,11 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +30,7 @@ from paceline.testing import faults, slow
 from paceline.testing.slow import Scripted
 from paceline.training import Classification, Model, session
 from paceline.training.load_balancing import LEAST_GAIN, LoadBalancer, divide, find_slow, follow, measure
+from paceline.training.run_queue import RunQueue
 from scripted_time import ScriptedTime
 
 always = settings(deadline=None, derandomize=True)
@@ -61,18 +66,34 @@ class Data:
         return float(index), 0
 
 
-def pace(step_s, num_workers=4, num_steps=60, global_batch=40, num_samples=10_000, is_following=True, **options):
-    """Run steps in which a worker computes for ``step_s(rank, step, num_samples)``; return events and all shares."""
+def pace(
+    step_s,
+    num_workers=4,
+    num_steps=60,
+    global_batch=40,
+    num_samples=10_000,
+    is_following=True,
+    queued_s=lambda rank, step, num_samples: 0.0,
+    **options,
+):
+    """Run steps in which a worker computes for ``step_s(rank, step, num_samples)``; return events and all shares.
+
+    It waits for a core for ``queued_s(rank, step, num_samples)`` besides.
+    """
 
     def worker(group):
-        clock, events, taken = Stopped(), [], []
+        clock, queue, events, taken = Stopped(), Stopped(), [], []
         loader = Loader(Data(num_samples), global_batch, group=group, **options)
-        load_balancer = LoadBalancer(loader, group, interval=5, is_following=is_following, clock=clock)
+        load_balancer = LoadBalancer(
+            loader, group, interval=5, is_following=is_following, clock=clock, queue_clock=queue
+        )
         mine, number, batches = 0, 0, iter(loader)
         while number < num_steps:
             batch = next(batches)
             with load_balancer.computing(batch.num_samples):
-                clock.now_s += step_s(group.rank, number, batch.num_samples)
+                disturbance_s = queued_s(group.rank, number, batch.num_samples)
+                queue.now_s += disturbance_s
+                clock.now_s += step_s(group.rank, number, batch.num_samples) + disturbance_s
             clock.now_s += 100.0  # waiting is no computing
             mine += batch.num_samples
             if batch.last:
@@ -178,6 +199,45 @@ def test_what_passes_triggers_nothing(slow_steps):
     events, shares = pace(lambda rank, step, num: num * (2.0 if rank == 1 and step in slow_steps else 0.1))
     assert events == []
     assert set(shares) == {(10, 10, 10, 10)}
+
+
+@pytest.mark.parametrize("undisturbed", [0, 4, 7])
+def test_a_worker_that_is_as_fast_in_one_step_of_ten_is_not_called_slow(undisturbed):
+    """A busy machine disturbs most steps of whichever worker it likes."""
+    events, _ = pace(lambda rank, step, num: num * (0.3 if rank == 1 and step % 10 != undisturbed else 0.1))
+    assert of_kind(events, SlowWorker) == []
+    assert of_kind(events, SharesChanged)
+
+
+def test_time_in_which_others_have_the_core_makes_no_slow_worker_but_moves_shares():
+    events, _ = pace(
+        lambda rank, step, num: num * 0.1, queued_s=lambda rank, step, num: num * (0.2 if rank == 1 else 0)
+    )
+    assert of_kind(events, SlowWorker) == []
+    assert of_kind(events, SharesChanged)[0].shares == [12, 4, 12, 12]
+    # Whoever is slow is so on busy machines too.
+    events, _ = pace(
+        lambda rank, step, num: num * (0.3 if rank == 1 else 0.1), queued_s=lambda rank, step, num: num * 0.2
+    )
+    assert [(event.slow_rank, event.factor) for event in of_kind(events, SlowWorker)] == [(1, pytest.approx(3.0))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count")
+def test_waiting_for_a_core_is_counted():
+    cores = os.sched_getaffinity(0)
+    queue = RunQueue()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+        try:
+            began_s = queue()
+            while queue() - began_s < 0.05:
+                sum(range(1000))
+        finally:
+            rival.kill()
+            rival.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_noise_does_not_move_shares():

@@ -144,7 +144,7 @@ def _disturb(scenario: Scenario, folder: Path, chance: random.Random) -> list[st
     run = folder / "run"
     if scenario.sizes:
         for number, size in enumerate(scenario.sizes):
-            _wait_for_step(run, 4 + 5 * number)
+            _wait_for_step(run, 3 + 4 * number)  # two exchanges are left after the last, of rules with intervals
             ask(run, {"target": size})
     if scenario.name == "attack on the control server":
         _wait_for_step(run, 2)

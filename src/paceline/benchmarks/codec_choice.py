@@ -105,11 +105,14 @@ class CodecChoiceBenchmark(Benchmark):
                 )
             )
             first = part * self.steps_each
-            followed = next((step for step, _ in changes if first < step <= first + self.steps_each), None)
-            if followed is not None:
-                codecs = " then ".join(codec for step, codec in changes if first < step <= first + self.steps_each)
-                metric = f"steps until {codecs.partition(' ')[0]}" + (f" ({codecs})" if " then " in codecs else "")
-                late = followed - first
+            begun_with = next((codec for step, codec in reversed(changes) if step <= first), "none")
+            taken = [(step - first, codec) for step, codec in changes if first < step <= first + self.steps_each]
+            if not taken and begun_with != "none":
+                taken = [(0, begun_with)]  # which it kept
+            if taken:
+                late, codec = taken[0]
+                codecs = " then ".join(each for _, each in taken)
+                metric = f"steps until {codec}" + (f" ({codecs})" if len(taken) > 1 else "")
                 rows.append(BenchmarkRow(self.name, at, metric, "steps", late, 20, "bound", late / 20))
         for name in fixed:
             ratio = losses["auto"] / losses[name]

@@ -1,6 +1,7 @@
 """One checkpoint: verified, described, and loaded into existing tensors."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.durable import open_regular
 from paceline.checkpoint.manifest import (
     DOCUMENT_NAME,
     DTYPES,
@@ -108,11 +110,10 @@ class Checkpoint:
                 raise DamagedError(self.path, f"{file.name} cannot be read: {error.strerror}") from error
 
     def _verify_file(self, file: TensorFile, chunks: list[tuple[str, Chunk]], buffer: memoryview) -> None:
-        path = self.path / file.name
-        num_bytes = path.stat().st_size
-        if num_bytes != file.num_bytes:
-            raise DamagedError(self.path, f"{file.name} has {num_bytes} bytes instead of {file.num_bytes}")
-        with open(path, "rb", buffering=0) as handle:
+        with open_regular(self.path / file.name) as handle:
+            num_bytes = os.fstat(handle.fileno()).st_size
+            if num_bytes != file.num_bytes:
+                raise DamagedError(self.path, f"{file.name} has {num_bytes} bytes instead of {file.num_bytes}")
             if digest_range(handle, 0, file.header_bytes, buffer) != file.header_digest:
                 raise DamagedError(self.path, f"the header of {file.name} does not match its digest")
             for name, chunk in sorted(chunks, key=lambda pair: pair[1].start):

@@ -5,8 +5,10 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import warnings
 import weakref
+from io import FileIO
 from pathlib import Path
 
 from paceline.errors import CheckpointError, storing
@@ -24,6 +26,23 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a file to read; a pipe in its place, which would be waited for, is an error at once.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+    """
+
+    def open_now(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no regular file", name)
+        return descriptor
+
+    return FileIO(path, opener=open_now)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -25,6 +25,11 @@ def combine(matrix_MK: Bytes, data_KN: Bytes, out_MN: Bytes) -> None:
     numba_galois.combine(matrix_MK, data_KN.view(np.uint64), out_MN.view(np.uint64))
 
 
+def compile_kernels() -> None:
+    """Compile what `combine` runs, or read it from numba's cache; its first call would do so, and take seconds."""
+    combine(np.ones((1, 1), np.uint8), np.zeros((1, WORD_BYTES), np.uint8), np.empty((1, WORD_BYTES), np.uint8))
+
+
 def _make_tables() -> tuple[Bytes, list[int]]:
     powers, logarithms, value = np.zeros(510, np.uint8), [0] * 256, 1
     for exponent in range(255):

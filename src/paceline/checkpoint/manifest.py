@@ -12,6 +12,7 @@ files, and the marker itself must match its step and digest exactly, so that no 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,13 +20,15 @@ import torch
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline.checkpoint.durable import MARKER_NAME, write_file, write_marker
+from paceline.checkpoint.durable import MARKER_NAME, open_regular, write_file, write_marker
 from paceline.errors import CheckpointError
 
 FORMAT = 1
 DOCUMENT_NAME = "state.json"
 MANIFEST_NAME = "manifest.json"
 SHARED_PREFIX = "shared-"
+DIRECTORY_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
+"""Name of a checkpoint's directory: its step, and which of that step it is, from the second on."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -141,10 +144,12 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint.
 
     Raises:
-        DamagedError: There is no marker (the save never finished), or the marker and the manifest do not match.
+        DamagedError: There is no marker (the save never finished), or marker, manifest and the directory's name do not
+            match.
     """
     try:
-        marker = (directory / MARKER_NAME).read_bytes()
+        with open_regular(directory / MARKER_NAME) as file:
+            marker = file.readall()
     except FileNotFoundError:
         raise DamagedError(directory, "it was never finished") from None
     except OSError as error:
@@ -165,6 +170,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedError(directory, f"{MANIFEST_NAME} cannot be parsed: {error}") from error
     if manifest.step != step:
         raise DamagedError(directory, f"{MARKER_NAME} says step {step!r} and {MANIFEST_NAME} {manifest.step}")
+    named = DIRECTORY_NAME.fullmatch(directory.name)
+    if named and int(named[1]) != step:
+        raise DamagedError(directory, f"its name says step {int(named[1])} and {MANIFEST_NAME} {step}")
     _check_names(directory, manifest)
     return manifest
 
@@ -181,7 +189,8 @@ def _check_names(directory: Path, manifest: Manifest) -> None:
 def read_part(directory: Path, name: str) -> bytes:
     """Return the content of a small file of a checkpoint."""
     try:
-        return (directory / name).read_bytes()
+        with open_regular(directory / name) as file:
+            return file.readall()
     except FileNotFoundError:
         raise DamagedError(directory, f"{name} is missing") from None
     except OSError as error:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from paceline.checkpoint.galois import Bytes, combine
+from paceline.checkpoint.galois import Bytes, combine, compile_kernels
 from paceline.checkpoint.part import StatePart
 from paceline.checkpoint.storage import TensorBlock
 from paceline.checkpoint.stripes import Stripes, make_teams
@@ -52,6 +52,8 @@ class PeerCopy:
 class PeerMemory:
     """This rank's part of the copies in the memory of peers. Every rank of a world makes one.
 
+    The kernel of parity is compiled here, not in the first copy, which holds up a step of all ranks.
+
     Args:
         folder: Folder in memory; each of the host's ranks has its own folder there.
         num_data: Least number of data blocks of a stripe: with 1 and `num_parity` 1, a copy of each part is on another
@@ -65,6 +67,7 @@ class PeerMemory:
         self.num_parity = num_parity
         self._slots: dict[Path, Bytes] = {}
         self._next_slot: int | None = None
+        compile_kernels()
 
     def keep(
         self, blocks: Mapping[str, Sequence[TensorBlock]], document: Mapping[str, Any], step: int, world: Group

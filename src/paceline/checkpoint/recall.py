@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.checkpoint.durable import open_regular
 from paceline.checkpoint.galois import Bytes
 from paceline.checkpoint.part import MemoryCheckpoint
 from paceline.checkpoint.peer_memory import decode_index, digest_bytes, folder_of, size_blocks
@@ -103,7 +104,7 @@ def _check(slot: Path, index: Mapping[str, Any]) -> Iterator[bool]:
 
 def _read(path: Path, start: int, num_bytes: int) -> Bytes:
     content = np.empty(num_bytes, np.uint8)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(start)
         count = file.readinto(content.data)
     if count < num_bytes:

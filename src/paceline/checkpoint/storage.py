@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from paceline.checkpoint.durable import write_file
+from paceline.checkpoint.durable import open_regular, write_file
 from paceline.checkpoint.incremental import Base, cut
 from paceline.checkpoint.manifest import (
     DOCUMENT_NAME,
@@ -315,7 +315,7 @@ class SafetensorsReader(StorageReader):
 
     def _read(self, name: str, chunk: Chunk, content: Tensor) -> None:
         try:
-            with open(self.directory / chunk.file, "rb", buffering=0) as file:
+            with open_regular(self.directory / chunk.file) as file:
                 found = digest_range(file, chunk.start, chunk.num_bytes, content.numpy().data)
         except OSError as error:
             raise DamagedError(self.directory, f"{chunk.file} cannot be read: {error.strerror}") from error

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.durable import MARKER_NAME, WriterLock, remove_checkpoint, sync_directory, write_file
+from paceline.checkpoint.durable import (
+    MARKER_NAME,
+    WriterLock,
+    open_regular,
+    remove_checkpoint,
+    sync_directory,
+    write_file,
+)
 from paceline.checkpoint.incremental import CHUNK_BYTES, Base, can_share, find_independent
-from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.manifest import DIRECTORY_NAME, DamagedError
 from paceline.checkpoint.storage import (
     SafetensorsWriter,
     TensorBlock,
@@ -32,7 +38,6 @@ from paceline.checkpoint.storage import (
 from paceline.errors import CheckpointError, SettingsError, StorageError, advise_on_storage, storing
 
 BEST_NAME = "best.json"
-_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,8 @@ class CheckpointStore:
             CheckpointError: The file that names it is damaged.
         """
         try:
-            name = json.loads((self.directory / BEST_NAME).read_text())["checkpoint"]
+            with open_regular(self.directory / BEST_NAME) as file:
+                name = json.loads(file.readall())["checkpoint"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -244,7 +250,7 @@ class CheckpointStore:
                 "remove it"
             ) from error
         path = self.directory / str(name)
-        return path if _NAME.fullmatch(path.name) and (path / MARKER_NAME).exists() else None
+        return path if DIRECTORY_NAME.fullmatch(path.name) and (path / MARKER_NAME).exists() else None
 
     def list_checkpoints(self) -> list[Path]:
         """Return the directories of all committed checkpoints, the newest first, unverified."""
@@ -278,7 +284,7 @@ class CheckpointStore:
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:
-                    match = _NAME.fullmatch(entry.name)
+                    match = DIRECTORY_NAME.fullmatch(entry.name)
                     if match and entry.is_dir(follow_symlinks=False):
                         found.append((int(match[1]), int(match[2] or 1), Path(entry.path)))
         except FileNotFoundError:
@@ -350,7 +356,9 @@ class CheckpointStore:
 
     def _names(self, step: int) -> Iterator[Path]:
         taken = [path.name for path in self.list_directories()]
-        attempts = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
+        attempts = [
+            int(match[2] or 1) for match in map(DIRECTORY_NAME.fullmatch, taken) if match and int(match[1]) == step
+        ]
         attempt = max(attempts, default=0)
         while True:  # a file or a link may have the name
             attempt += 1

@@ -17,7 +17,7 @@ from paceline.cli.memory import memory
 from paceline.cli.overrides_command import OverridesCommand
 from paceline.cli.recipes import find_run, recipes
 from paceline.cli.report import report
-from paceline.cli.scale import scale
+from paceline.cli.scale import ScaleCommand, scale
 from paceline.cli.trace import trace
 from paceline.cli.train import train
 from paceline.errors import PacelineError
@@ -49,7 +49,7 @@ def options(
 
 
 app.command(cls=OverridesCommand.of(find_run))(train)
-app.command()(scale)
+app.command(cls=ScaleCommand)(scale)
 app.command()(agent)
 app.command()(report)
 app.command()(trace)

@@ -92,7 +92,7 @@ def _train_here(
     from paceline.cli.go_on import check_begun, is_begun
     from paceline.cli.prepare import make_resumed, make_run, prepare_new, prepare_resumed, taking_back, write_report
     from paceline.launch.changes import Changes
-    from paceline.launch.local import launch
+    from paceline.launch.local import check_min_workers, launch
     from paceline.launch.scaling import PolicySettings
     from paceline.monitor.reader import last_traceback
 
@@ -101,6 +101,8 @@ def _train_here(
     ways = Changes(**changes)
     if workers is not None and workers < 1:
         raise SettingsError(f"--workers must be at least 1, but got {workers}")
+    if workers is not None:
+        check_min_workers(losses["min_workers"], workers)
     if go_on and recipe is not None and out is not None and is_begun(out):
         if not check_begun(recipe, out, overrides):
             return ExitCode.FINISHED

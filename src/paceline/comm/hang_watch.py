@@ -35,12 +35,16 @@ class Verdict:
     """Each of them, with the reason."""
     is_gone: bool
     """Whether the ranks have ended, rather than hang."""
+    hung_ranks: tuple[int, ...] = ()
+    """Ranks that hang."""
 
     def to_error(self, where: str) -> CommunicationError:
         """Return the error of the operation `where` this rank waited."""
         if self.is_gone:
             return CommunicationError(f"{where} lost its peers: {self.words}")
-        return PeerTimeoutError(f"{where} must not wait for ranks that hang, but {self.words}; they are given up")
+        error = PeerTimeoutError(f"{where} must not wait for ranks that hang, but {self.words}; they are given up")
+        error.hung_ranks = self.hung_ranks
+        return error
 
 
 class HangWatch:
@@ -71,7 +75,7 @@ class HangWatch:
         hung = {rank: words for rank, one in known.items() if (words := self._find_hang(rank, one))}
         for rank, words in hung.items():
             hung[rank] = words + self._ask(known[rank])
-        return Verdict(_join(hung, known), is_gone=False) if hung else None
+        return Verdict(_join(hung, known), is_gone=False, hung_ranks=tuple(hung)) if hung else None
 
     def _find_end(self, one: Heartbeat, waiting: int) -> str:
         """Return how a rank has ended, if it has, and this one needs it."""

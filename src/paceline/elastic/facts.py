@@ -52,6 +52,8 @@ class Voted:
     """Whether the state is that after `step` updates; if not, an update was broken off in the middle."""
     lost: str = ""
     """Way in which it lost its peers; empty if it has stopped at a step boundary, as asked."""
+    accused: tuple[str, ...] = ()
+    """Workers that hang by its verdict."""
 
 
 @dataclass(frozen=True)

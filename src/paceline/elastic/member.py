@@ -32,17 +32,28 @@ class Evicted(PacelineError):  # noqa: N818 - it is no error: the worker has don
     """This worker is no longer one of those that train: the run was made smaller, or it was asked to leave."""
 
 
+class Lateness:
+    """Time by which a thread that sleeps now and then woke up late of late; what is long ago counts less and less."""
+
+    late_s: float = 0.0
+
+    def note(self, late_s: float) -> None:
+        """Take in one more time; it is halved with each seventh one."""
+        self.late_s = max(late_s, 0.9 * self.late_s)
+
+
 class Member(ABC):
     """A worker's connection to the coordinator."""
 
     @abstractmethod
-    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+    def report_loss(self, step: int, *, is_whole: bool, reason: str, accused: tuple[str, ...] = ()) -> None:
         """Say that this worker lost its peers; then call `next_view`.
 
         Args:
             step: Number of updates of this worker's state.
             is_whole: Whether its state is that after `step` updates, and not broken off in the middle of another.
             reason: Error by which it noticed, in words.
+            accused: Workers that hang by its verdict: they are killed unless they have said the same of others.
         """
 
     @abstractmethod
@@ -86,14 +97,22 @@ class Status:
     is_whole: bool = True
     reason: str = ""
     """Way in which the worker lost its peers."""
+    accused: tuple[str, ...] = ()
+    """Workers that hang by its verdict."""
     obstacle: str = ""
     """Reason why it could not go on in another group."""
     is_leaving: bool = False
     """Whether the worker asks to leave."""
     still_s: float = 0.0
     """Time since its training loop entered the present phase."""
+    late_s: float = 0.0
+    """Time by which beats came late of late: the machine is starved, or calls keep the interpreter locked."""
     place: str = ""
     """Phase and step that it is in, in words; empty before the first."""
+    step_phase: str = ""
+    """Phase of the step that it is in; empty before the first."""
+    waits: bool = False
+    """Whether it waits for other workers in an operation."""
 
 
 class StoreMember(Member):
@@ -115,16 +134,17 @@ class StoreMember(Member):
         self._is_leaving = False
         self._lock = RLock()
         self._closed = Event()
+        self._lateness = Lateness()
         self._say()
         self._thread = start_thread(self._keep_beating, name="paceline-member", stop=self._closed.set)
 
-    def report_loss(self, step: int, *, is_whole: bool, reason: str) -> None:
+    def report_loss(self, step: int, *, is_whole: bool, reason: str, accused: tuple[str, ...] = ()) -> None:
         """Write it down."""
-        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason)
+        self._say(phase="lost", step=step, is_whole=is_whole, reason=reason, accused=accused)
 
     def at_boundary(self, step: int) -> None:
         """Write it down."""
-        self._say(phase="boundary", step=step, is_whole=True, reason="")
+        self._say(phase="boundary", step=step, is_whole=True, reason="", accused=())
 
     def leave(self) -> None:
         """Ask to leave at a step boundary. It may be called in a signal handler."""
@@ -206,7 +226,7 @@ class StoreMember(Member):
         names, previous = document.pop("names"), document.pop("previous")
         view = View(**document | {"rank": names.index(self.name)}, names=tuple(names), previous=tuple(previous))
         self._is_pending = False
-        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="")
+        self._say(phase="opening", epoch=view.epoch, step=view.step, is_whole=True, reason="", accused=())
         return view
 
     def _read(self, key: str) -> dict[str, Any] | None:
@@ -223,13 +243,17 @@ class StoreMember(Member):
             self._status = now
             position = PROGRESS.read()
             place = f"is in phase {position.phase} of step {position.step}" if position.phase else ""
-            said = replace(now, still_s=time.monotonic() - position.since_s, place=place)
+            still_s, late_s, waits = time.monotonic() - position.since_s, self._lateness.late_s, bool(PROGRESS.waits)
+            said = replace(now, still_s=still_s, late_s=late_s, place=place, step_phase=position.phase, waits=waits)
             self._store.set(f"status/{self.name}", json.dumps(asdict(said)))
             if replace(now, beat=before.beat) != before or now.beat == 1:
                 self._store.add("mail", 1)
 
     def _keep_beating(self) -> None:
+        began_s = time.monotonic()
         while not self._closed.wait(BEAT_INTERVAL_S):
+            self._lateness.note(time.monotonic() - began_s - BEAT_INTERVAL_S)
+            began_s = time.monotonic()
             try:
                 self._say()
                 change = self._read("change")

@@ -1,13 +1,16 @@
 """Requests of people to a run that trains: files in its directory, which its launcher answers."""
 
+import contextlib
 import fcntl
 import json
 import math
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 
 from paceline.elastic.facts import Fact, LeaveAsked, Scaled
 from paceline.elastic.journal import JOURNAL, read_journal
@@ -33,41 +36,53 @@ class RequestBox:
         self._most_workers, self._why_most = most_workers, why_most
         with storing(self._folder):
             self._folder.mkdir(exist_ok=True)
+        self._untouchable: set[str] = set()
+        """Names of what was refused, but could not be removed."""
         for file in self._folder.iterdir():  # of a launcher that was killed
-            file.unlink()
+            with contextlib.suppress(OSError):  # what stays is refused in `read`
+                file.unlink()
 
     def read(self, coordinator: Coordinator) -> list[Fact]:
-        """Return what people have asked for since the last call, and tell them whether it will be done."""
+        """Return what people have asked for since the last call, and tell them whether it will be done.
+
+        Whatever lies there, training goes on: what is no request is refused with a sentence.
+        """
         facts: list[Fact] = []
-        for name in os.listdir(self._folder):
-            if name.endswith(".leave"):
-                facts += self._take_leave(self._folder / name, coordinator)
-            if not name.endswith(".request"):
-                continue
-            path = self._folder / name
-            try:
-                facts.append(self._find_fact(json.loads(path.read_text()), coordinator))
-                answer = {"done": True, "words": ""}
-            except SettingsError as error:
-                answer = {"done": False, "words": str(error)}
-            path.unlink()
-            _write(path.with_suffix(".answer"), answer)
+        try:
+            names = os.listdir(self._folder)
+        except OSError:  # somebody removed the folder: `ask` says that nobody reads it
+            return []
+        self._untouchable &= set(names)
+        for name in names:
+            if name.endswith((".leave", ".request")) and name not in self._untouchable:
+                facts += self._take(self._folder / name, coordinator)
         return facts
 
-    def _take_leave(self, path: Path, coordinator: Coordinator) -> list[Fact]:
-        """Return what the file ``NAME.leave`` of a person asks for; who asks in vain finds ``NAME.leave.refused``."""
+    def _take(self, path: Path, coordinator: Coordinator) -> list[Fact]:
+        """Return what a file asks for, and remove it.
+
+        A program's ``.request`` is answered in any case. A person may write ``NAME.leave`` by hand, with a number of
+        seconds in it or nothing; who asks in vain finds ``NAME.leave.refused``.
+        """
         try:
-            said = path.read_text().strip()
-            within_s = float(said) if said else None
-            asked: dict[str, object] = {"leave": path.name.removesuffix(".leave"), "within_s": within_s}
-            path.unlink()
-            return [self._find_fact(asked, coordinator)]
+            asked = _read_leave(path) if path.suffix == ".leave" else _read_request(path)
+            facts, refusal = [self._find_fact(asked, coordinator)], ""
         except FileNotFoundError:  # taken back
             return []
-        except ValueError as error:
-            path.with_suffix(".leave.refused").write_text(f"{error}\n")
-            path.unlink(missing_ok=True)
+        except SettingsError as error:
+            facts, refusal = [], str(error)
+        try:
+            path.unlink()
+        except FileNotFoundError:  # taken back in this moment
             return []
+        except OSError:
+            self._untouchable.add(path.name)
+        with contextlib.suppress(OSError):  # a full disk: who waits for an answer says that none came
+            if path.suffix == ".request":
+                _write(path.with_suffix(".answer"), {"done": not refusal, "words": refusal})
+            elif refusal:
+                path.with_suffix(".leave.refused").write_text(f"{refusal}\n")
+        return facts
 
     def _find_fact(self, asked: dict[str, object], coordinator: Coordinator) -> Fact:
         if coordinator.view is None:
@@ -87,15 +102,55 @@ class RequestBox:
             within_s = asked.get("within_s")
             if within_s is None:
                 return LeaveAsked(str(leaver), self._notice_s)
-            if not isinstance(within_s, int | float) or not 0 < within_s < math.inf:
+            if not _is_number(within_s) or not 0 < within_s < math.inf:
                 raise SettingsError(f"the time to leave must be more than 0 seconds, but got {within_s}; give more")
             return LeaveAsked(str(leaver), float(within_s))
-        if not isinstance(target, int) or not 1 <= target <= self._most_workers:
+        if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= self._most_workers:
             raise SettingsError(
                 f"the number of workers must be from 1 to {self._most_workers}, {self._why_most}, but got {target}; "
                 "choose another"
             )
         return Scaled(target)
+
+
+def _read_request(path: Path) -> dict[str, object]:
+    """Return the content of a ``.request``; raise `SettingsError` if it is none."""
+    try:
+        asked = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"a request must be JSON, but {path} is not: {error}; use paceline scale") from error
+    if not isinstance(asked, dict):
+        raise SettingsError(f"a request must be an object of JSON, but {path} holds {asked!r:.100}; use paceline scale")
+    return asked
+
+
+def _read_leave(path: Path) -> dict[str, object]:
+    """Return what a ``NAME.leave`` asks for; raise `SettingsError` if it holds anything but a number."""
+    said = _read_text(path).strip()
+    try:
+        within_s = float(said) if said else None
+    except ValueError as error:
+        raise SettingsError(
+            f"{path} must hold the seconds in which the worker leaves, or nothing, but holds {said!r:.100}; "
+            "write a number"
+        ) from error
+    return {"leave": path.name.removesuffix(".leave"), "within_s": within_s}
+
+
+def _read_text(path: Path) -> str:
+    """Return what a request says; raise `SettingsError` if it is no file that can be read, so that nobody waits."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SettingsError(f"a request must be a file, but {path} is something else; remove it")
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SettingsError(f"{path} must be readable by the launcher, but is not: {error}; remove it") from error
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def ask(directory: Path, request: dict[str, object], *, timeout_s: float = 10.0) -> None:

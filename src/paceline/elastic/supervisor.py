@@ -32,18 +32,23 @@ from paceline.elastic.facts import (
     host_of,
 )
 from paceline.elastic.journal import Journal
-from paceline.elastic.member import Status
+from paceline.elastic.member import BEAT_INTERVAL_S, Lateness, Status
 from paceline.elastic.protocol import Coordinator
 
 _IDLE_S, _BUSY_S, _LOOK_S = 0.05, 0.005, 0.5
 """Longest times between two looks at the mail while nothing happens, at the mail while workers change, and at beats."""
+_MOST_STRETCH = 10.0
+"""Largest factor by which times without a beat are stretched on a starved machine."""
 _START_FACTOR = 5
 """Factor of the longest standstill before the first step, where models are built and data are fetched."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Longest times that the supervisor waits for a worker before it kills it."""
+    """Longest times that the supervisor waits for a worker before it kills it.
+
+    Those without a beat are longer where this process itself, or the other workers, are late: the machine is starved.
+    """
 
     silence_s: float = 10.0
     """Time without a beat, while other workers beat: it is stopped, or a call keeps its interpreter locked."""
@@ -53,6 +58,8 @@ class Patience:
     """Time without a vote, where the others wait for it, though it beats."""
     standstill_s: float = 60.0
     """Time without progress of any worker after which people are told, first, where each is; nobody is killed."""
+    stop_s: float = 15.0
+    """Time without progress of a worker that was asked to stop and waits for nobody, or twice its longest phase."""
 
 
 class Workforce(ABC):
@@ -144,6 +151,7 @@ class Supervisor:
         self._leave_by: dict[str, tuple[float, float]] = {}
         """Time by which each worker must have left, and half-way to it."""
         self._looked_s = clock()
+        self._lateness = Lateness()
         self.gave_up = ""
         """Reason why nothing is started any more; empty if the workers have finished, or a verdict is final."""
         self.has_verdict = False
@@ -154,23 +162,32 @@ class Supervisor:
         """Ends of workers that the coordinator is still to be told."""
         self.is_stopping = False
         """Whether this process was asked to stop; it may be set in a signal handler."""
-        self._told_of_stop = False
+        self._stop_asked_s: float | None = None
+        """Time at which the coordinator was told that all are to stop."""
+        self._longest_s: dict[str, float] = {}
+        """Time of the longest phase of each worker, of those that ended."""
+        self._free_s: dict[str, float] = {}
+        """Time since which each worker could have stopped, of those that waited for others or saved after that."""
+        self.killed_at_stop: dict[str, str] = {}
+        """Reasons why workers were killed after all were asked to stop, by name."""
 
     def run(self) -> None:
         """Run until nothing is left to do."""
         self._do(self.coordinator.begin())
         while not self.coordinator.is_over:
             is_busy = self._broken_s is not None or self.coordinator.is_asked or self.coordinator.view is None
-            self._ended += starmap(Died, self._workforce.wait(_BUSY_S if is_busy else _IDLE_S))
+            began_s, wait_s = self._clock(), _BUSY_S if is_busy else _IDLE_S
+            self._ended += starmap(Died, self._workforce.wait(wait_s))
+            self._lateness.note(self._clock() - began_s - wait_s)
             while self._ended:
                 self._feed(self._ended.pop(0))
-            if self.is_stopping and not self._told_of_stop:
-                self._told_of_stop = True
+            if self.is_stopping and self._stop_asked_s is None:
                 self._feed(StopAsked())
             for fact in self._read_requests(self.coordinator):
                 self._feed(fact)
             self._read_mail()
             self._watch()
+            self._watch_stop()
             self._watch_leavers()
 
     def _feed(self, fact: Fact) -> None:
@@ -180,6 +197,10 @@ class Supervisor:
         if isinstance(fact, Died):
             self._beats.pop(fact.name, None)
         self._note_killed(fact)
+        if isinstance(fact, StopAsked):
+            self._stop_asked_s = self._clock()
+        if isinstance(fact, Silent) and self._stop_asked_s is not None:
+            self.killed_at_stop[fact.name] = fact.reason
         if isinstance(fact, LeaveAsked) and fact.within_s is not None:
             now_s = self._clock()
             self._leave_by.setdefault(fact.name, (now_s + fact.within_s, now_s + fact.within_s / 2))
@@ -264,6 +285,8 @@ class Supervisor:
             if self._store.check([f"status/{name}"]):
                 status = Status(**json.loads(self._store.get(f"status/{name}")))
                 if status.beat > self._beats.get(name, (-1, 0.0))[0]:
+                    if (before := self._said.get(name)) and status.still_s < before.still_s:
+                        self._longest_s[name] = max(self._longest_s.get(name, 0.0), before.still_s)
                     self._beats[name], self._said[name] = (status.beat, now_s), status
                     self._take(name, status)
 
@@ -278,7 +301,7 @@ class Supervisor:
             self._feed(LeaveAsked(name, self._notice_s))
         if status.phase in ("lost", "boundary") and status.epoch == self.coordinator.epoch and worker.vote is None:
             lost = (status.reason or "it lost its peers") if status.phase == "lost" else ""
-            self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost))
+            self._feed(Voted(name, status.epoch, status.step, status.is_whole, lost, tuple(status.accused)))
 
     def _watch(self) -> None:
         """Find workers that stand still."""
@@ -290,14 +313,34 @@ class Supervisor:
             silent_s = silent.get(name)
             if worker.is_doomed or silent_s is None:
                 continue
-            if silent_s > patience.silence_s and newest_s < patience.silence_s / 2:
+            stretch = self._find_stretch(name, silent)
+            if silent_s > stretch * patience.silence_s and newest_s < patience.silence_s / 2:
                 self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
             elif self._broken_s is not None and name in self.coordinator.members and worker.vote is None:
                 waited_s = now_s - self._broken_s
-                if min(silent_s, waited_s) > patience.vote_s:
+                if verdict := self._find_verdict(name):
+                    self._feed(Silent(name, f"{name} hangs: {verdict}"))
+                elif min(silent_s, waited_s) > stretch * patience.vote_s:
                     self._feed(Silent(name, f"{name} stands still: no sign of life for {silent_s:.1f} s"))
                 elif waited_s > patience.stuck_s:
                     self._feed(Silent(name, f"{name} did not notice within {waited_s:.0f} s that others were lost"))
+
+    def _find_verdict(self, name: str) -> str:
+        """Return what another worker says of one that hangs by its verdict, and has not voted; empty if nobody does."""
+        workers = self.coordinator.workers
+        votes = [vote for member in self.coordinator.members if (vote := workers[member].vote)]
+        return next((vote.lost for vote in votes if name in vote.accused), "")
+
+    def _find_stretch(self, name: str, silent: Mapping[str, float]) -> float:
+        """Return the factor of times for a worker's silence: what is late here, or in all others, may be late in it.
+
+        Args:
+            name: Name of the worker.
+            silent: Time since the last beat of each worker.
+        """
+        others = [self._said[other].late_s for other in silent if other != name and other in self._said]
+        beats_late = min(others, default=0.0) / BEAT_INTERVAL_S
+        return min(1.0 + max(beats_late, self._lateness.late_s / _IDLE_S), _MOST_STRETCH)
 
     def _watch_all(self, silent: Mapping[str, float]) -> None:
         """Tell people if no worker gets on: each may wait for the others, so that none of them is judged.
@@ -316,6 +359,25 @@ class Supervisor:
                 f"{name} {one.place or 'has not begun'}{self._workforce.locate(name)}" for name, one in said.items()
             )
             self._tell_standstill(f"no worker has made progress for {still_s:.0f} s: {'; '.join(places)}")
+
+    def _watch_stop(self) -> None:
+        """Kill workers that do not get on though all were asked to stop; who waits for others can, once they end."""
+        now_s, asked_s, patience = self._clock(), self._stop_asked_s, self._patience
+        if asked_s is None:
+            return
+        for name, worker in list(self.coordinator.workers.items()):
+            if worker.is_doomed or worker.vote is not None:
+                continue
+            said, silent_s = self._said.get(name, Status()), now_s - self._beats.get(name, (-1, asked_s))[1]
+            waits = said.waits or said.phase not in ("starting", "training")
+            if said.step_phase == "save" or (waits and silent_s < patience.silence_s):
+                self._free_s[name] = now_s
+                continue
+            still_s = min(said.still_s + silent_s, now_s - self._free_s.get(name, asked_s))
+            limit_s = max(patience.stop_s, 2 * self._longest_s.get(name, 0.0))
+            if still_s >= (patience.stuck_s if said.step_phase in ("evaluate", "loop") else limit_s):
+                place = (said.place or "has not begun") + self._workforce.locate(name)
+                self._feed(Silent(name, f"{name} {place}, and made no progress for {still_s:.0f} s after it was asked"))
 
     def _watch_leavers(self) -> None:
         """End workers whose time to leave is over; where no other one has the state, let it be saved in time."""

@@ -1,17 +1,20 @@
 """The agent of another machine: it offers workers to a run that a launcher elsewhere trains, and starts them here."""
 
+import contextlib
 import dataclasses
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from paceline.comm.control import ControlAccess, ControlError, ControlStore
+from paceline.comm.threads import start_thread
 from paceline.data import Source
 from paceline.errors import CommunicationError, DataError, PacelineError, SettingsError, storing
 from paceline.launch.agent_messages import (
@@ -19,6 +22,7 @@ from paceline.launch.agent_messages import (
     MAIL,
     NUM_AGENTS,
     Demand,
+    DocumentError,
     Invitation,
     Offer,
     chunk_key,
@@ -27,6 +31,7 @@ from paceline.launch.agent_messages import (
     find_versions,
     offer_key,
     read,
+    read_versions,
     write,
 )
 from paceline.launch.exit_codes import ExitCode
@@ -73,6 +78,7 @@ def serve_launcher(
         raise SettingsError(f"--name must be of letters, digits, dots and dashes, but got {name!r}; choose another")
     try:
         store = ControlStore(access)
+        _check_versions(read_versions(store))
         invitation = read(store, INVITATION, Invitation)
     except ControlError as error:
         raise SettingsError(
@@ -120,19 +126,24 @@ def _check_device(num_workers: int) -> None:
         )
 
 
+def _check_versions(versions: Mapping[str, object]) -> None:
+    """Raise `SettingsError` where a version is another one here: all else that is written may differ with it."""
+    here = find_versions()
+    for what, there in versions.items():
+        if what in here and here[what] != there:
+            raise SettingsError(
+                f"{what} must be the same on all machines, but is {here[what]} here and {there} where the launcher "
+                f"runs; install {what} {there} here"
+            )
+
+
 def _prepare(invitation: Invitation, directory: Path) -> None:
     """Write the run's file into `directory`, once it is sure that this machine can take part.
 
     Raises:
         SettingsError: Versions, code or data are not the same here as where the launcher runs.
     """
-    here = find_versions()
-    for what, there in invitation.versions.items():
-        if here[what] != there:
-            raise SettingsError(
-                f"{what} must be the same on all machines, but is {here[what]} here and {there} where the launcher "
-                f"runs; install {what} {there} here"
-            )
+    _check_versions(invitation.versions)
     file = RunFile.model_validate(invitation.file)
     try:
         run = load_run(file)
@@ -199,7 +210,10 @@ class _Service:
                 name = signal.Signals(stop.number).name
                 self._tell(f"{name}: the workers of this machine leave within {self._notice_s:g} s")
                 self._say(is_leaving=True)
-            demand = read(self._store, demand_key(self._number), Demand) or Demand()
+            try:
+                demand = read(self._store, demand_key(self._number), Demand) or Demand()
+            except DocumentError as error:
+                return self._end(Demand(over=str(error), is_refused=True))
             self._forward_log()
             if ended:
                 self._say(ended=self._offer.ended | {name: (end, reason) for name, end, reason in ended})
@@ -226,7 +240,8 @@ class _Service:
         for name, (slot, epoch) in demand.start.items():
             if name not in self._started and self._leave_by_s is None:
                 self._started.add(name)
-                self._workforce.start(name, slot, epoch)
+                with self._beating():
+                    self._workforce.start(name, slot, epoch)
         for name in demand.kill:
             if name not in self._killed:
                 self._killed.add(name)
@@ -234,6 +249,23 @@ class _Service:
         for number in demand.signals[self._num_signals :]:
             self._workforce.signal(number)
         self._num_signals = len(demand.signals)
+
+    @contextlib.contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Give signs of life from a thread: a start may take long, as the first one waits for an import of torch."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(ControlError):  # the loop finds it too
+                while not is_over.wait(_BEAT_S):
+                    self._say()
+
+        thread = start_thread(beat, name="paceline-agent", stop=is_over.set)
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _end(self, demand: Demand) -> ExitCode:
         were_running = self._workforce.is_running

@@ -8,20 +8,32 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch.distributed import Store
 
 import paceline
 from paceline.elastic.facts import End
+from paceline.errors import SettingsError
+from paceline.registry import explain
 
 INVITATION, NUM_AGENTS, MAIL = "agents/run", "agents/number", "agents/mail"
 T = TypeVar("T")
 
 
+class DocumentError(SettingsError):
+    """What the other side has written is no document of this version."""
+
+
 @dataclass(frozen=True)
-class Invitation:
+class _Document:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Invitation(_Document):
     """Run that agents may offer workers to."""
 
     name: str
@@ -38,11 +50,11 @@ class Invitation:
 
 
 @dataclass(frozen=True)
-class Offer:
+class Offer(_Document):
     """State of an agent, as the launcher sees it."""
 
-    host: str
-    num_workers: int
+    host: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    num_workers: Annotated[int, Field(ge=1)]
     beat: int = 0
     """Number of times that it was written."""
     is_leaving: bool = False
@@ -55,7 +67,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Demand:
+class Demand(_Document):
     """What the launcher wants of an agent."""
 
     start: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -91,8 +103,34 @@ def write(store: Store, key: str, document: Any) -> None:
 
 
 def read(store: Store, key: str, kind: type[T]) -> T | None:
-    """Return the document under a key; None if there is none."""
-    return kind(**json.loads(store.get(key))) if store.check([key]) else None
+    """Return the document under a key; None if there is none.
+
+    Raises:
+        DocumentError: Something else lies there.
+    """
+    if not store.check([key]):
+        return None
+    try:
+        document: T = _READERS[kind].validate_json(store.get(key))
+    except ValidationError as error:
+        faults = ", ".join(explain(error).splitlines())
+        raise DocumentError(
+            f"{key} of the control store must be what Paceline {paceline.__version__} writes, but: {faults}; "
+            "install the same version on all machines"
+        ) from error
+    return document
+
+
+def read_versions(store: Store) -> dict[str, object]:
+    """Return the versions where the launcher runs, whatever else these versions write; empty if there are none."""
+    try:
+        versions = json.loads(store.get(INVITATION))["versions"] if store.check([INVITATION]) else {}
+    except (ValueError, KeyError, TypeError):  # `read` says what is wrong
+        return {}
+    return versions if isinstance(versions, dict) else {}
+
+
+_READERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Invitation, Offer, Demand)}
 
 
 @functools.cache

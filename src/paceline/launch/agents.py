@@ -16,6 +16,7 @@ from paceline.launch.agent_messages import (
     MAIL,
     NUM_AGENTS,
     Demand,
+    DocumentError,
     Invitation,
     Offer,
     chunk_key,
@@ -29,6 +30,7 @@ from paceline.launch.agent_messages import (
 from paceline.launch.processes import GRACE_S
 from paceline.launch.worker import load_run
 from paceline.launch.workforce import LocalWorkforce
+from paceline.monitor.events import Warned
 from paceline.monitor.log import EventLog
 from paceline.training.run import RunFile
 
@@ -50,6 +52,8 @@ class _Agent:
         self.seen_s = now_s
         """Time of its last sign of life."""
         self.num_copied = 0
+        self.fault = ""
+        """Reason why what it wrote cannot be understood; empty if it can."""
         self.is_withdrawn = False
         self.told: set[str] = set()
         """Names of workers whose end was told."""
@@ -142,7 +146,7 @@ class SpreadWorkforce(Workforce):
         while any(self._list_running(agent) for agent in self._agents) and time.monotonic() < deadline_s:
             for agent in list(self._agents):
                 self._look_at(agent, time.monotonic())
-                if time.monotonic() - agent.seen_s > SILENCE_S:
+                if agent.fault or time.monotonic() - agent.seen_s > SILENCE_S:
                     agent.told |= set(agent.demand.start)  # nobody waits for them; the next look drops the agent
             time.sleep(0.02)
         for agent in self._agents:
@@ -163,12 +167,15 @@ class SpreadWorkforce(Workforce):
         while self._agents and time.monotonic() < deadline_s:
             for agent in list(self._agents):
                 self._look_at(agent, time.monotonic())
-                if agent.offer is not None and agent.offer.is_closed:
+                if agent.fault or (agent.offer is not None and agent.offer.is_closed):
                     self._agents.remove(agent)
             time.sleep(0.02)
 
     def _read_agent(self, agent: _Agent, coordinator: Coordinator, now_s: float) -> list[Fact]:
         self._look_at(agent, now_s)
+        if agent.fault:
+            self._log.write(Warned(message=f"an agent was refused: {agent.fault}"), step=-1)
+            return self._drop(agent, agent.fault, is_refused=True)
         offer = agent.offer
         silent_s = now_s - agent.seen_s
         if silent_s > SILENCE_S or (offer is not None and offer.is_closed):
@@ -186,19 +193,32 @@ class SpreadWorkforce(Workforce):
         return []
 
     def _look_at(self, agent: _Agent, now_s: float) -> None:
-        """Read what an agent says."""
-        offer = read(self._store, offer_key(agent.number), Offer)
-        if offer is None or (agent.offer is not None and offer.beat == agent.offer.beat):
+        """Read what an agent says; what is none of this version's documents is its fault, and no error here."""
+        try:
+            offer = read(self._store, offer_key(agent.number), Offer)
+            if offer is None or (agent.offer is not None and offer.beat == agent.offer.beat):
+                return
+            self._copy_log(agent, offer)
+        except DocumentError as error:
+            agent.fault = str(error)
             return
         agent.offer, agent.seen_s = offer, now_s
-        for chunk in range(agent.num_copied, offer.num_chunks):
-            self._log.copy(self._store.get(chunk_key(agent.number, chunk)))
-            self._store.delete_key(chunk_key(agent.number, chunk))
-        agent.num_copied = offer.num_chunks
         for name, (end, reason) in offer.ended.items():
             if name not in agent.told:
                 agent.told.add(name)
                 self._ended.append((name, end, reason))
+
+    def _copy_log(self, agent: _Agent, offer: Offer) -> None:
+        for chunk in range(agent.num_copied, offer.num_chunks):
+            key = chunk_key(agent.number, chunk)
+            if not self._store.check([key]):  # to ask for it would wait
+                raise DocumentError(
+                    f"an agent must have sent the {offer.num_chunks} pieces of the log that it names, but {key} is not "
+                    "there; start it again"
+                )
+            self._log.copy(self._store.get(key))
+            self._store.delete_key(key)
+            agent.num_copied = chunk + 1
 
     def _judge(self, agent: _Agent, offer: Offer, coordinator: Coordinator) -> list[Fact]:
         """Take an agent's workers, or say why not."""
@@ -222,8 +242,8 @@ class SpreadWorkforce(Workforce):
         agent.host = next(name for name in names if name not in taken)
         return [Offered(agent.host, offer.num_workers)]
 
-    def _drop(self, agent: _Agent, reason: str) -> list[Fact]:
-        self._send(agent, over=reason)
+    def _drop(self, agent: _Agent, reason: str, *, is_refused: bool = False) -> list[Fact]:
+        self._send(agent, over=reason, is_refused=is_refused)
         self._agents.remove(agent)
         return [HostLost(agent.host, reason)] if agent.host else []
 

@@ -1,6 +1,7 @@
 """What the exit code of `paceline train` says, and the end of a process with one."""
 
 import atexit
+import contextlib
 import enum
 import os
 import sys
@@ -49,6 +50,7 @@ def leave(code: int) -> NoReturn:
     Python would then take torch apart object by object, which costs a second of each process.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # on a full disk
+            stream.flush()
     os._exit(code)

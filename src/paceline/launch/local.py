@@ -20,7 +20,7 @@ from paceline.elastic.journal import JOURNAL, Journal
 from paceline.elastic.protocol import Coordinator, MembershipSettings
 from paceline.elastic.requests import RequestBox
 from paceline.elastic.supervisor import EndVerdict, Patience, Supervisor
-from paceline.errors import storing
+from paceline.errors import SettingsError, storing
 from paceline.launch.agents import SpreadWorkforce
 from paceline.launch.changes import Changes
 from paceline.launch.exit_codes import ExitCode, find_exit_code
@@ -85,9 +85,13 @@ def launch(
         StorageError: The directory cannot be written.
     """
     changes = changes or Changes()
+    check_min_workers(min_workers, num_processes)
     log_path = directory / "events.jsonl"
     with storing(directory / "workers"):
         (directory / "workers").mkdir(exist_ok=True)
+        for pattern in (ACCESS_FILE, f".{ACCESS_FILE}.*", "w*.pid"):  # of a launcher that was killed
+            for left in (directory / "workers").glob(pattern):
+                left.unlink(missing_ok=True)
     with (view or LiveView()).following(log_path), StopRequest() as stop:
         settings = MembershipSettings(
             num_processes,
@@ -98,6 +102,12 @@ def launch(
         )
         with ControlServer(*(changes.listen or ())) as server:
             server.access.save(directory / "workers" / ACCESS_FILE)
+            if num_spares and min_workers == num_processes:
+                warned = Warned(
+                    message=f"--spares {num_spares} cannot avoid the restart from the checkpoint at each loss that "
+                    f"--min_workers {min_workers}, as many as --workers, asks for; give fewer --min_workers"
+                )
+                _tell(directory, log_path, settings.first_epoch, warned)
             if changes.listen is not None:
                 token_file = directory / "workers" / ACCESS_FILE
                 print(f"agents: paceline agent {server.access.address} --token_file {token_file}", flush=True)
@@ -107,6 +117,15 @@ def launch(
                 (directory / "workers" / ACCESS_FILE).unlink(missing_ok=True)
     drop_lost_output()
     return code
+
+
+def check_min_workers(min_workers: int | None, num_workers: int) -> None:
+    """Raise `SettingsError` where a run could never go on from memory, not even with all of its workers."""
+    if min_workers is not None and min_workers > num_workers:
+        raise SettingsError(
+            f"--min_workers must be at most the {num_workers} workers, but got {min_workers}; as many as --workers "
+            "lets every loss start all again from the checkpoint"
+        )
 
 
 def _supervise(
@@ -155,10 +174,19 @@ def _supervise(
             stop_all(stop.number)
         try:
             supervisor.run()
+        except Exception:  # a bug here, or a disk that is full, costs no more than the death of this process
+            try:
+                workforce.end_all()  # what was trained is saved first
+            finally:
+                local.end_all()
+            raise
         finally:
             stop.hand_on = lambda _: None
             local.kill_all()
     epoch = supervisor.coordinator.epoch
+    if supervisor.killed_at_stop:
+        words = _describe_killed(supervisor.killed_at_stop, read_log(log_path), settings.first_epoch)
+        _tell(directory, log_path, epoch, Warned(message=words))
     if supervisor.gave_up:
         failed = Failed(error="CommunicationError", message=supervisor.gave_up, traceback="")
         _tell(directory, log_path, epoch, failed)
@@ -167,6 +195,13 @@ def _supervise(
         return ExitCode.FAILED if outcomes[-1].mismatch else outcomes[-1].code
     records = [record for record in read_log(log_path) if record.epoch >= epoch]
     return _judge(records, local.ended, stop.number != 0, directory / "workers").code
+
+
+def _describe_killed(killed: dict[str, str], records: list[Record], first_epoch: int) -> str:
+    """Return who was killed after all were asked to stop, and whether the others saved a checkpoint, in words."""
+    saved = select([record for record in records if record.epoch >= first_epoch], Preempted)
+    end = f"the others saved {saved[-1].event.checkpoint}" if saved else "no checkpoint was written for the stop"
+    return f"{', '.join(killed)} did not stop as asked, and had to be killed; {end}; {'; '.join(killed.values())}"
 
 
 def _open_workforce(directory: Path, size: int, access: ControlAccess, changes: Changes) -> LocalWorkforce:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.comm.threads import start_thread
 from paceline.elastic.facts import Fact, Scaled
 from paceline.elastic.policy import POLICIES, ScaleFacts, ScalePolicy, check_answer, read_prices
 from paceline.elastic.protocol import Coordinator
@@ -81,7 +82,7 @@ class PolicyCaller:
         self._warned: set[str] = set()
         self._called_s = clock()
         self._thread: threading.Thread | None = None
-        self._answer: int | Exception | None = None
+        self._answer: int | BaseException | None = None
         self._asked_epoch = -1
         self._by_size: dict[int, float] = {}
         self._read_bytes = log.stat().st_size if log.exists() else 0
@@ -105,15 +106,14 @@ class PolicyCaller:
             self._warn_once(str(error))
             return []
         facts = ScaleFacts(size, self._most_workers, samples_per_s, dict(self._by_size), prices)
-        self._asked_epoch = coordinator.epoch
-        self._thread = threading.Thread(target=self._call, args=(facts,), name="paceline-policy", daemon=True)
-        self._thread.start()
+        self._asked_epoch, self._answer = coordinator.epoch, None
+        self._thread = start_thread(self._call, facts, name="paceline-policy")
         return []
 
     def _call(self, facts: ScaleFacts) -> None:
         try:
             self._answer = check_answer(self._policy(facts), self._most_workers)
-        except Exception as error:
+        except BaseException as error:  # sys.exit too: it would end this thread alone, without a word
             self._answer = error
 
     def _take_answer(self, coordinator: Coordinator) -> list[Fact]:

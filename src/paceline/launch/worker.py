@@ -1,5 +1,6 @@
 """One worker process: joins the others, trains, and says in the log how it ended."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,11 @@ def _join_and_work(directory: Path, attempt: int, name: str, leaves_on_sigterm: 
 
 
 def _code_of(error: BaseException) -> ExitCode:
-    if isinstance(error, PacelineError):
-        print(f"paceline: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # of a full disk, which people are told of in other words
+        if isinstance(error, PacelineError):
+            print(f"paceline: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
     return find_exit_code(type(error))
 
 
@@ -192,7 +193,7 @@ def _count_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _warnings_in(log: EventLog) -> Iterator[None]:
     """Write Python's warnings to the log too; unused parameters have an event of their own there."""
     show = warnings.showwarning

@@ -220,10 +220,11 @@ class ADPSGDSynchroniser(Synchroniser):
         """Send the parameters to a passive neighbour; they change only when its answer has come."""
         draw = random.Random(f"{self._context.seed} {self._context.group.rank} {number}")
         self._partner = draw.choice(self._neighbours)
-        self._client = self._endpoint.clients[self._partner]
+        client = self._endpoint.clients[self._partner]
         body = self._model.values.view(torch.uint8)
         self._wire_bytes += len(body)
-        self._client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps), body)
+        client.begin(RpcHeader(_AVERAGE, clock=self._model.num_steps), body)
+        self._client = client  # not if the neighbour is lost: nothing is under way then
 
     def _finish(self) -> None:
         """Wait for the answer under way, if any, and apply it."""

@@ -28,6 +28,10 @@ _MAD_OF_SIGMA = 1.4826
 """Ratio of a normal distribution's deviation to the median of the distances from its median."""
 _LEAST_SCALE = 0.02
 """Least scale of what is usual, as a fraction: a loss that never moves may still move by some."""
+_HIGH_RATIO = 100.0
+"""Ratio to the median from which fewer deviations make a spike: many wide deviations would be a ratio of thousands."""
+_LEAST_DEVIATIONS = 6.0
+"""Number of deviations that a spike of such a ratio needs at least."""
 
 
 class Anomalies(Settings):
@@ -42,7 +46,7 @@ class Anomalies(Settings):
     window: int = Field(default=100, ge=_LEAST_VALUES)
     """Number of steps before that a value is compared with."""
     loss_threshold: float = Field(default=10.0, gt=0)
-    """Distance above the median from which a loss is a spike, in robust standard deviations."""
+    """Distance above the median from which a loss is a spike, in robust standard deviations of the logarithm."""
     gradient_threshold: float = Field(default=20.0, gt=0)
     """The same for a gradient norm, which changes more as a model learns."""
     patience: int = Field(default=10, ge=1)
@@ -69,7 +73,8 @@ class SpikeDetector:
 
     A value is a spike if it is above the median by `threshold` deviations, or the third in a row that is above it by
     half of that: an odd batch is soon over, and parameters that went astray stay there. Values are compared by their
-    logarithms while all are positive: then a loss near 0 may double, and one of 3 may not.
+    logarithms while all are positive: then a loss near 0 may double, and one of 3 may not. From 100 medians on 6
+    deviations are enough.
 
     Args:
         window: Number of values before that one is compared with.
@@ -97,7 +102,8 @@ class SpikeDetector:
         middle, scale, in_logarithms = self._center
         if not in_logarithms:
             return middle + threshold * max(scale, _LEAST_SCALE * abs(middle))
-        exponent = middle + threshold * max(scale, _LEAST_SCALE)
+        scale = max(scale, _LEAST_SCALE)
+        exponent = middle + min(threshold * scale, max(math.log(_HIGH_RATIO), _LEAST_DEVIATIONS * scale))
         return math.exp(exponent) if exponent < 700 else math.inf
 
     def add(self, value: float) -> None:
@@ -177,7 +183,7 @@ class AnomalyGuard:
 
         A reaction that has been taken too often gives way to stop.
         """
-        if self._step in self.skipped_steps and not self._found and isinstance(error, SpikeError):
+        if self._step in self.skipped_steps and not self._found:
             return "skip"
         if isinstance(error, NonFiniteError):
             reaction: str = self.settings.non_finite

@@ -4,6 +4,9 @@ Each worker measures its computing time per sample: forward and backward, withou
 sends the median over an interval of steps; the lower of its last two medians counts. A disturbance only ever
 makes a worker slower, so neither a slow step nor a slow period shorter than an interval changes anything.
 
+A worker is named as slow only if even the fastest of its steps in both intervals took much longer than the others'
+median, and without the time in which other processes had its core: on a busy machine one step in many is undisturbed.
+
 Shares of a global batch are then proportional to speed, so that all workers finish at the same time. The samples of a
 step do not change, since every exchange carries its weight; the order of summation does, and the worker whose random
 numbers a sample gets. So shares change only if that makes the slowest worker's step a tenth shorter: noise, and
@@ -11,7 +14,7 @@ the rounding to whole samples, leave them alone. Every worker keeps one sample o
 nobody could see that it is fast again. If a step has a fixed cost besides its samples, speed depends on the share;
 repeated measurement then converges to equal times.
 
-On the wire it costs 16 bytes per worker and interval; no worker waits for them: they are read an interval later.
+On the wire it costs 32 bytes per worker and interval; no worker waits for them: they are read an interval later.
 """
 
 import time
@@ -31,11 +34,12 @@ from paceline.comm.streams import record
 from paceline.data import Loader
 from paceline.monitor.events import Event, SharesChanged, SlowWorker
 from paceline.replica.step_result import StepTimes
+from paceline.training.run_queue import RunQueue
 
 LEAST_GAIN = 1.1
 """Smallest ratio of the slowest worker's time with the present shares to its time with new shares."""
 SLOW_FACTOR = 1.5
-"""Ratio of a worker's computing time to the others' from which it counts as slow."""
+"""Ratio of the computing time of a worker's fastest step to the others' median from which it counts as slow."""
 _LEAST_LOAD = 0.75
 """Fraction of the others' computing time in a step below which no worker counts as slow: with few samples the fixed
 cost of a step alone makes the time per sample long."""
@@ -52,6 +56,8 @@ class LoadBalancer:
         interval: Number of steps per measurement.
         is_following: Whether shares follow speed; else slow workers are only reported.
         clock: Clock of computing time on a CPU.
+        queue_clock: Clock of the part of it in which other processes had the core; None for the kernel's, if `clock` is
+            the host's.
     """
 
     def __init__(
@@ -62,10 +68,13 @@ class LoadBalancer:
         interval: int,
         is_following: bool,
         clock: Callable[[], float] = time.perf_counter,
+        queue_clock: Callable[[], float] | None = None,
     ) -> None:
         self._loader, self._group = loader, group or LocalGroup()
         self._interval, self._is_following = interval, is_following
-        self._stopwatch = _Stopwatch(self._group.device, clock)
+        if queue_clock is None:
+            queue_clock = RunQueue() if clock is time.perf_counter else lambda: 0.0
+        self._stopwatch = _Stopwatch(self._group.device, clock, queue_clock)
         self._num_samples = 0
         self._steps: list[_MeasuredStep] = []
         """Steps since the last message."""
@@ -96,15 +105,16 @@ class LoadBalancer:
         # On a GPU the last step still runs: the host does not wait for it, and it counts in the next interval.
         known = [step for step in [*self._running, *measured] if step.is_over]
         self._running = [step for step in measured if not step.is_over]
-        steps = [(step.read(), step.num_samples) for step in known]
+        mine = measure([(step.read(), step.num_samples) for step in known])
+        undisturbed = [(step.read_undisturbed(), step.num_samples) for step in known]
         if len(measured) < self._interval:  # the run resumed within an interval
             return []
         events = self._receive()
-        self._send(steps)
+        self._send((*mine, measure(undisturbed)[0], find_fastest(undisturbed)))
         return events
 
-    def _send(self, steps: Sequence[tuple[float, int]]) -> None:
-        mine = torch.tensor(measure(steps), dtype=torch.float64, device=self._group.device)
+    def _send(self, measured: Sequence[float]) -> None:
+        mine = torch.tensor(measured, dtype=torch.float64, device=self._group.device)
         everybody = mine.new_zeros(self._group.size, len(mine))
         self._sent = self._group.all_gather(everybody, mine, name="speeds"), everybody
 
@@ -116,14 +126,16 @@ class LoadBalancer:
         last, self._last = self._last, everybody
         if last is None:
             return []
-        sample_s, step_s = torch.fmin(last, everybody).T.tolist()  # unknown times are NaN, and ignored
-        return [*self._name_slow(sample_s, step_s), *self._follow(sample_s)]
+        sample_s, step_s, *undisturbed_s = torch.fmin(last, everybody).T.tolist()  # unknown times are NaN, and ignored
+        return [*self._name_slow(step_s, *undisturbed_s), *self._follow(sample_s)]
 
-    def _name_slow(self, sample_s: Sequence[float], step_s: Sequence[float]) -> Iterator[Event]:
-        for rank, factor in find_slow(sample_s, step_s).items():
+    def _name_slow(
+        self, step_s: Sequence[float], sample_s: Sequence[float], fastest_s: Sequence[float]
+    ) -> Iterator[Event]:
+        for rank, factor in find_slow(sample_s, step_s, fastest_s).items():
             if rank not in self._named:
                 self._named.add(rank)
-                own = 1 / sample_s[rank]
+                own = 1 / fastest_s[rank]
                 yield SlowWorker(slow_rank=rank, factor=factor, samples_per_s=own, others_samples_per_s=own * factor)
 
     def _follow(self, sample_s: Sequence[float]) -> Iterator[Event]:
@@ -145,20 +157,29 @@ def measure(steps: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return median(time_s / num for time_s, num in with_samples), median(time_s for time_s, _ in with_samples)
 
 
-def find_slow(sample_s: Sequence[float], step_s: Sequence[float]) -> Mapping[int, float]:
-    """Return the ratio of each slow worker's computing time to the median of the others, by rank.
+def find_fastest(steps: Sequence[tuple[float, int]]) -> float:
+    """Return the seconds of computing per sample in the fastest of the steps; NaN if none had samples."""
+    return min((max(time_s, _TICK_S) / num_samples for time_s, num_samples in steps if num_samples), default=nan)
+
+
+def find_slow(
+    sample_s: Sequence[float], step_s: Sequence[float], fastest_s: Sequence[float] | None = None
+) -> Mapping[int, float]:
+    """Return the ratio of the computing time of each slow worker's fastest step to the others' median, by rank.
 
     Args:
         sample_s: Seconds of computing per sample, by rank; NaN if unknown.
         step_s: Seconds of computing per step, by rank; NaN if unknown.
+        fastest_s: Seconds of computing per sample in the fastest step, by rank; None if all steps are alike.
     """
+    fastest_s = sample_s if fastest_s is None else fastest_s
     known = [rank for rank, value in enumerate(sample_s) if not isnan(value)]
     if len(known) < 2:
         return {}
     slow = {}
     for rank in [rank for rank in known if sample_s[rank] >= SLOW_FACTOR * min(sample_s[one] for one in known)]:
         others = [other for other in known if other != rank]
-        factor = sample_s[rank] / median(sample_s[other] for other in others)
+        factor = fastest_s[rank] / median(sample_s[other] for other in others)
         load = step_s[rank] / median(step_s[other] for other in others)
         if factor >= SLOW_FACTOR and load >= _LEAST_LOAD:
             slow[rank] = factor
@@ -207,6 +228,8 @@ class _Span:
     """A computation's time: by the host's clock, or by two events of a GPU's queue."""
 
     host_s: float = 0.0
+    queued_s: float = 0.0
+    """Time of it in which other processes had the core."""
     events: Any = None
 
     @property
@@ -237,13 +260,19 @@ class _MeasuredStep:
     def read(self) -> float:
         return max(0.0, sum(span.read() for span in self.spans) - self.waited_s)
 
+    def read_undisturbed(self) -> float:
+        """Return the time without that in which other processes had the core; all of it if the worker has waited."""
+        # Whoever wakes up from waiting for others waits for a core too, which is not to be taken off twice.
+        return self.read() if self.waited_s else max(0.0, self.read() - sum(span.queued_s for span in self.spans))
+
 
 class _Stopwatch:
     """Measures computations; on a GPU in its queue, since the host runs ahead of it."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float], queue_clock: Callable[[], float]) -> None:
         self._device = device
         self._clock = clock
+        self._queue_clock = queue_clock
         self._spans: list[_Span] = []
 
     @contextmanager
@@ -255,9 +284,10 @@ class _Stopwatch:
             if began is not None:
                 self._spans.append(_Span(events=(began, record(self._device, is_timed=True))))
         else:
-            began_s = self._clock()
+            began_s, queued_s = self._clock(), self._queue_clock()
             yield
-            self._spans.append(_Span(self._clock() - began_s))
+            time_s, queued_s = self._clock() - began_s, self._queue_clock() - queued_s
+            self._spans.append(_Span(time_s, min(max(0.0, queued_s), time_s)))
 
     def take(self) -> list[_Span]:
         """Return what was measured since the last call."""

@@ -19,7 +19,7 @@ from paceline.comm.group import Group
 from paceline.comm.membership import CHANGE, Membership
 from paceline.elastic.facts import View
 from paceline.elastic.member import Member
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, PeerTimeoutError
 from paceline.monitor.events import Warned, WorkersChanged
 from paceline.monitor.log import EventLog
 from paceline.replica.memory import KeptReplica, MemoryState, capture_alone, digest
@@ -142,7 +142,9 @@ def train_through_views(training: Training, member: Member, run_steps: RunSteps)
                 began_s = time.perf_counter() if session is not None else began_s
                 kept = _leave(training, session, group, kept, error, view)
                 done = kept.step - kept.is_exchange_due  # who has made the exchange as well is ahead
-                member.report_loss(done, is_whole=kept.is_whole, reason=str(error))
+                hung_ranks = error.hung_ranks if isinstance(error, PeerTimeoutError) else ()
+                accused = tuple(view.names[rank] for rank in hung_ranks)
+                member.report_loss(done, is_whole=kept.is_whole, reason=str(error), accused=accused)
             except BaseException as error:
                 if group is not None:
                     group.close(error)

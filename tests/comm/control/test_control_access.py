@@ -55,3 +55,20 @@ def test_what_is_no_access_is_refused(address, token, words):
 def test_the_token_is_not_printed():
     assert TOKEN.hex() not in repr(ControlAccess("host", 1, TOKEN))
     assert repr(TOKEN) not in repr(ControlAccess("host", 1, TOKEN))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x80garbage", "could not be read: it is not JSON; copy workers/control.json"),
+        (b"garbage", "could not be read: it is not JSON; copy"),
+        (b"[" * 100_000, "could not be read: it is not JSON; copy"),
+        (b"[]", "could not be read: it is no object of JSON with both; copy"),
+    ],
+)
+def test_a_file_of_garbage_is_refused_in_our_words(content, words, tmp_path):
+    path = tmp_path / "control.json"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(SettingsError, match=words):
+        ControlAccess.load(path)

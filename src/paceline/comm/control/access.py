@@ -77,16 +77,22 @@ class ControlAccess:
         try:
             with path.open() as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                document = json.load(file)
-            address, token = document["address"], document["token"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+                said = file.read()
+            document = json.loads(said)
+            is_access = isinstance(document, dict) and {"address", "token"} <= document.keys()
+            problem = "" if is_access else "it is no object of JSON with both"
+        except OSError as error:
+            problem = str(error)
+        except (ValueError, RecursionError):
+            problem = "it is not JSON"
+        if problem:
             raise SettingsError(
-                f"{path} must hold the address and token of a run that trains now, but could not be read: {error}; "
-                "copy it from the directory of the run"
-            ) from error
+                f"{path} must hold the address and token of a run that trains now, but could not be read: {problem}; "
+                "copy workers/control.json from the directory of the run"
+            )
         if mode & 0o077:
             raise SettingsError(f"{path} must be readable by its owner alone, but has mode {mode:o}; chmod 600 {path}")
-        return cls._parse(address, token, str(path))
+        return cls._parse(document["address"], document["token"], str(path))
 
     @classmethod
     def _parse(cls, address: object, token: object, where: str) -> "ControlAccess":
