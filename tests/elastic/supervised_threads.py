@@ -64,7 +64,7 @@ def supervise(
     patience=None,
     is_final=False,
     judge=None,
-    tell=None,
+    tell=lambda _: None,
     **options,
 ):
     store = dist.HashStore()
@@ -88,7 +88,6 @@ def supervise(
             patience=patience,
             **options,
         )
-        if tell is not None:
-            tell(supervisor)
+        tell(supervisor)
         supervisor.run()
     return supervisor, workforce

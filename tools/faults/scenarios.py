@@ -63,7 +63,7 @@ STARTING_AGAIN = (*OWN_PACE, "parameter_server", "every_step, one_bit")
 GOING_ON = tuple(rule for rule in RULES if rule not in STARTING_AGAIN)
 """Rules whose workers go on without lost ones, and with new ones."""
 JOINING = tuple(rule for rule in GOING_ON if rule not in ("dpsgd", "choco_sgd", "push_sum", "adaptive_mixing"))
-"""Those that agree on a boundary soon: gossip may take 20 steps, which is nearly the whole run."""
+"""Rules that agree on a boundary soon: gossip may take 20 steps, which is nearly the whole run."""
 KINDS = {
     "kill": 62,
     "kill two at once": 6,

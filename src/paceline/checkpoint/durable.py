@@ -32,7 +32,7 @@ def open_regular(path: Path) -> FileIO:
     """Open a file to read; a pipe in its place, which would be waited for, is an error at once.
 
     Raises:
-        OSError: It is no regular file, or cannot be opened.
+        OSError: The file is no regular one, or cannot be opened.
     """
 
     def open_now(name: str, flags: int) -> int:

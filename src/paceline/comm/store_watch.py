@@ -48,7 +48,7 @@ class StoreWatch:
         """Begin anew, without boards."""
         self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
         self._seen: dict[int, tuple[object, int]] = {}
-        """What was seen of each board at the last look, and the number of looks before at which it was the same."""
+        """Post of each board at the last look, and the number of looks before at which it was the same."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 

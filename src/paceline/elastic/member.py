@@ -112,7 +112,7 @@ class Status:
     step_phase: str = ""
     """Phase of the step that it is in; empty before the first."""
     waits: bool = False
-    """Whether it waits for other workers in an operation."""
+    """Whether the worker waits for others in an operation."""
 
 
 class StoreMember(Member):

@@ -144,7 +144,7 @@ class Supervisor:
         self._beats: dict[str, tuple[int, float]] = {}
         """Number of the last beat of each worker, and the time at which it was seen."""
         self._said: dict[str, Status] = {}
-        """What each worker said last."""
+        """Newest status of each worker."""
         self._standstill_s = self._patience.standstill_s
         self._broken_s: float | None = None
         """Time at which the present epoch was found broken."""

@@ -37,7 +37,7 @@ class StepCopies:
 
         Args:
             parameters: The parameters.
-            with_values: Whether they change themselves, and not the optimizer's state alone.
+            with_values: Whether the parameters change themselves, and not the optimizer's state alone.
         """
         for parameter in parameters:
             values = {"": parameter.detach()} if with_values else {}
