@@ -212,6 +212,7 @@ def check_model(coordinator):
     )
 
 
+@pytest.mark.timeout(240)  # 800 examples, of 10 s on an idle core
 def test_no_view_is_doubled_no_update_lost_and_training_gets_on():
     check_model(Coordinator)
 

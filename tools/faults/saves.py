@@ -110,7 +110,7 @@ def _check(directory: Path) -> int:
 
 def _arm(last: int) -> None:
     """Kill this process before the call of this number, of those that touch files."""
-    number, lock = iter(range(last + 1)), threading.Lock()
+    number, lock, real_os_open = iter(range(last + 1)), threading.Lock(), os.open
 
     def is_last() -> bool:
         with lock:
@@ -118,7 +118,8 @@ def _arm(last: int) -> None:
 
     def count(real: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **options: Any) -> Any:
-            if is_last():
+            is_read = real is real_os_open and arguments[1] & os.O_ACCMODE == os.O_RDONLY  # changes nothing
+            if not is_read and is_last():
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **options)
 
