@@ -230,8 +230,8 @@ def test_rules_of_our_own_are_told_in_their_own_words():
     assert explain(refused.value) == "shape: inner must be below radius, but got 2.0 >= 1.0"
 
 
-def take_two(output, batch):
-    """Stand for a loss."""
+def take_two(model, batch):
+    """Stand for a loss, or an optimizer."""
 
 
 EXAMPLES = {

@@ -235,6 +235,7 @@ MUTANTS = {
     "torn states count as the most advanced": (
         "best = max(vote.step for vote in votes if vote.is_whole)",
         "best = max(vote.step for vote in votes)",
+        cases.test_a_torn_state_that_is_further_does_not_win,
     ),
     "votes are not awaited": (
         "if len(self._list_votes()) == len(self.members) and",
