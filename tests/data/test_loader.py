@@ -16,7 +16,7 @@ from naive_order import batch_of, positions_of, walk
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.comm import LocalGroup
-from paceline.data import GlobalOrder, Interval, Loader, MapSource, Source, Spec, apportion
+from paceline.data import Full, GlobalOrder, Interval, Loader, MapSource, Sequential, Source, Spec, apportion
 from paceline.data.batch import is_borrowed
 from paceline.errors import DataError, SettingsError
 
@@ -87,7 +87,8 @@ shares_of = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=4).filte
 def test_workers_together_read_the_global_batch_in_order(num_samples, shares, extra, num_micro_batches, shuffle):
     options = {"shares": shares, "num_micro_batches": num_micro_batches, "shuffle": shuffle, "seed": 7}
     loaders = make_loaders(num_samples, len(shares) + extra, len(shares), **options)
-    order = GlobalOrder(num_samples, seed=7, shuffle=shuffle)
+    arrangement = (Full() if shuffle else Sequential()).arrange([num_samples], 7)
+    order = GlobalOrder(num_samples, seed=7, arrangement=arrangement)
     position = 0
     for steps in zip(*[take(loader, 5) for loader in loaders], strict=True):
         intervals = {batch.interval for step in steps for batch in step}
@@ -394,7 +395,7 @@ def test_a_state_of_other_data_is_refused(name, other):
 
 def test_a_state_of_an_order_without_shuffling_is_refused_by_one_with():
     state = Loader(Numbers(50), 5, shuffle=False).state_dict()
-    with pytest.raises(DataError, match="shuffle"):
+    with pytest.raises(DataError, match=r"order must be that of the checkpoint, but got \{'name': 'full'\} instead"):
         Loader(Numbers(50), 5).load_state_dict(state)
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.data import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data import GlobalOrder, Interval, Ledger, Sequential, apportion, derive_seed
 from paceline.errors import SettingsError
 
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
@@ -67,7 +67,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_without_shuffling_every_epoch_has_the_data_sets_own_order():
-    order = GlobalOrder(7, seed=3, shuffle=False)
+    order = GlobalOrder(7, seed=3, arrangement=Sequential().arrange([7], 3))
     assert epoch_of(order, 0).tolist() == epoch_of(order, 5).tolist() == list(range(7))
 
 

@@ -4,10 +4,13 @@ from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
 from paceline.data.datasets import FunctionData
 from paceline.data.images import Images
+from paceline.data.ledger import Ledger
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
-from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.orders import Full, SampleOrder, Sequential, Windows
+from paceline.data.permutation import derive_seed
 from paceline.data.step_plan import StepPlan
 from paceline.data.stream import DifferentStreamsWarning
 from paceline.data.text import Text
@@ -16,6 +19,7 @@ __all__ = [
     "Batch",
     "Data",
     "DifferentStreamsWarning",
+    "Full",
     "FunctionData",
     "GlobalOrder",
     "Images",
@@ -25,11 +29,14 @@ __all__ = [
     "Loader",
     "MapSource",
     "MaskedText",
+    "SampleOrder",
+    "Sequential",
     "Source",
     "Spec",
     "Splits",
     "StepPlan",
     "Text",
+    "Windows",
     "apportion",
     "derive_seed",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paceline.data.batch import map_tensors
-from paceline.data.order import Indices
+from paceline.data.orders import Arrangement, Indices, SampleOrder
 from paceline.errors import DataError
 from paceline.registry import Family
 
@@ -37,6 +37,15 @@ class Source(torch.utils.data.Dataset[Any]):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
+
+    @property
+    def shard_sizes(self) -> Sequence[int]:
+        """Number of samples of each shard, such as a file, that is read as one; samples are numbered through them."""
+        return [len(self)]
+
+    def arrange(self, order: SampleOrder, seed: int) -> Arrangement:
+        """Return the arrangement of each epoch's samples in an `order`."""
+        return order.arrange(self.shard_sizes, seed)
 
     @abstractmethod
     def read(self, indices: Indices) -> Any:

@@ -128,16 +128,20 @@ class Ending:
         num_epochs = num_epochs if num_epochs is None else check_whole("num_epochs", num_epochs, 1)
         num_steps = num_steps if num_steps is None else check_whole("num_steps", num_steps, 1)
         self._order, self._batches, self._num_steps = order, batches, num_steps
-        self.position = None if num_epochs is None else num_epochs * order.num_samples
-        """Position at which the last epoch ends."""
+        self._num_epochs = num_epochs
+
+    @property
+    def position(self) -> int | None:
+        """Position at which the last epoch ends; None if there is no last one."""
+        return None if self._num_epochs is None else self._order.start_of(self._num_epochs)
 
     @property
     def step(self) -> int | None:
         """Step before which the data ends, by the currently planned batches."""
         ends = [self._num_steps] if self._num_steps is not None else []
-        if self.position is not None:
-            step = self._batches.step_of(self.position)
-            ends.append(step if self._batches.position_of(step) >= self.position else step + 1)
+        if (position := self.position) is not None:
+            step = self._batches.step_of(position)
+            ends.append(step if self._batches.position_of(step) >= position else step + 1)
         return min(ends, default=None)
 
     def find(self, position: int) -> int:
@@ -145,7 +149,7 @@ class Ending:
         if self._order.num_samples == ENDLESS:
             return position + self._batches.at(position)
         if self.step is None:
-            return (self._order.epoch_of(position) + 2) * self._order.num_samples
+            return self._order.start_of(self._order.epoch_of(position) + 2)
         end = self._batches.position_of(self.step)
         return end if self.position is None else min(end, self.position)
 

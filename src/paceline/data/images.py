@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
-from paceline.data.order import Indices
+from paceline.data.orders import Indices
 from paceline.errors import DataError, missing_extra
 from paceline.registry import register
 

@@ -1,7 +1,6 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -10,9 +9,11 @@ from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import PREEMPTED
 from paceline.data.batch import Batch, note_given
+from paceline.data.ledger import Dispatcher, Ledger
 from paceline.data.map_source import CollateFn, take_apart
 from paceline.data.open_dataset import open_dataset
-from paceline.data.order import Dispatcher, Interval, Ledger
+from paceline.data.order import Interval
+from paceline.data.orders import SampleOrder
 from paceline.data.read_ahead import ReadAhead
 from paceline.data.step_plan import FAR, StepPlan
 from paceline.data.stream import refuse_for_stream
@@ -37,7 +38,9 @@ class Loader(StepPlan):
         drop_last: Whether an epoch's last samples are dropped if they are too few for a full global batch.
         join_epochs: Whether such samples share a global batch with the next epoch's first ones instead.
         seed: Random seed of the order; by default that of a DataLoader's own generator, else 0.
-        shuffle: Whether each epoch has its own random order; true by default, unless the data set is iterable.
+        order: Order of each epoch's samples: settings, or the name of one; by default ``full``, which mixes all of them
+            anew, unless the data set is iterable.
+        shuffle: Whether each epoch has its own random order, as in a DataLoader; give either this or `order`.
         shares: Shares of a global batch: one non-negative weight per worker; None for even ones.
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
         num_virtual_workers: Parts that each global batch is cut into, whatever the number of workers. A worker gets
@@ -70,6 +73,7 @@ class Loader(StepPlan):
         drop_last: bool = False,
         join_epochs: bool = False,
         seed: int | None = None,
+        order: SampleOrder | str | None = None,
         shuffle: bool | None = None,
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
@@ -86,7 +90,8 @@ class Loader(StepPlan):
             dataset, global_batch = parts.dataset, parts.batch_size if global_batch is None else global_batch
             collate_fn, drop_last = collate_fn or parts.collate_fn, drop_last or parts.drop_last
             num_processes = num_processes or parts.num_processes
-            shuffle, seed = parts.shuffle if shuffle is None else shuffle, parts.seed if seed is None else seed
+            shuffle = parts.shuffle if shuffle is None and order is None else shuffle
+            seed = parts.seed if seed is None else seed
         self._is_used_up = False
         self._finds_dispatcher = False
         """Whether to look up the group's sample dispatcher, if there is one."""
@@ -103,6 +108,7 @@ class Loader(StepPlan):
             dataset,
             collate_fn,
             seed=seed,
+            order=order,
             shuffle=shuffle,
             drop_last=drop_last,
             join_epochs=join_epochs,
@@ -168,7 +174,7 @@ class Loader(StepPlan):
             self.ack(self.in_hand)
         stream = {"stream": self._stream.state(self.position)} if self._stream is not None else {}
         return {
-            **asdict(self.order),
+            **self.order.state(),
             **self._ledger.state_dict(),
             **stream,
             "shares": self._shares.state(self.position),

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from paceline.data.base import Source, Spec
 from paceline.data.batch import check_batch, describe, is_record
-from paceline.data.order import Indices
+from paceline.data.orders import Indices
 from paceline.data.randomness import capture_generators, seed_generators
 from paceline.errors import DataError, SettingsError
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import Source, Spec, Splits
-from paceline.data.order import Indices
+from paceline.data.orders import Indices
 from paceline.data.text import Text
 from paceline.registry import register
 

@@ -1,6 +1,6 @@
 """A data set as a loader reads it: under an index or as a stream, in its global order."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -9,8 +9,9 @@ from paceline.data.base import Source
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, open_source
 from paceline.data.order import ENDLESS, GlobalOrder, choose_tail
+from paceline.data.orders import Full, SampleOrder, Sequential
 from paceline.data.stream import Stream, refuse_for_stream
-from paceline.errors import DataError
+from paceline.errors import DataError, SettingsError
 from paceline.registry import check_whole
 
 
@@ -28,6 +29,8 @@ class OpenDataset:
     """Samples of an iterable data set, not read yet; None of any other."""
     order: GlobalOrder
     """Global order of the samples."""
+    chosen: SampleOrder
+    """Settings of that order."""
     collate_fn: CollateFn | None
     """Function that makes a batch from a list of samples, if there is one."""
 
@@ -42,8 +45,9 @@ class OpenDataset:
                 "a data set must be iterable where that of the checkpoint is, and only there, but one of them is not; "
                 "resume with the data that the run was started with"
             )
-        for name, here in asdict(self.order).items():
-            saved = state.get(name, "short")  # older checkpoints know no other tail
+        older = {"tail": "short", "order": {"name": "full" if state.get("shuffle", True) else "sequential"}}
+        for name, here in self.order.state().items():
+            saved = state.get(name, older.get(name, []))
             if saved != here:
                 name = "way to end an epoch (drop_last, join_epochs)" if name == "tail" else name
                 raise DataError(
@@ -57,6 +61,7 @@ def open_dataset(
     collate_fn: CollateFn | None,
     *,
     seed: int | None,
+    order: SampleOrder | str | None,
     shuffle: bool | None,
     drop_last: bool,
     join_epochs: bool,
@@ -73,14 +78,35 @@ def open_dataset(
     check_dataset(dataset, collate_fn)
     seed = check_whole("seed", 0 if seed is None else seed)
     name, sketch = type(dataset).__name__, sketch_dataset(dataset)
+    chosen = choose_order(order, shuffle)
     tail = choose_tail(drop_last=drop_last, join_epochs=join_epochs)
     if isinstance(dataset, IterableDataset):
         refuse_for_stream(
-            shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
+            shuffle=bool(shuffle) or not isinstance(chosen, Sequential | None),
+            drop_last=drop_last,
+            num_processes=num_processes,
+            dispatcher=dispatcher,
         )
-        endless = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
-        return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, collate_fn)
+        endless = GlobalOrder(ENDLESS, seed, tail="join", arrangement=Sequential().arrange([ENDLESS], seed))
+        return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, Sequential(), collate_fn)
     source = open_source(dataset, collate_fn)
-    return OpenDataset(
-        name, sketch, source, None, GlobalOrder(len(source), seed, shuffle is not False, tail), collate_fn
-    )
+    chosen = chosen or Full()
+    arrangement = source.arrange(chosen, seed)
+    global_order = GlobalOrder(arrangement.num_samples, seed, tail=tail, arrangement=arrangement)
+    return OpenDataset(name, sketch, source, None, global_order, chosen, collate_fn)
+
+
+def choose_order(order: SampleOrder | str | None, shuffle: bool | None) -> SampleOrder | None:
+    """Return the order of a loader's samples; None for the default.
+
+    Raises:
+        SettingsError: An order was given together with `shuffle`.
+    """
+    if order is None:
+        return Sequential() if shuffle is False else Full() if shuffle else None
+    if shuffle is not None:
+        raise SettingsError(
+            f"shuffle must be left out where an order is given, but got {shuffle} with {order}; shuffle=True is the "
+            "order full, and shuffle=False is sequential"
+        )
+    return SampleOrder.model_validate(order)

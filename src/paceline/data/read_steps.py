@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.comm.streams import SideStream
 from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.order import GlobalOrder, Indices, Interval, derive_seed
+from paceline.data.order import GlobalOrder, Interval
+from paceline.data.orders import Indices
+from paceline.data.permutation import derive_seed
 
 
 @dataclass(frozen=True)

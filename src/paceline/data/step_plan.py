@@ -6,8 +6,9 @@ from typing import Any
 
 from paceline.comm.group import Group
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
+from paceline.data.ledger import Ledger
 from paceline.data.open_dataset import OpenDataset
-from paceline.data.order import ENDLESS, Interval, Ledger, apportion
+from paceline.data.order import ENDLESS, Interval, apportion
 from paceline.data.step_reader import StepReader
 from paceline.data.virtual_workers import divide_steps
 from paceline.registry import check_whole

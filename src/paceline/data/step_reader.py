@@ -1,5 +1,6 @@
 """Reader of a worker's steps: it plans them ahead of their use, and reads them in a thread or in processes."""
 
+import itertools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Ending, MicroBatches
+from paceline.data.ledger import Dispatcher, Ledger
 from paceline.data.map_source import collate
+from paceline.data.mixing import warn_of_clumps
 from paceline.data.open_dataset import OpenDataset
-from paceline.data.order import Dispatcher, Interval, Ledger
+from paceline.data.order import Interval
 from paceline.data.randomness import watch_draws
 from paceline.data.read_steps import StepReads, read_here, read_in_processes
 from paceline.data.stream import Stream
@@ -56,6 +59,16 @@ class StepReader:
             stream: Samples of an iterable data set, if it is one.
             dispatcher: Dispatcher of positions, if workers run at their own pace.
         """
+        yield from self._warn_of_clumps(self._read(ledger, stream, dispatcher))
+
+    def _warn_of_clumps(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Yield `steps`, and judge after the first, for which the training waits, whether the order mixes well."""
+        yield from itertools.islice(steps, 1)
+        if self.dataset.source is not None and self.group.rank == 0:
+            warn_of_clumps(self.dataset.source, self.dataset.chosen, self.dataset.order.seed, self.batches.first)
+        yield from steps
+
+    def _read(self, ledger: Ledger, stream: Stream | None, dispatcher: Dispatcher | None) -> Iterator[list[Batch]]:
         plan = self._plan(ledger, dispatcher)
         source, order, device = self.dataset.source, self.dataset.order, self.group.device
         if self.num_processes > 0:

@@ -8,7 +8,8 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, MicroBatches, Shares
-from paceline.data.order import GlobalOrder, Interval, apportion, derive_seed
+from paceline.data.order import GlobalOrder, Interval, apportion
+from paceline.data.permutation import derive_seed
 from paceline.data.read_steps import StepReads
 from paceline.errors import SettingsError
 from paceline.programs.summation_tree import SummationTree

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.data.base import Source
 from paceline.data.batch import Batch
-from paceline.data.order import derive_seed
+from paceline.data.permutation import derive_seed
 from paceline.registry import register
 from paceline.replica.loss import Loss
 from paceline.replica.replica import Replica

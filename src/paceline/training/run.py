@@ -11,9 +11,10 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import FunctionData, GlobalOrder, IterableSource
+from paceline.data import Full, FunctionData, GlobalOrder, IterableSource, SampleOrder
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
+from paceline.data.order import choose_tail
 from paceline.errors import SettingsError, storing
 from paceline.functions import Function
 from paceline.memory import Memory
@@ -65,6 +66,9 @@ class Run(Settings):
     """Passes over the data set."""
     collate_fn: Collate | None = None
     """Function that makes a batch from a list of samples; by default tensors are stacked."""
+    order: SampleOrder | None = None
+    """Order of each epoch's samples: full mixes all anew, windows those of a few shards at a time, sequential none; by
+    default that of a DataLoader, or full."""
     drop_last: bool = False
     """Whether an epoch's last samples are dropped if they are too few for a full global batch."""
     join_epochs: bool = False
@@ -373,8 +377,9 @@ class Run(Settings):
                 f"global_batch must be at most the data set's {len(source)} samples with drop_last, or nothing is "
                 f"left, but got {self.global_batch}; lower it, or leave drop_last out"
             )
-        order = GlobalOrder(len(source), tail="drop" if drops else "join" if self.join_epochs else "short")
-        return order.count_steps(self.num_epochs, self.global_batch)
+        num_samples = source.arrange(self.order or Full(), self.seed).num_samples
+        tail = choose_tail(drop_last=drops, join_epochs=self.join_epochs)
+        return GlobalOrder(num_samples, tail=tail).count_steps(self.num_epochs, self.global_batch)
 
     def check_functions(self) -> None:
         """Refuse functions that still miss an argument.

@@ -16,7 +16,7 @@ from paceline.checkpoint.stripes import make_teams
 from paceline.comm.group import Group
 from paceline.comm.membership import Membership
 from paceline.data import Batch, IterableSource, Loader, Splits
-from paceline.data.order import Dispatcher
+from paceline.data.ledger import Dispatcher
 from paceline.elastic.member import Member
 from paceline.errors import CommunicationError, SettingsError
 from paceline.monitor.events import BatchChanged, Event, ReplicasHealed, RunStarted, Warned
@@ -371,7 +371,8 @@ def make_loader(
         join_epochs=run.join_epochs,
         split=split,
         seed=run.seed,
-        shuffle=splits.shuffle,
+        order=run.order,
+        shuffle=splits.shuffle if run.order is None else None,
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_virtual_workers=run.num_virtual_workers,
