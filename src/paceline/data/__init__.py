@@ -4,10 +4,12 @@ from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
 from paceline.data.datasets import FunctionData
 from paceline.data.images import Images
+from paceline.data.joined import JoinedSource
 from paceline.data.ledger import Ledger
 from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
+from paceline.data.mixture import Mixture, MixtureSource
 from paceline.data.order import GlobalOrder, Interval, apportion
 from paceline.data.orders import Full, SampleOrder, Sequential, Windows
 from paceline.data.permutation import derive_seed
@@ -25,10 +27,13 @@ __all__ = [
     "Images",
     "Interval",
     "IterableSource",
+    "JoinedSource",
     "Ledger",
     "Loader",
     "MapSource",
     "MaskedText",
+    "Mixture",
+    "MixtureSource",
     "SampleOrder",
     "Sequential",
     "Source",
