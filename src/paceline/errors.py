@@ -34,6 +34,14 @@ class DataError(PacelineError):
     """Training data is missing, empty, damaged or of the wrong type."""
 
 
+class BadSample(DataError):  # noqa: N818  # the sample is bad; a name that sources of users raise
+    """A sample that cannot be read."""
+
+    def __init__(self, message: str, *, path: str = "", key: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.path, self.key, self.reason = path, key, reason
+
+
 class CheckpointError(PacelineError):
     """A checkpoint could not be written, or no complete one was found."""
 

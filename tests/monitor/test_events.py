@@ -59,6 +59,7 @@ def comparable(value: Any) -> Any:
 def test_there_is_a_class_for_every_kind() -> None:
     assert sorted(list_kinds()) == [
         "anomaly_found",
+        "bad_sample_found",
         "batch_changed",
         "bucket_exchanged",
         "bucket_size_chosen",

@@ -9,6 +9,7 @@ from rich.console import Console
 from story import make_bucket, make_record, make_start, make_step, make_times
 
 from paceline.monitor import (
+    BadSampleFound,
     CheckpointSaved,
     CheckpointSkipped,
     Evaluated,
@@ -67,6 +68,10 @@ def test_without_a_terminal_only_lines_that_matter_are_printed() -> None:
         (
             SharesChanged(shares=[12, 4], start=640, samples_per_s=[36.5, math.nan]),
             "step 5: shares follow speed: 12, 4 samples of a global batch",
+        ),
+        (
+            BadSampleFound(sample=7, path="a.tar", key="cat/7", reason="truncated", action="skip"),
+            "step 5: sample 7 (a.tar cat/7) is bad, skip: truncated",
         ),
         (Warned(message="two\nlines"), "warning: two lines"),
         (Restarted(attempt=2, reason="rank 1 was killed"), "restart 2: rank 1 was killed"),

@@ -1,5 +1,6 @@
 """Layer 5: sources of samples, the global order they are used in, and the loader of a worker's share."""
 
+from paceline.data.bad_samples import BadSamples, BadSampleWarning
 from paceline.data.base import Data, IterableSource, Source, Spec, Splits
 from paceline.data.batch import Batch
 from paceline.data.datasets import FunctionData
@@ -18,6 +19,8 @@ from paceline.data.stream import DifferentStreamsWarning
 from paceline.data.text import Text
 
 __all__ = [
+    "BadSampleWarning",
+    "BadSamples",
     "Batch",
     "Data",
     "DifferentStreamsWarning",

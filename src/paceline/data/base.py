@@ -1,5 +1,6 @@
 """Base classes of data: samples under an index, read a batch at a time."""
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 
 from paceline.data.batch import map_tensors
 from paceline.data.orders import Arrangement, Indices, SampleOrder
-from paceline.errors import DataError
+from paceline.errors import BadSample, DataError
 from paceline.registry import Family
 
 
@@ -65,8 +66,15 @@ class Source(torch.utils.data.Dataset[Any]):
         return map_tensors(lambda tensor: tensor[0], self.read(np.array([index], dtype=np.int64)))
 
     def read_first(self) -> Any:
-        """Return a batch of the first sample."""
-        return self.read(np.arange(1))
+        """Return a batch of the first sample, or of the next if it is bad.
+
+        Raises:
+            BadSample: The first hundred samples cannot be read.
+        """
+        for index in range(min(len(self), 100) - 1):
+            with contextlib.suppress(BadSample):  # whether that is fatal, a loader says when it meets the sample
+                return self.read(np.array([index]))
+        return self.read(np.array([min(len(self), 100) - 1]))
 
 
 class IterableSource(torch.utils.data.IterableDataset[Any]):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.data.base import Data, Source, Spec, Splits
 from paceline.data.orders import Indices
-from paceline.errors import DataError, missing_extra
+from paceline.errors import BadSample, DataError, missing_extra
 from paceline.registry import register
 
 _Samples = list[tuple[Path, int]]
@@ -149,7 +149,7 @@ class FileImages(Source):
         """Return images_BCSS (float32, -1..1) and labels_B.
 
         Raises:
-            DataError: A file is no image, or is damaged.
+            BadSample: A file is no image, or is damaged.
         """
         size = self.spec.input_shape[-1]
         pixels = np.empty((len(indices), size, size, 3), dtype=np.uint8)
@@ -228,7 +228,9 @@ def _decode(path: Path, size: int) -> _Bytes:
                 image = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow raises whatever each format's decoder happens to raise
-        raise DataError(f"{path} must be a whole image, but got: {error}; replace or remove it") from error
+        raise BadSample(
+            f"{path} must be a whole image, but got: {error}; replace or remove it", path=str(path), reason=str(error)
+        ) from error
 
 
 def _find_idx(path: Path) -> Path | None:

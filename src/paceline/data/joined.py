@@ -63,10 +63,11 @@ class JoinedSource(Source):
 
     def read_seeded(self, indices: Indices, seeds: Sequence[int]) -> Any:
         """Return the samples at `indices`, each with the seed of its random numbers."""
-        return self._read(
-            indices,
-            lambda source, inside, places: source.read_seeded(inside, [seeds[place] for place in places.tolist()]),
-        )
+
+        def read(source: Source, inside: Indices, places: Indices) -> Any:
+            return source.read_seeded(inside, [seeds[place] for place in places.tolist()])
+
+        return self._read(indices, read)
 
     def _read(self, indices: Indices, read: Callable[[Source, Indices, Indices], Any]) -> Any:
         numbers = np.searchsorted(self._ends, indices, side="right")

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
 from paceline.comm.membership import PREEMPTED
+from paceline.data.bad_samples import BadSamples
 from paceline.data.batch import Batch, note_given
 from paceline.data.ledger import Dispatcher, Ledger
 from paceline.data.map_source import CollateFn, take_apart
@@ -45,6 +46,7 @@ class Loader(StepPlan):
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
         num_virtual_workers: Parts that each global batch is cut into, whatever the number of workers. A worker gets
             some of them as micro-batches, each with random generators seeded anew; give `Replica` the same number.
+        bad_samples: Settings for samples that cannot be read; by default the first one is an error.
         prefetch: Steps to read ahead.
         num_processes: Number of processes that read; 0 for a background thread. In a process each sample has its own
             random numbers, by its position: augmentation is then the same on any number of workers, and after resuming.
@@ -78,6 +80,7 @@ class Loader(StepPlan):
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
         num_virtual_workers: int | None = None,
+        bad_samples: BadSamples | None = None,
         prefetch: int = 2,
         num_processes: int = 0,
         split: Callable[[Batch], Batch] | None = None,
@@ -127,6 +130,7 @@ class Loader(StepPlan):
             num_micro_batches=num_micro_batches,
             num_virtual_workers=num_virtual_workers,
             adds_micro_batches=adds_micro_batches,
+            bad_samples=bad_samples or BadSamples(),
             prefetch=prefetch,
             num_processes=num_processes,
         )

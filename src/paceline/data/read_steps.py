@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.streams import SideStream
+from paceline.data.bad_samples import BadSampleCount, BadSamples, read_samples
 from paceline.data.base import Source
 from paceline.data.batch import Batch
 from paceline.data.order import GlobalOrder, Interval
@@ -39,13 +40,14 @@ class StepReads:
     virtual_workers: list[int] | None = None
     """Virtual worker of each micro-batch, if there are any."""
 
-    def make_batches(self, read: Sequence[Any], device: torch.device) -> list[Batch]:
-        """Return its micro-batches, given their data."""
+    def make_batches(self, read: Sequence[Any], device: torch.device, bad: BadSampleCount | None = None) -> list[Batch]:
+        """Return its micro-batches, given what was read for each."""
+        parts = [(data, 0) if bad is None else bad.note(data) for data in read]
         last = len(read) - 1
         virtual: Sequence[int | None] = self.virtual_workers or [None] * len(read)
         batches = [
-            Batch(data, count, self.interval, last=number == last, virtual_worker=virtual[number])
-            for number, (data, count) in enumerate(zip(read, self.counts, strict=True))
+            Batch(data, max(0, count - lost), self.interval, last=number == last, virtual_worker=virtual[number])
+            for number, ((data, lost), count) in enumerate(zip(parts, self.counts, strict=True))
         ]
         return batches if device.type == "cpu" else _send(batches, device)
 
@@ -65,11 +67,12 @@ def _copy_stream(device: torch.device) -> SideStream:
 
 
 def read_here(
-    source: Source, order: GlobalOrder, steps: Iterator[StepReads], device: torch.device
+    source: Source, order: GlobalOrder, steps: Iterator[StepReads], device: torch.device, bad: BadSampleCount
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step: see `read_in_processes`."""
     for step in steps:
-        yield step.make_batches([source.read(order.samples_at(part)) for part in step.parts], device)
+        read = [read_samples(source, order.samples_at(part), None, bad.settings) for part in step.parts]
+        yield step.make_batches(read, device, bad)
 
 
 def read_in_processes(
@@ -77,6 +80,7 @@ def read_in_processes(
     order: GlobalOrder,
     steps: Iterator[StepReads],
     device: torch.device,
+    bad: BadSampleCount,
     num_processes: int,
     prefetch_factor: int,
 ) -> Iterator[list[Batch]]:
@@ -89,6 +93,7 @@ def read_in_processes(
         order: Global order of the positions.
         steps: Steps to read.
         device: Device of the batches.
+        bad: Count of bad samples.
         num_processes: Number of processes.
         prefetch_factor: Micro-batches that each process reads ahead.
     """
@@ -101,7 +106,7 @@ def read_in_processes(
 
     parts = iter(
         DataLoader(
-            _Reader(source, order.seed),
+            _Reader(source, order.seed, bad.settings),
             sampler=plan(),
             generator=torch.Generator(),  # otherwise it would draw from the model's generator
             batch_size=None,
@@ -115,7 +120,7 @@ def read_in_processes(
         read = map(_raise_if_error, parts)
         for first in read:  # its step was planned before
             step = planned.get()
-            yield step.make_batches([first, *itertools.islice(read, len(step.parts) - 1)], device)
+            yield step.make_batches([first, *itertools.islice(read, len(step.parts) - 1)], device, bad)
     finally:  # an error's traceback would keep them alive
         parts._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other name for it
 
@@ -123,14 +128,14 @@ def read_in_processes(
 class _Reader(Dataset[Any]):
     """A source whose keys are batches of positions and indices, as a loader process reads them."""
 
-    def __init__(self, source: Source, seed: int) -> None:
-        self._source, self._seed = source, seed
+    def __init__(self, source: Source, seed: int, bad_samples: BadSamples) -> None:
+        self._source, self._seed, self._bad_samples = source, seed, bad_samples
 
     def __getitem__(self, key: tuple[Interval, Indices]) -> Any:
         positions, indices = key
         seeds = [derive_seed(self._seed, position) for position in range(*positions)]
         try:
-            return self._source.read_seeded(np.asarray(indices), seeds)
+            return read_samples(self._source, np.asarray(indices), seeds, self._bad_samples)
         except Exception as error:  # passed on unchanged; torch would put its traceback into its message
             trace = error.__traceback__
             return multiprocessing.pool.ExceptionWithTraceback(_portable(error), trace)  # type: ignore[attr-defined]

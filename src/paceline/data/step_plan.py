@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.comm.group import Group
+from paceline.data.bad_samples import BadSampleCount, BadSamples, FoundBadSample
 from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
 from paceline.data.ledger import Ledger
 from paceline.data.open_dataset import OpenDataset
@@ -33,6 +34,7 @@ class StepPlan:
         num_micro_batches: int,
         num_virtual_workers: int | None,
         adds_micro_batches: bool,
+        bad_samples: BadSamples,
         prefetch: int,
         num_processes: int,
     ) -> None:
@@ -55,6 +57,7 @@ class StepPlan:
             self._micro_batches,
             self._ending,
             group,
+            BadSampleCount(bad_samples),
             check_whole("prefetch", prefetch, 0),
             check_whole("num_processes", num_processes, 0),
             claim_size=max(1, round(self._first_batch / group.size)),
@@ -171,6 +174,10 @@ class StepPlan:
     def set_progress(self, num_steps: Mapping[int, int]) -> None:
         """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
         self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
+
+    def take_bad_samples(self) -> list[FoundBadSample]:
+        """Return the samples of this worker that could not be read, since the last call; each is named once."""
+        return self._reader.bad_samples.take()
 
     def load_batches(self, state: dict[str, Any]) -> None:
         """Load the global batches of a `state_dict`, including those that `change_batch` set.

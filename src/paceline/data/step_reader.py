@@ -8,6 +8,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.local_group import LocalGroup
+from paceline.data.bad_samples import BadSampleCount
 from paceline.data.batch import Batch
 from paceline.data.division import Batches, Ending, MicroBatches
 from paceline.data.ledger import Dispatcher, Ledger
@@ -31,6 +32,7 @@ class StepReader:
         micro_batches: Division of steps into micro-batches.
         ending: End of the data.
         group: Workers.
+        bad_samples: Count of bad samples.
         prefetch: Steps to read ahead.
         num_processes: Number of processes that read; 0 for a background thread.
         claim_size: Samples that a worker at its own pace claims.
@@ -41,6 +43,7 @@ class StepReader:
     micro_batches: MicroBatches
     ending: Ending
     group: Group
+    bad_samples: BadSampleCount
     prefetch: int
     num_processes: int
     claim_size: int
@@ -73,7 +76,9 @@ class StepReader:
         source, order, device = self.dataset.source, self.dataset.order, self.group.device
         if self.num_processes > 0:
             assert source is not None
-            yield from read_in_processes(source, order, plan, device, self.num_processes, self._prefetch_factor)
+            yield from read_in_processes(
+                source, order, plan, device, self.bad_samples, self.num_processes, self._prefetch_factor
+            )
             return
         if stream is not None:
             steps, advice = (
@@ -82,7 +87,7 @@ class StepReader:
             )
         else:
             assert source is not None
-            steps = read_here(source, order, plan, device)
+            steps = read_here(source, order, plan, device, self.bad_samples)
             advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
         if isinstance(self.group, LocalGroup) and self.group.size > 1:  # threads, which draw from one generator
             yield from steps

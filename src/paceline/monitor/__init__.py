@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.monitor.encoding import from_json, to_json
 from paceline.monitor.events import (
     AnomalyFound,
+    BadSampleFound,
     BatchChanged,
     BucketExchanged,
     BucketSizeChosen,
@@ -60,6 +61,7 @@ _HOMES = {
 
 __all__ = [
     "AnomalyFound",
+    "BadSampleFound",
     "BatchChanged",
     "BucketExchanged",
     "BucketSizeChosen",

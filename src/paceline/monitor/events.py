@@ -218,6 +218,21 @@ class ReplicasHealed(Event):
     """First difference, in words."""
 
 
+@event("bad_sample_found")
+class BadSampleFound(Event):
+    """A sample could not be read; a worker writes it once for each."""
+
+    sample: Int
+    """Index of the sample in the data."""
+    path: str
+    """File or shard of the sample, if it is known."""
+    key: str
+    """Name of the sample in it, if it has one."""
+    reason: str
+    action: str
+    """Reaction to it: skip or replace."""
+
+
 @event("resource_low")
 class ResourceLow(Event):
     """Memory or disk space of a host runs out; written once until there is enough again."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.monitor.events import (
     AnomalyFound,
+    BadSampleFound,
     BatchChanged,
     CheckpointIntervalChosen,
     CheckpointSaved,
@@ -116,6 +117,9 @@ def describe(record: Record) -> str | None:
         case ReplicasHealed(ranks=ranks, source_rank=source, difference=difference):
             healed = ", ".join(map(str, ranks))
             return f"step {record.step:,}: {difference}; rank {healed} took the state of rank {source}"
+        case BadSampleFound(sample=index, path=path, key=key, reason=reason, action=action):
+            place = " ".join(part for part in (path, key) if part)
+            return f"step {record.step:,}: sample {index} ({place or 'place unknown'}) is bad, {action}: {reason}"
         case ResourceLow(message=message, host=host):
             return f"warning: {host}: {message}"
         case SharesChanged(shares=shares):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.checkpoint import SavedCheckpoint
 from paceline.monitor.events import (
+    BadSampleFound,
     BucketExchanged,
     BucketSizeChosen,
     CheckpointSaved,
@@ -39,6 +40,14 @@ def log_failure(log: EventLog, error: BaseException, step: int = -1) -> None:
     trace = "".join(traceback.format_exception(error))
     place = find_user_line(error)
     log.write(Failed(error=type(error).__name__, message=str(error), traceback=trace, place=place), step=step)
+
+
+def log_bad_samples(session: Session) -> None:
+    """Log the samples that this worker could not read, whichever it is; callbacks are not called."""
+    action = session.training.run.bad_samples.action
+    for found in session.loader.take_bad_samples():
+        event = BadSampleFound(**found._asdict(), action=action)
+        session.training.log.write(event, step=session.training.step)
 
 
 def log_step(session: Session, result: StepResult, num_samples: int) -> None:

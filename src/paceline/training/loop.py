@@ -37,7 +37,15 @@ from paceline.training.building import build_model
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.growth import grow_module, grow_optimizer
 from paceline.training.guarded_step import GoingBack, go_back
-from paceline.training.log_events import log_delays, log_distance, log_failure, log_routing, log_saved, log_step
+from paceline.training.log_events import (
+    log_bad_samples,
+    log_delays,
+    log_distance,
+    log_failure,
+    log_routing,
+    log_saved,
+    log_step,
+)
 from paceline.training.model import resize, size_of
 from paceline.training.reforming import start_alone, train_through_views
 from paceline.training.run import Run
@@ -163,6 +171,7 @@ def _run_batches(session: Session) -> bool:
             continue
         training.step = session.loader.step
         log_step(session, result, batch.interval.num_samples)
+        log_bad_samples(session)
         for event in session.load_balancer.end_step(training.step, result.times):
             session.log_event(event)
         measure_noise(session, result, batch.interval.num_samples)
@@ -193,6 +202,7 @@ def _run_at_own_pace(session: Session, dispatcher: SampleDispatcher) -> bool:
                 continue
             training.step = loader.order.step_of(batch.interval.stop, run.global_batch)
             log_step(session, result, batch.interval.num_samples)
+            log_bad_samples(session)
             session.step_began_s = time.perf_counter()
         if dispatcher.lost:
             raise CommunicationError(dispatcher.lost)

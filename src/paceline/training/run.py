@@ -11,7 +11,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import Full, FunctionData, GlobalOrder, IterableSource, SampleOrder
+from paceline.data import BadSamples, Full, FunctionData, GlobalOrder, IterableSource, SampleOrder
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
 from paceline.data.order import choose_tail
@@ -67,8 +67,9 @@ class Run(Settings):
     collate_fn: Collate | None = None
     """Function that makes a batch from a list of samples; by default tensors are stacked."""
     order: SampleOrder | None = None
-    """Order of each epoch's samples: full mixes all anew, windows those of a few shards at a time, sequential none; by
-    default that of a DataLoader, or full."""
+    """Order of each epoch's samples: full, windows of shards, or sequential; by default full, or a DataLoader's own."""
+    bad_samples: BadSamples = BadSamples()
+    """Settings for samples that cannot be read: by default the first one stops the run."""
     drop_last: bool = False
     """Whether an epoch's last samples are dropped if they are too few for a full global batch."""
     join_epochs: bool = False
@@ -254,10 +255,7 @@ class Run(Settings):
             )
         if self.stop_after is not None and not self.evaluate_interval:
             raise ValueError("evaluate_interval must be more than 0 with stop_after, which counts evaluations; give it")
-        if self.drop_last and self.join_epochs:
-            raise ValueError(
-                "drop_last and join_epochs must not both be true: an epoch's last samples are either dropped or joined"
-            )
+        choose_tail(drop_last=self.drop_last, join_epochs=self.join_epochs)
         return self
 
     @model_validator(mode="after")

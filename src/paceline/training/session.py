@@ -376,6 +376,7 @@ def make_loader(
         shares=run.fixed_shares,
         num_micro_batches=run.num_micro_batches,
         num_virtual_workers=run.num_virtual_workers,
+        bad_samples=run.bad_samples,
         num_processes=run.num_data_processes or splits.num_processes,
         dispatcher=dispatcher,
         changes=schedule.plan(run.global_batch, run.count_steps(splits)),

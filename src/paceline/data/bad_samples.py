@@ -1,0 +1,159 @@
+"""Samples that cannot be read: fatal, skipped or replaced, and counted."""
+
+import queue
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from paceline.data.base import Source
+from paceline.data.orders import Indices
+from paceline.errors import BadSample, DataError
+from paceline.registry import Settings
+
+_MOST_TRIES = 100
+"""Neighbours of a bad sample that are tried in its place."""
+
+
+class BadSampleWarning(UserWarning):
+    """A sample could not be read, and was skipped or replaced."""
+
+
+class BadSamples(Settings):
+    """Settings for samples that cannot be read, of which a source says so by raising `BadSample`."""
+
+    action: Literal["fatal", "skip", "replace"] = "fatal"
+    """Reaction to a sample that cannot be read: the run stops (fatal), the sample counts nothing (skip), or the next
+    one in the data that can be read takes its place (replace). The order stays as it is."""
+    budget: int = Field(100, ge=0)
+    """Number of different bad samples that a worker tolerates, from when it was started, before the run stops."""
+
+
+class FoundBadSample(NamedTuple):
+    """A sample that could not be read."""
+
+    sample: int
+    """Index of the sample in the data."""
+    path: str
+    key: str
+    reason: str
+
+
+class Tolerated(NamedTuple):
+    """Samples that were read, some of which were bad."""
+
+    data: Any
+    num_lost: int
+    """Number of samples that are not in the data."""
+    found: list[FoundBadSample]
+
+
+def read_samples(source: Source, indices: Indices, seeds: Sequence[int] | None, settings: BadSamples) -> Any:
+    """Return the samples at `indices`, or `Tolerated` where some are bad and may be.
+
+    A bad sample costs a second reading of its micro-batch, in which samples are read one by one.
+
+    Args:
+        source: Source of the samples.
+        indices: Indices of the samples.
+        seeds: Seed of each sample's random numbers, in a process that only reads.
+        settings: Settings for bad samples.
+
+    Raises:
+        BadSample: A sample is bad, and that is fatal, or no neighbour is any better.
+    """
+    try:
+        return _read(source, indices, seeds)
+    except BadSample:
+        if settings.action == "fatal":
+            raise
+    found, good, kept = [], [], []
+    for place, index in enumerate(indices.tolist()):
+        bad = _try_to_read(source, index)
+        if bad is None or settings.action == "replace":
+            good.append(index if bad is None else _find_neighbour(source, bad))
+            kept.append(place)
+        if bad is not None:
+            found.append(bad)
+    if not good:  # a borrowed sample, which counts nothing
+        good, kept = [_find_neighbour(source, found[0])], [0]
+        num_lost = len(indices)
+    else:
+        num_lost = len(indices) - len(good)
+    kept_seeds = None if seeds is None else [seeds[place] for place in kept]
+    return Tolerated(_read(source, np.array(good, dtype=np.int64), kept_seeds), num_lost, found)
+
+
+def _read(source: Source, indices: Indices, seeds: Sequence[int] | None) -> Any:
+    return source.read(indices) if seeds is None else source.read_seeded(indices, seeds)
+
+
+def _try_to_read(source: Source, index: int) -> FoundBadSample | None:
+    try:
+        source.read(np.array([index], dtype=np.int64))
+    except BadSample as error:
+        return FoundBadSample(index, error.path, error.key, error.reason or str(error))
+    return None
+
+
+def _find_neighbour(source: Source, bad: FoundBadSample) -> int:
+    """Return the next sample that can be read."""
+    for step in range(1, min(len(source), _MOST_TRIES + 1)):
+        index = (bad.sample + step) % len(source)
+        if _try_to_read(source, index) is None:
+            return index
+    raise BadSample(
+        f"a sample near {bad.sample} must be readable to take its place, but none of the next {_MOST_TRIES} is "
+        f"({_name(bad)}); see whether the data is damaged",
+        path=bad.path,
+        key=bad.key,
+        reason=bad.reason,
+    )
+
+
+class BadSampleCount:
+    """Count of the bad samples that a worker has met, and those that nobody has asked for yet."""
+
+    def __init__(self, settings: BadSamples) -> None:
+        self.settings = settings
+        self._known: set[int] = set()
+        self._new: queue.SimpleQueue[FoundBadSample] = queue.SimpleQueue()
+
+    def note(self, read: Any) -> tuple[Any, int]:
+        """Return the data of what `read_samples` returned, and the number of samples that are missing in it.
+
+        Raises:
+            DataError: There are more bad samples than the budget.
+        """
+        if not isinstance(read, Tolerated):
+            return read, 0
+        for one in read.found:
+            one = FoundBadSample(*one)  # a process returns what it was made of
+            if one.sample in self._known:
+                continue
+            self._known.add(one.sample)
+            self._new.put(one)
+            if len(self._known) > self.settings.budget:
+                raise DataError(
+                    f"bad samples must be at most {self.settings.budget} (bad_samples.budget), but got "
+                    f"{len(self._known)}, the last of them {_name(one)}; mend the data, or raise the budget"
+                )
+            if len(self._known) == 1:
+                warnings.warn(
+                    f"{_name(one)} cannot be read, which is tolerated ({self.settings.action}); later ones are "
+                    "counted without a warning: see Loader.take_bad_samples",
+                    BadSampleWarning,
+                    stacklevel=2,
+                )
+        return read.data, read.num_lost
+
+    def take(self) -> list[FoundBadSample]:
+        """Return the bad samples that were met since the last call, each once."""
+        return [self._new.get() for _ in range(self._new.qsize())]
+
+
+def _name(bad: FoundBadSample) -> str:
+    place = " ".join(part for part in (bad.path, bad.key) if part)
+    return f"sample {bad.sample}{f' ({place})' if place else ''}: {bad.reason}"

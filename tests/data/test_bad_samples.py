@@ -1,0 +1,153 @@
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from paceline.comm import LocalGroup
+from paceline.data import BadSamples, BadSampleWarning, Images, Loader, Source
+from paceline.errors import BadSample, DataError
+from paceline.monitor import BadSampleFound, read_log
+from paceline.training import Run
+
+
+class Damaged(Source):
+    """Numbers, some of which cannot be read."""
+
+    def __init__(self, size, bad=()):
+        self.size, self.bad = size, set(bad)
+
+    def __len__(self):
+        return self.size
+
+    def read(self, indices):
+        for index in indices.tolist():
+            if index in self.bad:
+                raise BadSample(f"{index} is bad", path="a.tar", key=f"{index}.jpg", reason="truncated")
+        return torch.from_numpy(indices)
+
+    def read_seeded(self, indices, seeds):
+        return {"index": self.read(indices), "seed": torch.tensor([seed >> 1 for seed in seeds])}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BadSampleWarning)
+        yield
+
+
+def load(source, *, workers=1, **options):
+    """Return the samples that count at each step, over all workers."""
+    loaders = [Loader(source, 6, group=group, num_epochs=1, **options) for group in LocalGroup.create(workers)]
+    steps = []
+    for batches in zip(*loaders, strict=True):
+        assert len({batch.interval for batch in batches}) == 1
+        assert all(len(batch.data) >= 1 for batch in batches)
+        steps.append([sample for batch in batches for sample in batch.data[: batch.num_samples].tolist()])
+    return steps, loaders
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(size=st.integers(1, 40), bad=st.sets(st.integers(0, 39), max_size=20), workers=st.integers(1, 3))
+def test_skipped_samples_count_nothing_and_the_order_stays(size, bad, workers):
+    bad = {index for index in bad if index < size}
+    if len(bad) == size:
+        bad.pop()
+    whole, _ = load(Damaged(size), workers=workers)
+    steps, loaders = load(Damaged(size, bad), workers=workers, bad_samples=BadSamples(action="skip"))
+    assert steps == [[sample for sample in step if sample not in bad] for step in whole]
+    found = [one.sample for loader in loaders for one in loader.take_bad_samples()]
+    assert bad <= set(found), "a worker without samples borrows one, which may be bad too"
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(size=st.integers(2, 40), bad=st.sets(st.integers(0, 39), max_size=20), workers=st.integers(1, 3))
+def test_replaced_samples_are_the_next_that_can_be_read(size, bad, workers):
+    bad = {index for index in bad if index < size - 1}
+    whole, _ = load(Damaged(size), workers=workers)
+    steps, _ = load(Damaged(size, bad), workers=workers, bad_samples=BadSamples(action="replace"))
+    replaced = [[next(i for i in range(sample, size) if i not in bad) for sample in step] for step in whole]
+    assert steps == replaced
+
+
+def test_the_first_bad_sample_is_fatal_by_default():
+    with pytest.raises(BadSample, match="3 is bad") as caught:
+        load(Damaged(10, {3}))
+    assert (caught.value.path, caught.value.key, caught.value.reason) == ("a.tar", "3.jpg", "truncated")
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert (str(sent), sent.key) == ("3 is bad", "3.jpg")
+
+
+def test_other_errors_are_never_tolerated():
+    class Broken(Damaged):
+        def read(self, indices):
+            raise DataError("the disk is gone")
+
+    with pytest.raises(DataError, match="the disk is gone"):
+        load(Broken(10), bad_samples=BadSamples(action="skip"))
+
+
+def test_the_budget_counts_different_samples():
+    source = Damaged(12, {2, 5, 7})
+    loader = Loader(source, 4, num_epochs=5, bad_samples=BadSamples(action="skip", budget=3))
+    assert sum(batch.num_samples for batch in loader) == 45
+    assert sorted(one.sample for one in loader.take_bad_samples()) == [2, 5, 7]
+    assert loader.take_bad_samples() == []
+    with pytest.raises(DataError, match=r"at most 2 .* but got 3, .* \(a.tar \d.jpg\): truncated; mend the data"):
+        load(source, bad_samples=BadSamples(action="skip", budget=2))
+    with pytest.raises(DataError, match="at most 0"):
+        load(source, bad_samples=BadSamples(action="replace", budget=0))
+
+
+def test_nothing_readable_is_an_error():
+    for action in ("skip", "replace"):
+        with pytest.raises(BadSample, match="none of the next 100 is"):
+            load(Damaged(8, range(8)), bad_samples=BadSamples(action=action))
+
+
+@pytest.mark.parametrize("action", ["skip", "replace"])
+def test_processes_read_the_same(action):
+    options = {"bad_samples": BadSamples(action=action), "seed": 2}
+    here, _ = load(Damaged(30, {4, 5, 20}), **options)
+    loader = Loader(Damaged(30, {4, 5, 20}), 6, num_epochs=1, num_processes=1, **options)
+    batches = list(loader)
+    assert [batch.data["index"][: batch.num_samples].tolist() for batch in batches] == here
+    assert sorted(one.sample for one in loader.take_bad_samples()) == [4, 5, 20]
+    if action == "skip":
+        whole = list(Loader(Damaged(30), 6, num_epochs=1, num_processes=1, seed=2))
+        seeds = {i: s for b in whole for i, s in zip(b.data["index"].tolist(), b.data["seed"].tolist(), strict=True)}
+        read = [pair for b in batches for pair in zip(*(t.tolist() for t in b.data.values()), strict=True)]
+        assert all(seeds[index] == seed for index, seed in read), "a sample's random numbers stay its own"
+
+
+def test_the_first_one_warns():
+    with pytest.warns(BadSampleWarning, match=r"sample \d \(a.tar \d.jpg\): truncated cannot be read"):
+        load(Damaged(12, {2, 5}), bad_samples=BadSamples(action="skip"))
+
+
+def test_a_run_names_the_damaged_file(tmp_path, run_here):
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.full((8, 8, 3), number * 20, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    train = Images(path=tmp_path / "images", size=8).open().train
+    damaged = train._paths[0]
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    options = ["--data.path", tmp_path / "images", "--data.size", 8, "--num_epochs", 1, "--num_steps", "none"]
+    failed = run_here("train", "rnn", *options, "--out", tmp_path / "fatal")
+    assert failed.returncode != 0
+    assert f"{damaged} must be a whole image" in failed.stderr
+    done = run_here("train", "rnn", *options, "--out", tmp_path / "skip", "--bad_samples.action", "skip")
+    assert done.returncode == 0, done.stderr
+    found = [one.event for one in read_log(tmp_path / "skip") if isinstance(one.event, BadSampleFound)]
+    assert [(one.path, one.action) for one in found] == [(str(damaged), "skip")]
+
+
+def test_settings_are_part_of_a_run():
+    assert Run.model_fields["bad_samples"].default == BadSamples(action="fatal", budget=100)
