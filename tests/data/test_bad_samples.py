@@ -139,10 +139,21 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
     train = Images(path=tmp_path / "images", size=8).open().train
     damaged = train._paths[0]
     damaged.write_bytes(damaged.read_bytes()[:40])
-    options = ["--data.path", tmp_path / "images", "--data.size", 8, "--num_epochs", 1, "--num_steps", "none"]
+    options = [
+        "--data.path",
+        tmp_path / "images",
+        "--data.size",
+        8,
+        "--num_epochs",
+        1,
+        "--num_steps",
+        "none",
+        "--workers",
+        1,
+    ]
     failed = run_here("train", "rnn", *options, "--out", tmp_path / "fatal")
     assert failed.returncode != 0
-    assert f"{damaged} must be a whole image" in failed.stderr
+    assert f"{damaged} must be a whole image" in failed.stdout
     done = run_here("train", "rnn", *options, "--out", tmp_path / "skip", "--bad_samples.action", "skip")
     assert done.returncode == 0, done.stderr
     found = [one.event for one in read_log(tmp_path / "skip") if isinstance(one.event, BadSampleFound)]

@@ -86,6 +86,14 @@ class Batches:
         with self._lock:
             self._stretches = self._lay_out(step, position)
 
+    def follow_order(self, position: int) -> None:
+        """Move planned changes after `position`, from which on epochs have more samples, to where their steps begin."""
+        with self._lock:
+            stretches = [stretch for stretch in self._stretches if stretch.position <= position]
+            for stretch in self._stretches[len(stretches) :]:
+                self._append(stretches, stretch.step, stretch.batch)
+            self._stretches = stretches
+
     def state(self, position: int) -> list[list[int]]:
         """Return the stretch that `position` is in, cut to begin there, and those that follow, as JSON."""
         here = Stretch(self.step_of(position), position, self.at(position))
@@ -102,12 +110,14 @@ class Batches:
         stretches = [Stretch(step, position, batch)]
         for start, batch in self._planned:
             if start > step:
-                last = stretches[-1]
-                # From the end of the step before: by the new batch, the rest of an epoch is dropped or not.
-                before = self._order.position_of(start - last.step - 1, last.batch, start=last.position)
-                position = self._order.next_batch(before, last.batch).stop
-                stretches.append(Stretch(start, position, batch))
+                self._append(stretches, start, batch)
         return stretches
+
+    def _append(self, stretches: list[Stretch], step: int, batch: int) -> None:
+        last = stretches[-1]
+        # From the end of the step before: by the new batch, the rest of an epoch is dropped or not.
+        before = self._order.position_of(step - last.step - 1, last.batch, start=last.position)
+        stretches.append(Stretch(step, self._order.next_batch(before, last.batch).stop, batch))
 
     def _find(self, position: int) -> Stretch:
         number = bisect_right(self._stretches, position, key=lambda stretch: stretch.position)

@@ -46,6 +46,7 @@ class Loader(StepPlan):
         num_micro_batches: Micro-batches that a worker's share is split into, for gradient accumulation.
         num_virtual_workers: Parts that each global batch is cut into, whatever the number of workers. A worker gets
             some of them as micro-batches, each with random generators seeded anew; give `Replica` the same number.
+        grows: Whether the data set may get more samples, which `grow` lets later epochs have.
         bad_samples: Settings for samples that cannot be read; by default the first one is an error.
         prefetch: Steps to read ahead.
         num_processes: Number of processes that read; 0 for a background thread. In a process each sample has its own
@@ -80,6 +81,7 @@ class Loader(StepPlan):
         shares: Sequence[float] | None = None,
         num_micro_batches: int = 1,
         num_virtual_workers: int | None = None,
+        grows: bool = False,
         bad_samples: BadSamples | None = None,
         prefetch: int = 2,
         num_processes: int = 0,
@@ -117,6 +119,7 @@ class Loader(StepPlan):
             join_epochs=join_epochs,
             num_epochs=num_epochs,
             num_processes=num_processes,
+            grows=grows,
             dispatcher=dispatcher,
         )
         super().__init__(
@@ -199,6 +202,8 @@ class Loader(StepPlan):
             self._stream = self._stream.resume(state["stream"], self.position)
         if "batches" in state:
             self._batches.resume(state["batches"][0][0], self.position)
+        if self._dataset.grows:
+            self.grow()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield micro-batch after micro-batch, from the low-water mark to the end, if there is one.

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 from paceline.data.base import Source
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, open_source
-from paceline.data.order import ENDLESS, GlobalOrder, choose_tail
+from paceline.data.order import ENDLESS, Era, GlobalOrder, choose_tail
 from paceline.data.orders import Full, SampleOrder, Sequential
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError, SettingsError
@@ -29,13 +29,48 @@ class OpenDataset:
     """Samples of an iterable data set, not read yet; None of any other."""
     order: GlobalOrder
     """Global order of the samples."""
+    grows: bool
+    """Whether the source may get more samples."""
     chosen: SampleOrder
     """Settings of that order."""
     collate_fn: CollateFn | None
     """Function that makes a batch from a list of samples, if there is one."""
 
+    def grow(self, position: int) -> int | None:
+        """Let epochs have all samples that the source has by now, from the first that begins at `position` or later.
+
+        Returns:
+            Position at which that epoch begins; None if there are no more samples than before.
+
+        Raises:
+            DataError: There are fewer samples than before.
+        """
+        assert self.source is not None
+        arrangement = self.source.arrange(self.chosen, self.order.seed)
+        if arrangement.num_samples < self.order.num_samples:
+            raise DataError(
+                f"data that grows must keep its samples, but got {arrangement.num_samples} after "
+                f"{self.order.num_samples}; put the missing ones back"
+            )
+        return self.order.grow(position, arrangement) if arrangement.num_samples > self.order.num_samples else None
+
+    def _restore_eras(self, source: Source, state: dict[str, Any]) -> None:
+        """Give the order the epochs of a checkpoint, which had the first samples of those that there are now."""
+        eras = []
+        for epoch, position, num_samples, _ in [[0, 0, state["num_samples"], {}], *state.get("eras", [])]:
+            sizes, left = [], num_samples
+            for size in source.shard_sizes:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+            if left:
+                return  # fewer samples than then: refused
+            while len(sizes) > 1 and not sizes[-1]:
+                sizes.pop()
+            eras.append(Era(epoch, position, self.chosen.arrange(sizes, self.order.seed)))
+        self.order.restore(eras)
+
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse the state of a loader of other data, or of another order.
+        """Refuse the state of a loader of other data, or of another order; of data that grows, take its epochs.
 
         Raises:
             DataError: The state is of other data or another seed, for which "the rest of the epoch" means nothing.
@@ -45,6 +80,8 @@ class OpenDataset:
                 "a data set must be iterable where that of the checkpoint is, and only there, but one of them is not; "
                 "resume with the data that the run was started with"
             )
+        if self.source is not None and self.grows:
+            self._restore_eras(self.source, state)
         older = {"tail": "short", "order": {"name": "full" if state.get("shuffle", True) else "sequential"}}
         for name, here in self.order.state().items():
             saved = state.get(name, older.get(name, []))
@@ -67,6 +104,7 @@ def open_dataset(
     join_epochs: bool,
     num_epochs: int | None,
     num_processes: int,
+    grows: bool,
     dispatcher: object,
 ) -> OpenDataset:
     """Open a data set for a loader, by the settings of the `Loader`.
@@ -88,12 +126,21 @@ def open_dataset(
             dispatcher=dispatcher,
         )
         endless = GlobalOrder(ENDLESS, seed, tail="join", arrangement=Sequential().arrange([ENDLESS], seed))
-        return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, Sequential(), collate_fn)
+        return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, False, Sequential(), collate_fn)
     source = open_source(dataset, collate_fn)
     chosen = chosen or Full()
+    if grows and type(source).arrange is not Source.arrange:
+        raise SettingsError(
+            f"grows must be false for a {type(source).__name__}, whose epochs have one length; leave it out"
+        )
+    if grows and num_processes:
+        raise SettingsError(
+            f"num_processes must be 0 for data that grows, whose new samples forked processes would not see, but got "
+            f"{num_processes}; leave it out"
+        )
     arrangement = source.arrange(chosen, seed)
     global_order = GlobalOrder(arrangement.num_samples, seed, tail=tail, arrangement=arrangement)
-    return OpenDataset(name, sketch, source, None, global_order, chosen, collate_fn)
+    return OpenDataset(name, sketch, source, None, global_order, grows, chosen, collate_fn)
 
 
 def choose_order(order: SampleOrder | str | None, shuffle: bool | None) -> SampleOrder | None:

@@ -110,6 +110,10 @@ class GlobalOrder:
         self._eras = (*kept, Era(era.epoch_of(start - 1) + 1 if start else 0, start, arrangement))
         return start
 
+    def restore(self, eras: Sequence[Era]) -> None:
+        """Take the epochs of a checkpoint."""
+        self._eras = tuple(eras)
+
     def next_batch(self, position: int, global_batch: int) -> Interval:
         """Return the next global batch from `position` on."""
         if self.tail == "join":
@@ -179,7 +183,7 @@ class GlobalOrder:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint knows the order by, as JSON."""
         first = self._eras[0]
-        eras = [[era.epoch, era.position, era.arrangement.describe()] for era in self._eras[1:]]
+        eras = [[era.epoch, era.position, era.num_samples, era.arrangement.describe()] for era in self._eras[1:]]
         state = {"num_samples": first.num_samples, "seed": self.seed, "tail": self.tail}
         return state | {"order": first.arrangement.describe(), "eras": eras}
 

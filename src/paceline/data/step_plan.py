@@ -12,6 +12,7 @@ from paceline.data.open_dataset import OpenDataset
 from paceline.data.order import ENDLESS, Interval, apportion
 from paceline.data.step_reader import StepReader
 from paceline.data.virtual_workers import divide_steps
+from paceline.errors import SettingsError
 from paceline.registry import check_whole
 
 FAR = 2**40
@@ -153,6 +154,25 @@ class StepPlan:
         """
         start = self._first_unread
         self._batches.change(start, check_batch(global_batch, self._num_workers, self.order))
+        return start
+
+    def grow(self) -> int | None:
+        """Let epochs have all samples that the source has by now, from the first that no worker can have begun to read.
+
+        Every worker calls it at the same position, with the same samples, which are those from before and more.
+
+        Returns:
+            Position at which the first larger epoch begins; None if there are no more samples than before.
+
+        Raises:
+            SettingsError: The loader was not told that data grows.
+            DataError: There are fewer samples than before.
+        """
+        if not self._dataset.grows:
+            raise SettingsError("grows must be true for a loader whose data gets more samples; give Loader(grows=True)")
+        start = self._dataset.grow(self._first_unread)
+        if start is not None:
+            self._batches.follow_order(start)
         return start
 
     def load_shares(self, state: dict[str, Any]) -> bool:

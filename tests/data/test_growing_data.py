@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.comm import LocalGroup
+from paceline.data import Loader, MixtureSource, Source, Windows
+from paceline.errors import DataError, SettingsError
+
+
+class Growing(Source):
+    """Numbers in shards, to which more are added."""
+
+    def __init__(self, *sizes):
+        self.sizes = list(sizes)
+
+    def __len__(self):
+        return sum(self.sizes)
+
+    @property
+    def shard_sizes(self):
+        return self.sizes
+
+    def read(self, indices):
+        assert not len(indices) or indices.max() < len(self), "no sample is read before it is there"
+        return torch.from_numpy(indices)
+
+
+def step(loaders):
+    """Return the samples of the next step of all workers."""
+    batches = [next(iter(loader)) for loader in loaders]
+    for loader, batch in zip(loaders, batches, strict=True):
+        if loader.position == batch.interval.start:
+            loader.ack(batch)
+    return [sample for batch in batches for sample in batch.data[: batch.num_samples].tolist()]
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    new=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    grown_after=st.integers(0, 12),
+    killed_after=st.integers(0, 12),
+    workers=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    order=st.sampled_from(["full", "sequential", Windows(window=2)]),
+    tail=st.sampled_from([{}, {"join_epochs": True}]),
+)
+def test_epochs_have_all_samples_of_their_time(sizes, new, grown_after, killed_after, workers, order, tail):
+    source = Growing(*sizes)
+    before = len(source)
+    options = {"order": order, "grows": True, "prefetch": 0, "num_epochs": 6, **tail}
+    loaders = [Loader(source, 4, group=group, **options) for group in LocalGroup.create(workers[0])]
+    used, starts = [], []
+    for number in range(60):
+        if number == grown_after:
+            source.sizes += new
+            starts = [loader.grow() for loader in loaders]
+            assert len(set(starts)) == 1
+        if number == killed_after:
+            state = json.loads(json.dumps(loaders[0].state_dict()))
+            loaders = [Loader(source, 4, group=group, **options) for group in LocalGroup.create(workers[1])]
+            for loader in loaders:
+                loader.load_state_dict(state)
+        if loaders[0]._ending.is_reached(loaders[0].position):
+            break
+        used += step(loaders)
+    start = starts[0] if starts and starts[0] is not None else len(used)
+    assert start % before == 0 or start == len(used)
+    position = 0
+    for _ in range(6):
+        size = before if position < start else len(source)
+        assert sorted(used[position : position + size]) == list(range(size))
+        position += size
+    assert position == len(used)
+
+
+def test_changes_of_the_batch_stay_at_their_steps():
+    source = Growing(10)
+    loader = Loader(source, 5, grows=True, prefetch=0, changes=[(8, 4)])
+    source.sizes += [3]
+    assert loader.grow() == 10
+    assert loader._batches.position_of(8) == 36
+    assert [len(step([loader])) for _ in range(13)] == [5, 5, 5, 5, 3, 5, 5, 3, 4, 4, 4, 1, 4]
+
+
+def test_growth_is_asked_for_and_refused_where_it_cannot_be():
+    source = Growing(10)
+    with pytest.raises(SettingsError, match=r"give Loader\(grows=True\)"):
+        Loader(source, 5).grow()
+    with pytest.raises(SettingsError, match="grows must be false for a MixtureSource"):
+        Loader(MixtureSource([source]), 5, grows=True)
+    with pytest.raises(SettingsError, match="num_processes must be 0 for data that grows"):
+        Loader(source, 5, grows=True, num_processes=1)
+    loader = Loader(source, 5, grows=True)
+    assert loader.grow() is None
+    source.sizes = [9]
+    with pytest.raises(DataError, match="must keep its samples, but got 9 after 10"):
+        loader.grow()
+    state = Loader(Growing(10), 5, grows=True).state_dict()
+    with pytest.raises(DataError, match="num_samples must be that of the checkpoint"):
+        Loader(source, 5, grows=True).load_state_dict(state)
+    with pytest.raises(DataError, match="num_samples must be that of the checkpoint"):
+        Loader(Growing(10, 5), 5).load_state_dict(state)
