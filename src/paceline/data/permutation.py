@@ -36,6 +36,8 @@ def derive_seed(*numbers: int) -> int:
     """Return one 64-bit seed from several numbers, such as (seed, step, worker)."""
     state = 0
     for number in numbers:
-        word = np.array([(state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD], dtype=np.uint64)
-        state = int(_mix(word)[0])
+        word = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD  # as in `_mix`, faster for one word
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+        state = word ^ (word >> 31)
     return state
