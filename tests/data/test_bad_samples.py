@@ -156,7 +156,7 @@ def test_a_run_names_the_damaged_file(tmp_path, run_here):
     assert f"{damaged} must be a whole image" in failed.stdout
     done = run_here("train", "rnn", *options, "--out", tmp_path / "skip", "--bad_samples.action", "skip")
     assert done.returncode == 0, done.stderr
-    found = [one.event for one in read_log(tmp_path / "skip") if isinstance(one.event, BadSampleFound)]
+    found = [one.event for one in read_log(tmp_path / "skip" / "events.jsonl") if isinstance(one.event, BadSampleFound)]
     assert [(one.path, one.action) for one in found] == [(str(damaged), "skip")]
 
 
