@@ -87,7 +87,7 @@ def test_sizes_at_ones_own_pace_are_those_that_are_claimed(given_settings, bound
     dispatcher, sizes = Alone(loader), set()
     for step in boundaries:
         boundary = loader.order.position_of(step, options["global_batch"])
-        for share in dispatcher.walk(loader, boundary, loader._claim_size):
+        for share in dispatcher.walk(loader, boundary, loader._reader.claim_size):
             sizes.update(loader._micro_batches.divide(share, 0))
     assert expected == (sizes - {0}, sizes - {0})
 

@@ -8,6 +8,7 @@ from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data.step_plan import StepPlan
 from paceline.data.stream import DifferentStreamsWarning
 from paceline.data.text import Text
 
@@ -27,6 +28,7 @@ __all__ = [
     "Source",
     "Spec",
     "Splits",
+    "StepPlan",
     "Text",
     "apportion",
     "derive_seed",

@@ -1,35 +1,25 @@
 """Batches of one worker, in the global order, read ahead of their use."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.group import Group
 from paceline.comm.join import find_group
-from paceline.comm.local_group import LocalGroup
 from paceline.comm.membership import PREEMPTED
-from paceline.data.base import Source
 from paceline.data.batch import Batch, note_given
-from paceline.data.division import Batches, Ending, Shares, check_batch, find_progress
-from paceline.data.first_samples import sketch_dataset
-from paceline.data.map_source import CollateFn, check_dataset, collate, open_source, take_apart
-from paceline.data.order import ENDLESS, Dispatcher, GlobalOrder, Interval, Ledger, apportion, choose_tail
-from paceline.data.randomness import watch_draws
+from paceline.data.map_source import CollateFn, take_apart
+from paceline.data.open_dataset import open_dataset
+from paceline.data.order import Dispatcher, Interval, Ledger
 from paceline.data.read_ahead import ReadAhead
-from paceline.data.read_steps import StepReads, read_here, read_in_processes
-from paceline.data.stream import Stream, refuse_for_stream
-from paceline.data.virtual_workers import VirtualShares, divide_steps
+from paceline.data.step_plan import FAR, StepPlan
+from paceline.data.stream import refuse_for_stream
 from paceline.errors import CommunicationError, DataError, SettingsError
-from paceline.registry import check_whole
-
-_FAR = 2**40
-"""A step that no training reaches."""
 
 
-class Loader:
+class Loader(StepPlan):
     """This worker's batches, in one global order that does not depend on the number of workers.
 
     Each step takes the next `global_batch` positions of the order and divides them into shares. Without `num_epochs` or
@@ -106,41 +96,35 @@ class Loader:
                 group.membership.loaders.add(self)
             group, split = group.membership.reading or (group, split)
             self._finds_dispatcher = True
-        self._rank, self._num_workers, self._device = group.rank, group.size, group.device
-        self._group, self._membership = group, group.membership
-        self._split, self._shares = split, Shares(shares, self._num_workers)
+        self._membership, self._split = group.membership, split
         if dispatcher is not None and (num_epochs is not None or num_steps is not None):
             raise SettingsError("num_epochs and num_steps must be left out with a dispatcher, which ends the loop")
-        check_dataset(dataset, collate_fn)
-        seed = check_whole("seed", 0 if seed is None else seed)
-        self._name, self._sketch = type(dataset).__name__, sketch_dataset(dataset)
-        tail = choose_tail(drop_last=drop_last, join_epochs=join_epochs)
-        self._collate_fn = collate_fn
-        self._source: Source | None = None
-        self._stream: Stream | None = None
-        if isinstance(dataset, IterableDataset):
-            refuse_for_stream(
-                shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
-            )
-            self._stream = Stream(dataset, num_epochs)
-            self.order = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
-        else:
-            self._source = open_source(dataset, collate_fn)
-            self.order = GlobalOrder(len(self._source), seed, shuffle is not False, tail)
-        self._first_batch = check_batch(global_batch, self._num_workers, self.order)
-        changes = [(step, check_batch(batch, self._num_workers, self.order)) for step, batch in changes]
-        self._batches = Batches(self.order, self._first_batch, changes)
-        self._ending = Ending(self.order, self._batches, num_epochs, num_steps)
-        self._ends_unknown = self._stream is not None and num_epochs is not None
-        self._micro_batches = divide_steps(
-            self._batches, self._shares, self._rank, num_micro_batches, num_virtual_workers, adds_micro_batches, seed
+        opened = open_dataset(
+            dataset,
+            collate_fn,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            join_epochs=join_epochs,
+            num_epochs=num_epochs,
+            num_processes=num_processes,
+            dispatcher=dispatcher,
         )
-        self.num_micro_batches = self._micro_batches.num_parts
-        self._prefetch = check_whole("prefetch", prefetch, 0)
+        super().__init__(
+            opened,
+            group,
+            global_batch=global_batch,
+            changes=changes,
+            shares=shares,
+            num_epochs=num_epochs,
+            num_steps=num_steps,
+            num_micro_batches=num_micro_batches,
+            num_virtual_workers=num_virtual_workers,
+            adds_micro_batches=adds_micro_batches,
+            prefetch=prefetch,
+            num_processes=num_processes,
+        )
         self._dispatcher = dispatcher
-        self._claim_size = max(1, round(self._first_batch / self._num_workers))
-        self._num_processes = check_whole("num_processes", num_processes, 0)
-        self._ledger = Ledger()
         self._reading: ReadAhead | None = None
         self.in_hand: Batch | None = None
         """Current batch of a loop over the loader, before ranks of a worker take their parts."""
@@ -162,101 +146,6 @@ class Loader:
             return len(steps) * self._micro_batches.count(0)
         return sum(self._micro_batches.count(self._batches.position_of(step)) for step in steps)
 
-    def __str__(self) -> str:
-        end = "without end" if self._ending.step is None else f"for {self._ending.step} steps"
-        return f"{self.order} in global batches of {self._first_batch}, {end}"
-
-    @property
-    def position(self) -> int:
-        """Samples used since the start of training: the low-water mark."""
-        return self._ledger.low_water
-
-    @property
-    def step(self) -> int:
-        """Steps done at the position: those whose samples are all used. The last may be shorter than its batch."""
-        step = self._batches.step_of(self.position)
-        return step + (self.position == self._ending.position and self._batches.position_of(step) < self.position)
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of the next step, over all workers; an epoch's last step may have fewer."""
-        return self.batch_at(self.position)
-
-    def batch_at(self, position: int) -> int:
-        """Return the global batch of the step that begins at `position`."""
-        return self._batches.at(position)
-
-    @property
-    def newest_batch(self) -> int:
-        """Latest choice of the global batch, even if it is not in force yet."""
-        return self._batches.newest
-
-    @property
-    def shares(self) -> list[int]:
-        """Samples of a full global batch that each worker takes, once the newest shares are in force."""
-        return apportion(self.global_batch, self._shares.newest)
-
-    def describe(self) -> list[Any]:
-        """Return, as JSON, what shows ranks that their data differs: order, numbers of the data, whether iterable."""
-        return [str(self), self._stream.sketch if self._stream else self._sketch, self._stream is not None]
-
-    def list_sizes(
-        self, boundaries: Sequence[int] | None = None, *, is_asynchronous: bool = False
-    ) -> tuple[set[int], set[int]]:
-        """Return the sizes of micro-batches from here on: of a worker's own, and of those of all workers together.
-
-        Empty ones are omitted. Shares and batches that change are taken as currently planned.
-
-        Args:
-            boundaries: Steps before which all workers synchronise; the last is the end. By default see `Ending.find`.
-            is_asynchronous: Whether workers run at their own pace in between.
-        """
-        end = ENDLESS if self._ending.position is None else self._ending.position
-        if boundaries is None:
-            boundaries, end = (_FAR,), self._ending.find(self.position)
-        stops = [min(self._batches.position_of(step), end) for step in boundaries]
-        if is_asynchronous:
-            sizes: set[int] = set()
-            for start, stop in pairwise([self.position, *stops]):
-                claimed = self.order.batch_sizes(start, stop, self._claim_size) if start < stop else ()
-                sizes.update(count for size in claimed for count in self._micro_batches.divide(size, start))
-            return sizes - {0}, sizes - {0}
-        return self._micro_batches.list_sizes(self.order, self.position, stops[-1])
-
-    def change_shares(self, shares: Sequence[float]) -> int:
-        """Divide global batches by other weights, beginning with the first that no worker can have begun to read.
-
-        Every worker calls it at the same position: batches that were read ahead keep their shares.
-
-        Returns:
-            First position at which the shares are in force.
-
-        Raises:
-            SettingsError: The shares do not fit the group.
-        """
-        start = self._first_unread
-        self._shares.change(start, shares, position=self.position)
-        return start
-
-    def change_batch(self, global_batch: int) -> int:
-        """Change the global batch, beginning with the first step that no worker can have begun to read.
-
-        Every worker calls it at the same position, as for `change_shares`.
-
-        Returns:
-            First position at which the global batch is in force.
-
-        Raises:
-            SettingsError: The global batch is below the number of workers.
-        """
-        start = self._first_unread
-        self._batches.change(start, check_batch(global_batch, self._num_workers, self.order))
-        return start
-
-    def load_shares(self, state: dict[str, Any]) -> bool:
-        """Load the shares of a `state_dict`, if it is of the same number of workers; return whether it is."""
-        return "shares" in state and self._shares.load(state["shares"])
-
     def ack(self, batch: Batch) -> None:
         """Note that the step of `batch` is done, so that a checkpoint written now does not repeat it."""
         self.in_hand = None
@@ -264,22 +153,6 @@ class Loader:
             self._dispatcher.ack(batch.interval)
         elif batch.interval.start >= self._ledger.low_water:
             self._ledger.ack(batch.interval)
-
-    def claim_next(self, num_samples: int) -> Interval:
-        """Return the next unclaimed positions, for a sample dispatcher; `mark_used` tells when they were used."""
-        return self._ledger.claim(self.order, num_samples)
-
-    def mark_used(self, start: int, stop: int) -> None:
-        """Record that positions from `claim_next` were used."""
-        self._ledger.ack(Interval(start, stop))
-
-    def move_to(self, position: int) -> None:
-        """Record that all samples before `position` were used, on any worker."""
-        self._ledger = Ledger(position)
-
-    def set_progress(self, num_steps: Mapping[int, int]) -> None:
-        """Record the number of steps that each of some workers has done at its own pace; see `find_progress`."""
-        self._ledger = Ledger(*find_progress(self.order, self._batches, self._shares, num_steps))
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the data as JSON, which fits any number of workers, shares and batches.
@@ -303,35 +176,13 @@ class Loader:
             "save_every": self._membership.save_every,
         }
 
-    def load_batches(self, state: dict[str, Any]) -> None:
-        """Load the global batches of a `state_dict`, including those that `change_batch` set.
-
-        Raises:
-            SettingsError: A global batch is below the number of workers.
-        """
-        for _, _, batch in state["batches"]:
-            check_batch(batch, self._num_workers, self.order)
-        self._batches.load(state["batches"])
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, on any number of workers, with this loader's own shares and batches.
 
         Raises:
             DataError: The state is of other data or another seed, for which "the rest of the epoch" means nothing.
         """
-        if ("stream" in state) != (self._stream is not None):
-            raise DataError(
-                "a data set must be iterable where that of the checkpoint is, and only there, but one of them is not; "
-                "resume with the data that the run was started with"
-            )
-        for name, here in asdict(self.order).items():
-            saved = state.get(name, "short")  # older checkpoints know no other tail
-            if saved != here:
-                name = "way to end an epoch (drop_last, join_epochs)" if name == "tail" else name
-                raise DataError(
-                    f"the data's {name} must be that of the checkpoint, but got {here} instead of {saved}; "
-                    "resume with the data and order that the run was started with"
-                )
+        self._dataset.check_state(state)
         self._ledger, self._is_used_up = Ledger.from_state(state), False
         self._membership.save_every = state.get("save_every")
         if self._stream is not None:
@@ -374,7 +225,8 @@ class Loader:
 
     def _iterate_at_own_pace(self, dispatcher: Dispatcher) -> Iterator[Batch]:
         """Yield samples that no other worker has; all synchronise with a batch of weight 0: to save, stop and end."""
-        if self._source is None:
+        source = self._dataset.source
+        if source is None:
             refuse_for_stream(shuffle=False, drop_last=False, num_processes=0, dispatcher=dispatcher)
         if self.order.tail == "drop":
             raise SettingsError(
@@ -391,7 +243,7 @@ class Loader:
             end = self._ending.step
             boundary = self._batches.position_of(next_step if end is None else min(next_step, end))
             dispatcher.set_boundary(min(boundary, self._ending.position or boundary))
-            next_step = _FAR
+            next_step = FAR
             yield from self._iterate()
             if dispatcher.lost:
                 raise CommunicationError(dispatcher.lost)
@@ -399,10 +251,10 @@ class Loader:
             membership.boundary_step = self.step
             membership.is_stopping |= dispatcher.is_stopping
             self.in_hand = None
-            assert self._source is not None
+            assert source is not None
             here = Interval(self.position, self.position)
-            borrowed = self._source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
-            yield self._give(Batch(borrowed, 0, here).to(self._device))
+            borrowed = source.read(self.order.samples_at(Interval(here.start, here.start + 1)))
+            yield self._give(Batch(borrowed, 0, here).to(self._group.device))
             membership.boundary_step = None
             if membership.is_stopping:
                 return
@@ -414,7 +266,9 @@ class Loader:
             self._stream = self._stream.resume(self._stream.state(self.position), self.position)
         if self._reading is not None:
             self._reading.stop()  # the thread of an older iterator that is still referenced
-        mine = self._reading = ReadAhead(self._read_steps(self._ledger, self._stream), self._prefetch)
+        mine = self._reading = ReadAhead(
+            self._reader.read(self._ledger, self._stream, self._dispatcher), self._reader.prefetch
+        )
         try:
             with mine:
                 yield from self._use(mine)
@@ -440,61 +294,3 @@ class Loader:
                 self.ack(step[-1])
             if self._membership.is_stopping if self._dispatcher is None else self._dispatcher.lost:
                 return
-
-    @property
-    def _first_unread(self) -> int:
-        """First position that no worker at this one's position can have begun to read."""
-        start = self.position
-        for _ in range(self._max_steps_ahead):
-            start = self.order.next_batch(start, self.batch_at(start)).stop
-        assert self._ledger.next_claim <= start, f"{self._ledger.next_claim} is read ahead, and {start} the bound"
-        return start
-
-    @property
-    def _prefetch_factor(self) -> int:
-        """Micro-batches that each loader process reads ahead."""
-        return max(1, self._prefetch * self.num_micro_batches // max(1, self._num_processes))
-
-    @property
-    def _max_steps_ahead(self) -> int:
-        """Global batches that a worker may have claimed beyond its position."""
-        num_waiting = max(1, self._prefetch) + 1  # the ready ones, and the current one
-        return num_waiting + -(-self._num_processes * self._prefetch_factor // self.num_micro_batches)
-
-    def _plan_steps(self, ledger: Ledger) -> Iterator[StepReads]:
-        last = self._ending.position
-        while self._dispatcher is None and not self._ending.is_reached(ledger.next_claim):
-            interval = ledger.claim(self.order, self._batches.rest_at)
-            if last is not None and last < interval.stop:  # no next epoch to join
-                interval = Interval(interval.start, last)
-            yield self._micro_batches.cut(interval)
-        while self._dispatcher is not None and (claimed := self._dispatcher.claim(self._claim_size)) is not None:
-            yield self._micro_batches.cut(Interval(*claimed), is_all_mine=True)
-
-    def _read_steps(self, ledger: Ledger, stream: Stream | None) -> Generator[list[Batch]]:
-        plan = self._plan_steps(ledger)
-        if self._num_processes > 0:
-            assert self._source is not None
-            yield from read_in_processes(
-                self._source, self.order, plan, self._device, self._num_processes, self._prefetch_factor
-            )
-            return
-        if stream is not None:
-            steps, advice = self._read_stream(ledger, stream), "let it draw from a generator that set_epoch seeds"
-        else:
-            assert self._source is not None
-            steps = read_here(self._source, self.order, plan, self._device)
-            advice = "give num_processes=1 (num_data_processes of a run), where each sample has its own random numbers"
-        if isinstance(self._group, LocalGroup) and self._group.size > 1:  # threads, which draw from one generator
-            yield from steps
-        else:
-            yield from watch_draws(steps, self._name, advice, refuses=isinstance(self._micro_batches, VirtualShares))
-
-    def _read_stream(self, ledger: Ledger, stream: Stream) -> Iterator[list[Batch]]:
-        while not self._ending.is_reached(start := ledger.next_claim):
-            samples = stream.take(self.batch_at(start))
-            if not samples:
-                return
-            step = self._micro_batches.cut(ledger.claim(self.order, len(samples)))
-            read = [collate(samples[a - start : b - start], self._collate_fn) for a, b in step.parts]
-            yield step.make_batches(read, self._device)
