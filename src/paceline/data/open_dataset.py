@@ -9,6 +9,7 @@ from paceline.data.base import Source
 from paceline.data.first_samples import sketch_dataset
 from paceline.data.map_source import CollateFn, check_dataset, open_source
 from paceline.data.order import ENDLESS, GlobalOrder, choose_tail
+from paceline.data.pipeline import NumProcesses
 from paceline.data.stream import Stream, refuse_for_stream
 from paceline.errors import DataError
 from paceline.registry import check_whole
@@ -61,7 +62,7 @@ def open_dataset(
     drop_last: bool,
     join_epochs: bool,
     num_epochs: int | None,
-    num_processes: int,
+    num_processes: NumProcesses,
     dispatcher: object,
 ) -> OpenDataset:
     """Open a data set for a loader, by the settings of the `Loader`.
@@ -76,7 +77,10 @@ def open_dataset(
     tail = choose_tail(drop_last=drop_last, join_epochs=join_epochs)
     if isinstance(dataset, IterableDataset):
         refuse_for_stream(
-            shuffle=bool(shuffle), drop_last=drop_last, num_processes=num_processes, dispatcher=dispatcher
+            shuffle=bool(shuffle),
+            drop_last=drop_last,
+            num_processes=num_processes if num_processes != "auto" else 0,
+            dispatcher=dispatcher,
         )
         endless = GlobalOrder(ENDLESS, seed, shuffle=False, tail="join")
         return OpenDataset(name, sketch, None, Stream(dataset, num_epochs), endless, collate_fn)

@@ -290,3 +290,5 @@ def _mix_int(*numbers: int) -> int:
 _WORD = (1 << 64) - 1
 derive_seed = _mix_int
 """One 64-bit seed from several numbers, such as (seed, step, worker)."""
+mix_words = _mix
+"""A hash of each 64-bit word of an array."""

@@ -111,6 +111,8 @@ class Text(Data):
 class TokenSource(Source):
     """Windows of a row of tokens: sample i has inputs from token i T on and targets from token i T + 1 on."""
 
+    is_thread_safe = True
+
     def __init__(self, path: Path, tokens: Tokens, sequence_length: int, vocab_size: int):
         self.spec = Spec(num_classes=vocab_size, input_shape=(sequence_length,))
         self._path = path

@@ -222,7 +222,8 @@ class MaskedLM(Objective):
 class Classification(Objective):
     """Cross entropy of the class, a mean over samples.
 
-    Targets are x_B, or the ``labels`` of a mapping; the model's output is logits x_BC, or an object with ``logits``.
+    Targets are x_B, or probabilities x_BC of mixed samples, or the ``labels`` of a mapping; the model's output is
+    logits x_BC, or an object with ``logits``.
     """
 
     label_smoothing: float = 0.0
@@ -233,7 +234,8 @@ class Classification(Objective):
         logits = _logits(call(model, batch.inputs))
         mean = F.cross_entropy(logits, batch.targets, label_smoothing=self.label_smoothing)
         counts = min(batch.num_samples, 1)  # a borrowed sample does not count
-        correct = (logits.detach().argmax(-1) == batch.targets).sum() * counts
+        labels = batch.targets.argmax(-1) if batch.targets.is_floating_point() else batch.targets
+        correct = (logits.detach().argmax(-1) == labels).sum() * counts
         return Loss(mean, batch.num_samples, {"accuracy": correct})
 
 

@@ -12,8 +12,10 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
 from paceline.data import FunctionData, GlobalOrder, IterableSource
+from paceline.data.augment import Augmentation
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
+from paceline.data.pipeline import READ_AHEAD_BYTES
 from paceline.errors import SettingsError, storing
 from paceline.functions import Function
 from paceline.memory import Memory
@@ -22,7 +24,7 @@ from paceline.parallel.batch_norm import BatchNormScope, check_batch_norm
 from paceline.parallel.parallelize import check_sharding
 from paceline.parallel.pipeline.settings import PipelineSettings
 from paceline.registry import Settings, explain
-from paceline.replica.checks import Precision, check_layout
+from paceline.replica.checks import Precision, check_hashing, check_layout
 from paceline.replica.landing import Landing, check_landing
 from paceline.replica.virtual_workers import check_virtual_workers
 from paceline.schedules import BatchPolicy, BatchSchedule, Constant, ConstantBatch, Cosine, FixedBatch, LearningRate
@@ -157,8 +159,14 @@ class Run(Settings):
     """Steps from one logged timeline to the next; 0 for none."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker; by default its part of the host's cores. A different number changes rounding."""
-    num_data_processes: int = Field(default=0, ge=0)
-    """Processes with which a worker reads data; 0 for a thread."""
+    augment: tuple[Augmentation, ...] = ()
+    """Operations on training samples, one after another: names such as flip, settings, or functions of a sample."""
+    num_data_processes: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Processes with which a worker reads data; 0 for threads; auto for what the first steps show to be fast enough."""
+    num_data_threads: int = Field(default=1, ge=1)
+    """Threads of a worker that decode data, if no processes do; more than one only for data that allows it."""
+    read_ahead_bytes: int = Field(default=READ_AHEAD_BYTES, ge=1)
+    """Largest size of the data that a worker reads ahead; one step is read at least."""
     timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Time that workers wait for one another before an error names the missing ones."""
     anomalies: Anomalies = Anomalies()
@@ -167,10 +175,10 @@ class Run(Settings):
     """Time without progress, while others wait for it, after which a worker counts as hanging and is given up. By
     default ten times its longest phase so far, at least 20 s (60 s for data), and 5 s if even its heartbeats stop."""
 
-    @field_validator("callbacks", mode="before")
+    @field_validator("callbacks", "augment", mode="before")
     @classmethod
-    def _accept_one(cls, callbacks: Any) -> Any:
-        return callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+    def _accept_one(cls, given: Any) -> Any:
+        return given if isinstance(given, list | tuple) else (given,)
 
     @field_validator("keep_best")
     @classmethod
@@ -215,7 +223,7 @@ class Run(Settings):
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
         self.anomalies.check(self.sync, self.layout, self.landing)
-        check_hashing(self)
+        check_hashing(self.gradient_hash_interval, self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
         check_sharding(self.layout, self.sharded_codec, self.pipeline)
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
@@ -243,6 +251,9 @@ class Run(Settings):
                 f"num_steps must be given where batch_schedule changes the batch, but got num_epochs={self.num_epochs} "
                 f"with {self.batch_schedule.name}; give num_steps instead (--num_steps N --num_epochs none)"
             )
+        if self.num_data_processes and self.num_data_threads > 1:
+            found = f"{self.num_data_processes} and {self.num_data_threads}"
+            raise ValueError(f"num_data_processes or num_data_threads must be left out, but got {found}; give one")
         if self.collate_fn is not None and not isinstance(self.data, FunctionData):
             raise ValueError(
                 f"collate_fn must come with a function that returns data sets, but got data {self.data.name}, which "
@@ -483,13 +494,3 @@ class RunFile(Settings):
             raise SettingsError(f"{path} must be a run's file, but: {explain(error)}") from error
         except ValueError as error:
             raise SettingsError(f"{path} must be JSON, but: {error}") from error
-
-
-def check_hashing(run: Run) -> None:
-    """Refuse a comparison of gradients that need not be equal, or are gone before they could be compared."""
-    is_every_step = isinstance(run.sync, EveryStep)
-    if run.gradient_hash_interval and not (is_every_step and run.layout.is_plain and run.landing == "update"):
-        raise ValueError(
-            f"gradient_hash_interval must be 0 with sync {run.sync.name}, landing {run.landing} and {run.layout}, but "
-            f"got {run.gradient_hash_interval}; take sync every_step with landing update, or leave it out"
-        )
