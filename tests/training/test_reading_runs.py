@@ -2,11 +2,13 @@
 
 import pytest
 
+from paceline.data import PackedText
 from paceline.data.images import Images
 from paceline.monitor.events import DataRead, StepFinished
-from paceline.monitor.reader import select, summarise
+from paceline.monitor.reader import read_log, select, summarise
 from paceline.optim import SGD
 from paceline.recipes.resnet import ResNet
+from paceline.recipes.transformer_lm import TransformerLM
 from paceline.training import Run
 from plain_functions import train_here
 
@@ -31,8 +33,6 @@ def train(tmp_path, name, num_workers=1, **changes):
     directory = tmp_path / name
     directory.mkdir()
     train_here(make_run(**changes), directory, num_workers)
-    from paceline.monitor.reader import read_log
-
     return read_log(directory / "events.jsonl")
 
 
@@ -70,3 +70,30 @@ def test_a_run_keeps_its_augmentation_as_json():
 def test_processes_and_threads_exclude_each_other():
     with pytest.raises(ValueError, match="num_data_processes or num_data_threads must be left out, but got 2 and 3"):
         make_run(num_data_processes=2, num_data_threads=3)
+
+
+def make_packed_run(folder, **changes):
+    settings = {
+        "model": TransformerLM(width=16, num_layers=1, num_heads=2),
+        "data": PackedText(path=folder, sequence_length=32),
+        "loss": "next_token",
+        "global_batch": 6,
+        "num_steps": 4,
+        "evaluate_interval": 0,
+        "timeline_interval": 0,
+    }
+    return Run(**{**settings, **changes})
+
+
+def test_a_run_on_packed_text_is_the_same_on_two_workers(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"document {number} " * (1 + number % 4))
+    losses = []
+    for num_workers in (1, 2):
+        directory = tmp_path / f"run-{num_workers}"
+        directory.mkdir()
+        train_here(make_packed_run(texts), directory, num_workers)
+        losses.append(losses_of(read_log(directory / "events.jsonl")))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

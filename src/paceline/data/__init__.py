@@ -8,6 +8,7 @@ from paceline.data.loader import Loader
 from paceline.data.map_source import MapSource
 from paceline.data.masked_text import MaskedText
 from paceline.data.order import GlobalOrder, Interval, Ledger, apportion, derive_seed
+from paceline.data.packed_text import PackedText
 from paceline.data.step_plan import StepPlan
 from paceline.data.stream import DifferentStreamsWarning
 from paceline.data.text import Text
@@ -25,6 +26,7 @@ __all__ = [
     "Loader",
     "MapSource",
     "MaskedText",
+    "PackedText",
     "Source",
     "Spec",
     "Splits",

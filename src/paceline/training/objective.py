@@ -164,8 +164,10 @@ class NextToken(Objective):
         if not self.sample_tokens or held_out.spec.num_classes != NUM_BYTES:
             return None
         device = next(module.parameters()).device
-        context_length = held_out[0][0].shape[-1]
-        tokens = held_out[0][0][None, : max(1, context_length // 4)].to(device)
+        inputs = held_out[0][0]
+        start = inputs[0] if isinstance(inputs, tuple) else inputs  # packed rows have more inputs than tokens
+        context_length = start.shape[-1]
+        tokens = start[None, : max(1, context_length // 4)].to(device)
         generator = torch.Generator(device).manual_seed(0)
         prompt_length = tokens.shape[1]
         training = module.training

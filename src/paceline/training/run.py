@@ -11,7 +11,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 
 from paceline.comm.join import DEFAULT_TIMEOUT_S
 from paceline.compression.codec import Codec
-from paceline.data import FunctionData, GlobalOrder, IterableSource
+from paceline.data import FunctionData, GlobalOrder, IterableSource, PackedText
 from paceline.data.augment import Augmentation
 from paceline.data.base import Data, Splits
 from paceline.data.datasets import Collate
@@ -37,7 +37,7 @@ from paceline.training.compiling import NO_COMPILER, check_compiler_fits
 from paceline.training.growth import Growth, check_growth
 from paceline.training.initial import InitialWeights
 from paceline.training.metrics import Metrics
-from paceline.training.model import Model
+from paceline.training.model import Model, check_documents
 from paceline.training.noise_scale import check_noise
 from paceline.training.objective import Objective, OnBatch
 from paceline.training.state_in_memory import PeerMemorySettings
@@ -222,6 +222,8 @@ class Run(Settings):
         )
         check_compiler_fits(self.compiler, self.pipeline if self.layout.pipeline > 1 else None)
         check_layout(self.layout, self.sync)
+        if isinstance(self.data, PackedText):
+            check_documents(self.model, self.layout)
         self.anomalies.check(self.sync, self.layout, self.landing)
         check_hashing(self.gradient_hash_interval, self.sync, self.layout, self.landing)
         check_batch_norm(self.batch_norm, self.sync, self.layout, is_noise_measured=self.noise_interval > 0)
