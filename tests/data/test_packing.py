@@ -184,7 +184,9 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
 
 def test_models_and_layouts_that_mix_documents_are_refused():
     common = {"data": PackedText(), "loss": "next_token", "global_batch": 4, "num_steps": 1}
-    with pytest.raises(ValueError, match="must keep documents of a row apart for data packed_text, but resnet does not"):
+    with pytest.raises(
+        ValueError, match="must keep documents of a row apart for data packed_text, but resnet does not"
+    ):
         Run(model="resnet", **common)
     with pytest.raises(ValueError, match="layout must have no pipeline with data packed_text"):
         Run(model="transformer_lm", layout={"pipeline": 2}, **common)
