@@ -71,7 +71,7 @@ PUBLIC = {
     "comm": "Group HostGroup LocalGroup ProgramGroup SharedMemoryGroup SharedMemoryWarning TorchGroup Work join",
     "compression": "AutoCodec BF16 Codec DGC FP16 Int8 NoCodec OneBit PowerSGD RandomK TopK",
     "data": "Batch Data DifferentStreamsWarning FunctionData GlobalOrder Images Interval IterableSource Ledger Loader "
-    "MapSource MaskedText "
+    "MapSource MaskedText PackedText "
     "Source Spec Splits StepPlan Text apportion derive_seed",
     "parallel": "Construction ContextParallelModule Experts HasPipelineLayers Mesh MixtureOfExperts ModelShard ORDERS "
     "Pipeline PipelineLayer PipelineSettings STYLES Style TiedHead UndeferrableError balance_loss defer parallelize "
